@@ -34,9 +34,8 @@ def at(name="qwen", owner=ME):
 
 def test_a_click_is_resolved_to_one_lease_of_one_owner():
     both = snapshot(lease("qwen", 14), lease("qwen", 4, owner=BOB))
-    assert propose("evict", at(owner=BOB), both) == Proposal(
-        "evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid, "qwen"
-    )
+    found = Proposal("evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid, "qwen")
+    assert propose("evict", at(owner=BOB), both) == found
     assert propose("evict", at(owner=BOB), both).subject == LeaseId(BOB.id, "qwen")
     assert propose("preload", "/catalogued", both).subject == "catalogued"
 
@@ -113,19 +112,14 @@ def test_the_question_of_every_other_verb_shows_its_effect(verb, words):
 
 
 STATES = {
-    "idle": {},
-    "in use": {"pins": 1},
-    "pinned": {"keep": True},
-    "leaving": {"phase": Phase.LEAVING},
+    "idle": {}, "in use": {"pins": 1}, "pinned": {"keep": True}, "leaving": {"phase": Phase.LEAVING},
     "elsewhere": {"shares": (Share(HOST, 14 * GIB),)},
-}
+}  # fmt: skip
 MOVES = ("evict", "drop", "unpin_evict", "move sim:1")
 FORBIDS = {
-    "in use": MOVES,
-    "pinned": ("pin",),
-    "leaving": (*MOVES, "restore"),
+    "in use": MOVES, "pinned": ("pin",), "leaving": (*MOVES, "restore"),
     "elsewhere": (*MOVES, "restore", "preload"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -140,9 +134,8 @@ def test_an_action_is_refused_only_if_the_new_state_of_its_model_forbids_it(verb
 def test_a_model_that_is_on_disk_may_be_preloaded():
     world = replace(idle(), names={BOB.id: ("llama",)})
     assert changed(propose("preload", at("llama", BOB), world), world) == ""
-    assert changed(propose("preload", "/catalogued", world), world) == "", (
-        "the runtime itself reports which process could load it"
-    )
+    # The runtime itself reports which process could load it.
+    assert changed(propose("preload", "/catalogued", world), world) == ""
 
 
 @pytest.mark.parametrize(("verb", "then", "words"), [
@@ -170,19 +163,15 @@ def test_a_stopped_process_is_continued_only_while_it_is_stopped():
     assert changed(proposal, idle()).startswith("train.ipynb (pid 4000) is not stopped any more.")
     assert "has ended" in changed(proposal, replace(STOPPED, sections={}))
     done = Outcome("resume", ME.id, True, "train.ipynb (pid 4000) runs again")
-    rt = SimpleNamespace(
-        status=lambda: STOPPED,
-        on_behalf_of=lambda name: nullcontext(),
-        resume={ME.id: done}.__getitem__,
-    )
+    act = {"on_behalf_of": nullcontext, "resume": {ME.id: done}.__getitem__}
+    rt = SimpleNamespace(status=lambda: STOPPED, **act)
     assert attempt(rt, proposal, "ann") == ("done", done.because)
 
 
 def test_all_idle_models_are_those_of_processes_that_answer():
     """The model of a stopped process would be awaited for 30 s. Its bytes are not promised."""
-    world = replace(
-        STOPPED, sections=snapshot(lease("qwen", 14), lease("phi", 2, owner=BOB)).sections
-    )
+    both = snapshot(lease("qwen", 14), lease("phi", 2, owner=BOB))
+    world = replace(STOPPED, sections=both.sections)
     text = question(propose("evict_idle", "/sim:0", world), world)
     assert text.lines[0] == "This frees 2.0 GiB on sim:0: 1 idle model."
     assert changed(propose("evict_idle", "/sim:0", STOPPED), STOPPED).startswith("No idle model")
@@ -191,23 +180,16 @@ def test_all_idle_models_are_those_of_processes_that_answer():
 ON_A_CARD = ("idle", "in use", "pinned", "leaving")
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(ON_A_CARD), st.sampled_from((0, 1, 20)), st.sampled_from((0, 1, 20))
-        ),
-        max_size=3,
-    )
-)
+GIBS = st.sampled_from((0, 1, 20))
+
+
+@given(st.lists(st.tuples(st.sampled_from(ON_A_CARD), GIBS, GIBS), max_size=3))
 def test_the_question_for_a_card_promises_what_idle_models_free_on_that_card(models):
     """A model on two cards frees only a part on each. A pinned model and a model in use stay."""
-    leases = [
-        replace(
-            lease(f"m{n}", 0, **STATES[state]),
-            shares=(Share("sim:0", first * GIB), Share("sim:1", second * GIB)),
-        )
-        for n, (state, first, second) in enumerate(models)
-    ]
+    leases = []
+    for n, (state, first, second) in enumerate(models):
+        shares = (Share("sim:0", first * GIB), Share("sim:1", second * GIB))
+        leases.append(replace(lease(f"m{n}", 0, **STATES[state]), shares=shares))
     seen = snapshot(*leases, cards=2, gib=80)
     for card, column in (("sim:0", 1), ("sim:1", 2)):
         idle = [model[column] for model in models if model[0] == "idle" and model[column]]

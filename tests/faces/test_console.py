@@ -194,9 +194,8 @@ def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does
 
 def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monkeypatch, caplog):
     only_tabs(monkeypatch, "Failing", "Counted")
-    monkeypatch.setattr(
-        registry, "kind", {"Counted": CountingTab, "Failing": FailingTab}.__getitem__
-    )
+    kinds = {"Counted": CountingTab, "Failing": FailingTab}
+    monkeypatch.setattr(registry, "kind", kinds.__getitem__)
     made = Console(poller, VIEWER)
     assert "division by zero" in made._holders["Failing"].objects[0].object
     assert "Traceback" in caplog.text
@@ -210,15 +209,9 @@ def test_every_tab_can_show_every_sample_snapshot(poller):
         made._tabs.active = n
         assert registry.kind(title).title == title
         for world in (
-            samples.empty,
-            samples.busy,
-            samples.waiting,
-            samples.eight,
-            samples.overdraft,
-            samples.hostile,
-            samples.unmeasured,
-            samples.drained,
-        ):
+            samples.empty, samples.busy, samples.waiting, samples.eight, samples.overdraft, samples.hostile,
+            samples.unmeasured, samples.drained,
+        ):  # fmt: skip
             made._update(world)
             assert title in made._made, f"{title} failed: {made._holders[title].objects}"
 
@@ -352,9 +345,8 @@ def test_a_beginning_that_no_snapshot_saw_is_shown_as_before(seconds_before, wor
 
 def test_a_failing_ledger_is_reported_above_the_last_figures(page, poller, rt, monkeypatch):
     """The browser's clock goes on and shows the age of the figures."""
-    monkeypatch.setattr(
-        rt, "status", Mock(side_effect=LedgerUnavailable("the disk is full", path="/x"))
-    )
+    full = Mock(side_effect=LedgerUnavailable("the disk is full", path="/x"))
+    monkeypatch.setattr(rt, "status", full)
     beat = page.status_bar.beat
     poller.poll()
     page.tick()
@@ -396,10 +388,9 @@ def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_th
 def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, waiting_threads):
     """Its outcome would never be shown, and an owner that does not answer overlooked."""
     confirmed(page, poller)
+    pin = propose("pin", target(poller), poller.result.snapshot)
     for n in range(MOST_REPORTS + 1):
-        page.actions._report(
-            propose("pin", target(poller), poller.result.snapshot), "failed", f"no {n}"
-        )
+        page.actions._report(pin, "failed", f"no {n}")
     assert "waiting for" in page.actions.outcomes.object
     assert "no 1" not in page.actions.outcomes.object
     carried_out(page, waiting_threads)
@@ -497,7 +488,7 @@ def test_a_session_waits_for_its_browser(monkeypatch, end):
 
 
 class Context(SimpleNamespace):
-    """The part of a session that Bokeh's server keeps."""
+    """The part of a session that Bokeh's server keeps. The document refers to it weakly."""
 
 
 @pytest.mark.parametrize("first", ["destroyed", "notified"])

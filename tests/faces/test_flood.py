@@ -52,9 +52,8 @@ def server(tmp_path_factory):
 @pytest.mark.processes
 def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
     def guess(number: int) -> None:
-        wrong.append(
-            server.get("/health", Authorization=f"Bearer wrong{number}", Accept="text/plain")
-        )
+        sent = {"Authorization": f"Bearer wrong{number}", "Accept": "text/plain"}
+        wrong.append(server.get("/health", **sent))
 
     wrong: list[Answer] = []
     flood = [threading.Thread(target=guess, args=(number,)) for number in range(60)]
@@ -78,13 +77,9 @@ def test_half_open_connections_of_another_user_keep_nobody_out(tmp_path):
         words = [sys.executable, "-c", HALF_OPEN, str(server.port), str(NOBODY), "1060"]
         before = server.output_file.stat().st_size
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        flood = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard)),
-        )
+        raised = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        flood = subprocess.Popen(words, preexec_fn=raised, **pipes)
         try:
             assert flood.stdout.readline() == "opened\n"
             files = len(os.listdir(f"/proc/{server.process.pid}/fd"))

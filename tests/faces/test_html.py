@@ -78,14 +78,10 @@ def test_names_are_escaped_wherever_they_are_shown():
 def test_status_has_labelled_bars_and_a_table_of_holders():
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     table = page[page.index('<table class="g-rows"') :]
-    rows = [
-        [
-            re.sub("<[^>]*>", "", cell).lstrip("■▨▩ ")
-            for cell in re.findall(r"<t[hd]\b.*?</t[hd]>", row)
-        ]
-        for row in re.findall(r"<tr>(.*?)</tr>", table)
+    cells = [
+        re.findall(r"<t[hd]\b.*?</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)
     ]
-    assert rows == [
+    assert [[re.sub("<[^>]*>", "", cell).lstrip("■▨▩ ") for cell in row] for row in cells] == [
         ["model", "size", "where", "held by", "importance", "state"],
         ["qwen", "14.0 GiB", "sim:0", "this process", "pinned", "in use for 40 s"],
         ["reranker", "4.0 GiB", "sim:0", "analysis.ipynb (pid 4121), bob", "high", "idle 12 s"],
@@ -98,19 +94,13 @@ def test_status_has_labelled_bars_and_a_table_of_holders():
 
 def test_style_rules_apply_in_their_own_scope_and_only_those_that_a_page_uses_are_in_it():
     """Other rules would change the style of the user's notebook, which stores them with each output."""
-    css = re.sub(
-        r"@media[^{]*{(.*})}",
-        r"\1",
-        elements.style().removeprefix("<style>").removesuffix("</style>"),
-    )
+    style = elements.style().removeprefix("<style>").removesuffix("</style>")
+    css = re.sub(r"@media[^{]*{(.*})}", r"\1", style)
     selectors = [one.strip() for rule in re.findall(r"([^{}]+){", css) for one in rule.split(",")]
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
-    page = PAGES["busy"]._repr_mimebundle_()["text/html"]
-    body = page.split("</style>")[1]
-    rules = page.split("</style>")[0]
-    assert {
-        name for name in re.findall(r"\bg-\w[\w-]*", body) if f".{name}" in elements.style()
-    } <= set(re.findall(r"\bg-\w[\w-]*", rules))
+    rules, body = PAGES["busy"]._repr_mimebundle_()["text/html"].split("</style>")
+    used, ruled = (set(re.findall(r"\bg-\w[\w-]*", part)) for part in (body, rules))
+    assert {name for name in used if f".{name}" in style} <= ruled
     assert len(render.hint("Load one:  %gpu load x")._repr_mimebundle_()["text/html"]) < 1200
 
 
@@ -129,10 +119,7 @@ def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
         bars = page.split('<div class="g-fill"')[1:]
         assert len(bars) == len(getattr(samples, name).devices)
         for bar in bars:
-            assert (
-                sum(float(part) for part in re.findall(r"float:left;width:([\d.]+)%", bar))
-                <= 100.02
-            )
+            assert sum(map(float, re.findall(r"float:left;width:([\d.]+)%", bar))) <= 100.02
 
 
 def test_the_colour_of_a_model_is_always_the_same():

@@ -3,6 +3,7 @@
 import base64
 import gc
 import json
+import re
 import sys
 import weakref
 from importlib.metadata import EntryPoint
@@ -28,11 +29,9 @@ from .test_magics import run
 def installed(monkeypatch):
     """Installs the entry point `console`, as the package's metadata declares it."""
     entry = EntryPoint("console", "gpu_panels.inline:Inline", "gpu_runtime")
-    monkeypatch.setattr(
-        console_hook,
-        "entry_points",
-        lambda **group: [entry] if group == {"group": "gpu_runtime", "name": "console"} else [],
-    )
+    ours = {"group": "gpu_runtime", "name": "console"}
+    found = lambda **group: [entry] if group == ours else []
+    monkeypatch.setattr(console_hook, "entry_points", found)
 
 
 @pytest.fixture
@@ -58,11 +57,8 @@ def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
     def load():
         raise ImportError("No module named 'panel'", name="panel")
 
-    monkeypatch.setattr(
-        console_hook,
-        "entry_points",
-        lambda **_: [SimpleNamespace(load=load, module="gpu_panels.inline")],
-    )
+    entry = SimpleNamespace(load=load, module="gpu_panels.inline")
+    monkeypatch.setattr(console_hook, "entry_points", lambda **_: [entry])
     with pytest.raises(GpuError, match="the console needs panel, which is not installed"):
         rt.console()
 
@@ -133,38 +129,31 @@ def page(document):
 
 def test_a_long_text_is_sent_once_and_outside_a_page_of_a_known_format():
     """A later version of Panel may write the page differently. Then the page is large, but still works."""
-    found, texts = inline_assets.split(
-        page({"a": [LONG, "short"], "b": {"esm": LONG}}), "<p>still</p>"
-    )
+    long = page({"a": [LONG, "short"], "b": {"esm": LONG}})
+    found, texts = inline_assets.split(long, "<p>still</p>")
     (key,) = (key for key, text in texts.items() if text == LONG)
     assert found.count(f'root.gpuc["{key}"]') == 2 and LONG[:50] not in found and '"short"' in found
     assert found.startswith("<div data-gpuc="), "the picture is shown until the page is drawn"
     assert 'document.getElementById("x")' in found, "the page is drawn only when its place exists"
     assert len(found) < 1500
-    assert inline_assets.split("<div>something else</div>", "still") == (
-        "<div>something else</div>",
-        {},
-    )
+    other = "<div>something else</div>"
+    assert inline_assets.split(other, "still") == (other, {})
 
 
 def test_resources_are_published_once_and_removed_from_the_output():
     """A text cannot end the script element that it is in."""
     published = []
-    shell = SimpleNamespace(
-        display_pub=SimpleNamespace(
-            publish=lambda data, metadata, transient, update: published.append(
-                (transient["display_id"], update, data)
-            )
-        )
-    )
-    resources = inline_assets.Resources(shell)
+
+    def publish(data, metadata, transient, update):
+        published.append((transient["display_id"], update, data))
+
+    display = SimpleNamespace(publish=publish)
+    resources = inline_assets.Resources(SimpleNamespace(display_pub=display))
     resources.publish_texts({"k": LONG})
     resources.clear()
     (id, update, script), (again, updated, data) = published
     assert id == again and (update, updated) == (False, True) and data == {"text/plain": ""}
-    assert (
-        "</script>" not in script[inline_assets.LOAD] and "<!--" not in script[inline_assets.LOAD]
-    )
+    assert not re.search("</script>|<!--", script[inline_assets.LOAD])
 
 
 def test_panels_style_sheets_are_sent_inline():

@@ -194,10 +194,8 @@ def test_an_empty_table_says_what_to_type(shell, verb):
     """The data frame itself is not changed."""
     with capture_output(display=False) as captured:
         frame = shell.run_cell(f"%gpu {verb}").result
-    if frame.empty:
-        assert render.nothing(verb) in captured.stdout
-    else:
-        assert verb == "fragmentation"
+    assert frame.empty or verb == "fragmentation"
+    assert (render.nothing(verb) in captured.stdout) is frame.empty
 
 
 @pytest.mark.parametrize(("code", "words"), [
@@ -312,10 +310,8 @@ def test_a_traceback_shows_the_users_own_lines_once_and_ends_with_its_error(shel
     assert "line 5" in shown and "line 3, in f()" in shown
     assert "magics.py" not in shown and "cell.py" not in shown and "run_cell_magic" not in shown
     printed(shell, "%%gpu 1GiB\nraise ValueError('x')")
-    render_own = sys.last_value._render_traceback_
-    assert not [
-        cell for cell in render_own.__closure__ if isinstance(cell.cell_contents, BaseException)
-    ]
+    kept = [cell.cell_contents for cell in sys.last_value._render_traceback_.__closure__]
+    assert not [one for one in kept if isinstance(one, BaseException)]
 
 
 def test_a_cell_that_cannot_be_compiled_fails_with_its_reason(shell, rt):
@@ -332,24 +328,19 @@ ONCE = f"if len(tries) < 2: {OUT_OF_MEMORY}"
 STEPPED_ASIDE = "12.0 GiB came free (trainer.ipynb stepped aside): the cell runs again."
 
 
-@pytest.mark.parametrize(
-    ("line", "raises", "room_made", "tries", "last"),
-    [
-        ("--retry", ONCE, 1, 2, "the cell runs again."),
-        ("--retry", OUT_OF_MEMORY, 1, 2, "OutOfMemory"),  # the second failure is the cell's
-        ("--retry", OUT_OF_MEMORY, 0, 1, "OutOfMemory"),
-        ("--retry", "raise KeyboardInterrupt", 1, 1, "KeyboardInterrupt"),
-        ("", OUT_OF_MEMORY, 1, 1, "OutOfMemory"),
-        ("1GiB", OUT_OF_MEMORY, 1, 1, "OutOfMemory"),
-    ],
-)
+@pytest.mark.parametrize(("line", "raises", "room_made", "tries", "last"), [
+    ("--retry", ONCE, 1, 2, "the cell runs again."),
+    ("--retry", OUT_OF_MEMORY, 1, 2, "OutOfMemory"),  # the second failure is the cell's
+    ("--retry", OUT_OF_MEMORY, 0, 1, "OutOfMemory"),
+    ("--retry", "raise KeyboardInterrupt", 1, 1, "KeyboardInterrupt"),
+    ("", OUT_OF_MEMORY, 1, 1, "OutOfMemory"), ("1GiB", OUT_OF_MEMORY, 1, 1, "OutOfMemory"),
+])  # fmt: skip
 def test_a_cell_runs_again_once_if_its_user_allows_it_and_room_was_made(
     shell, rt, monkeypatch, line, raises, room_made, tries, last
 ):
     answers = [STEPPED_ASIDE] * room_made
-    monkeypatch.setattr(
-        magics._loaded[id(shell)].magics, "make_room", lambda error: answers and answers.pop() or ""
-    )
+    make_room = lambda error: answers and answers.pop() or ""
+    monkeypatch.setattr(magics._loaded[id(shell)].magics, "make_room", make_room)
     shell.user_ns["tries"] = []
     shown = printed(shell, f"%%gpu {line}\ntries.append(1)\n{raises}")
     assert len(shell.user_ns["tries"]) == tries and last in shown
@@ -436,10 +427,9 @@ def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
     from IPython.core.completer import CompletionContext
 
     def asked(text):
-        lines = text.split("\n")
-        return magics._loaded[id(shell)].matcher(
-            CompletionContext("", text, len(lines[-1]), len(lines) - 1, None)
-        )["completions"]
+        *above, last = text.split("\n")
+        context = CompletionContext("", text, len(last), len(above), None)
+        return magics._loaded[id(shell)].matcher(context)["completions"]
 
     assert asked("%%gpu 8GiB\nevi") == [] and asked("gpu ev") == [] and asked("%gpux ev") == []
     assert asked("%gpu ev")
@@ -509,9 +499,8 @@ def test_rt_is_the_runtime_in_the_first_cell_that_names_it(shell, rt):
 def test_help_is_the_table_of_verbs_and_names_notebooks_where_a_verb_takes_one(shell):
     """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
     doc = shell.find_magic("gpu").__doc__
-    assert all(
-        f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC)
-    )
+    names = {verb.name for verb in verbs.verbs(verbs.MAGIC)} - {"status"}
+    assert all(f"  %gpu {name}" in doc for name in names)
     for verb in verbs.VERBS.values():
         takes = verb.name in ("why", "evict", "restore", "preload", "plan", "defrag")
         offered = completion.candidates([verb.name], "", False, lambda: Other) or ()

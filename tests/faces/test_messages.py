@@ -69,13 +69,9 @@ class Kernel:
     def __init__(self, story) -> None:
         self.story = story
         self.control_handlers = {"debug_request": self.debug}
-        self.comm_manager = SimpleNamespace(
-            targets={"probe": lambda comm, message: None},
-            comms={
-                "1": SimpleNamespace(_close_callback=lambda message: None),
-                "2": SimpleNamespace(_close_callback=None),
-            },
-        )
+        closes, unheard = (SimpleNamespace(_close_callback=one) for one in (print, None))
+        targets = {"probe": lambda comm, message: None}
+        self.comm_manager = SimpleNamespace(targets=targets, comms={"1": closes, "2": unheard})
         self.message: dict = {}
         self.io_loop = None
 
@@ -116,14 +112,9 @@ def follows(monkeypatch):
         shell.events.trigger("post_execute")
 
     yield SimpleNamespace(
-        kernel=kernel,
-        shell=shell,
-        lease=lease,
-        story=lease.story,
-        parking=parking,
-        trigger=shell.events.trigger,
-        callback=callback,
-    )
+        kernel=kernel, shell=shell, lease=lease, story=lease.story, parking=parking,
+        trigger=shell.events.trigger, callback=callback,
+    )  # fmt: skip
     parking.remove()
     assert kernel.pre_handler_hook.__func__ is Kernel.pre_handler_hook
     assert kernel.control_handlers["debug_request"] == kernel.debug
@@ -134,10 +125,8 @@ def handled(monkeypatch):
     """The handlers of two signals, which note in `story` that they run. `works` are the repetitions."""
     story, works, at_exit = [], [], []
     monkeypatch.setattr(handlers.threads, "start", works.append)
-    fake = SimpleNamespace(
-        register=at_exit.append,
-        unregister=lambda one: at_exit.remove(one) if one in at_exit else None,
-    )
+    unregister = lambda one: at_exit.remove(one) if one in at_exit else None
+    fake = SimpleNamespace(register=at_exit.append, unregister=unregister)
     monkeypatch.setattr(handlers, "atexit", fake)
 
     def with_memory(handler, number, frame):

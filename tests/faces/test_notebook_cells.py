@@ -66,9 +66,8 @@ def test_a_person_who_runs_one_cell_after_another_is_no_schedule():
     soonest = Position()
     soonest.after(CELLS, "x = 0", "id0", 0.0, False)
     soonest.ended(0.0)
-    assert soonest.after(CELLS, "x = 1", "id1", PEOPLE_SECONDS, False) == [], (
-        "a person may be so quick"
-    )
+    next_one = soonest.after(CELLS, "x = 1", "id1", PEOPLE_SECONDS, False)
+    assert next_one == [], "a person may be so quick"
 
 
 def test_cells_out_of_order_and_cells_after_an_error_are_no_schedule():
@@ -88,12 +87,9 @@ def test_cells_out_of_order_and_cells_after_an_error_are_no_schedule():
 def test_the_notebook_is_where_its_executor_or_its_front_end_has_it(tmp_path, monkeypatch):
     (tmp_path / "in.ipynb").write_text("{}")
     wait = "import sys; print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", wait, "papermill", "in.ipynb", "out.ipynb"],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
+    command = [sys.executable, "-c", wait, "papermill", "in.ipynb", "out.ipynb"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         process.stdout.readline()
         found = notebook_file({}, process.pid)
         process.stdin.close()
@@ -116,9 +112,8 @@ USES = [FileCell(name, f"rt.use('{name}')") for name in "abc"]
 def schedule(monkeypatch):
     """The cells of a notebook whose file has USES. `waits` are those in the queue."""
     waits, begun, now = [], [], [0.0]
-    queue = SimpleNamespace(
-        waiting=lambda: list(waits), began=lambda: begun.append(1), failed=waits.clear
-    )
+    began = lambda: begun.append(1)
+    queue = SimpleNamespace(waiting=lambda: list(waits), began=began, failed=waits.clear)
     monkeypatch.setattr(look_ahead, "CellQueue", lambda *_: queue)
     monkeypatch.setattr(look_ahead, "notebook_file", lambda _: ("n.ipynb", one.by_program))
     monkeypatch.setattr(look_ahead, "code_cells", lambda _: USES)

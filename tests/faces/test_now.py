@@ -81,10 +81,8 @@ def test_a_row_shows_free_memory_use_the_level_and_its_leases_one_after_the_othe
 def test_a_figure_that_the_driver_does_not_give_is_empty():
     view = samples.unmeasured.devices[0]
     hot = replace(view.sample, temperature_celsius=61.0, power_watts=240.0)
-    seen = replace(
-        samples.unmeasured, devices=(replace(view, sample=hot), *samples.unmeasured.devices[1:])
-    )
-    row = rows(seen)["cuda:0"]
+    devices = (replace(view, sample=hot), *samples.unmeasured.devices[1:])
+    row = rows(replace(samples.unmeasured, devices=devices))["cuda:0"]
     assert (row.busy, row.celsius, row.watts) == ("37 %", "61 °C", "240 W")
     assert rows(samples.unmeasured)["cuda:0"].celsius == ""
 
@@ -92,12 +90,10 @@ def test_a_figure_that_the_driver_does_not_give_is_empty():
 def test_all_cards_share_one_axis():
     """The host has an axis of its own. On an axis in GiB, a card of 96 MiB would end before the first tick."""
     two = samples.snapshot(cards=2)
-    small = two.devices[1]
+    first, small, host = two.devices
     device = replace(small.device, total_bytes=12 * GIB)
-    seen = replace(
-        two,
-        devices=(two.devices[0], replace(small, device=device, limit_bytes=GIB), two.devices[2]),
-    )
+    half = replace(small, device=device, limit_bytes=GIB)
+    seen = replace(two, devices=(first, half, host))
     assert [row.length for row in rows(seen).values()] == [100, 50, 100]
     ticks = device_rows(seen, bars(seen), {}).ticks
     assert ticks[:2] == ((0.0, "0"), (16.67, "4 GiB")) and ticks[-1] == (100.0, "24 GiB")
@@ -133,13 +129,10 @@ def test_kept_is_what_the_requests_need_beyond_what_leaves_for_them(drawn, leavi
         target=(Share(HOST, leaving * GIB),) if leaving else (),
         piece_bytes=GIB,
     )
-    tickets = [
-        replace(
-            wants(f"m{n}", size, recalls=(f"{samples.BOB.id}/reranker",) if recalls else ()),
-            refreshed=samples.NOW - ago,
-        )
-        for n, (size, recalls, ago) in enumerate(drawn)
-    ]
+    asked, tickets = (f"{samples.BOB.id}/reranker",), []
+    for n, (size, recalls, ago) in enumerate(drawn):
+        wanted = wants(f"m{n}", size, recalls=asked if recalls else ())
+        tickets.append(replace(wanted, refreshed=samples.NOW - ago))
     reranker = samples.lease("reranker", 4, owner=samples.BOB)
     seen = samples.snapshot(llama, reranker, tickets=tickets)
     kept = dict(reserved(seen, seen.devices[0]))
@@ -214,12 +207,8 @@ def test_a_card_over_its_budget_is_marked(more):
 
 
 def moment(ago, gib, device="sim:0"):
-    limit = 20 * GIB
-    wall = samples.WALL - ago
-    claims = {"qwen@1": gib * GIB}
-    return Moment(
-        wall, device, 20 * GIB, limit, gib * GIB, samples.busy.devices[0].level, claims=claims
-    )
+    figures = (20 * GIB, 20 * GIB, gib * GIB, samples.busy.devices[0].level)
+    return Moment(samples.WALL - ago, device, *figures, claims={"qwen@1": gib * GIB})
 
 
 def test_the_small_history_has_the_use_over_time_and_gaps_stay_gaps():

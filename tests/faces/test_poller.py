@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 from gpu_panels import poller as pollers
@@ -190,16 +191,16 @@ def test_a_value_is_computed_once_for_all_sessions(poller):
     assert len(made) == 2
 
 
+def start_thread(running, work):
+    running.append(threading.Thread(target=work, daemon=True))
+    running[-1].start()
+
+
 def test_it_polls_only_while_a_session_is_open(rt, monkeypatch):
     """One thread serves twenty sessions. The last one that leaves wakes it, and it ends."""
     monkeypatch.setattr(pollers, "POLL_SECONDS", threading.TIMEOUT_MAX)
     running = []
-    poller = Poller(
-        rt,
-        start=lambda work: (
-            running.append(threading.Thread(target=work, daemon=True)) or running[-1].start()
-        ),
-    )
+    poller = Poller(rt, start=partial(start_thread, running))
     sessions = [Session() for _ in range(20)]
     for session in sessions:
         poller.join(session)
@@ -219,9 +220,7 @@ def test_it_polls_only_while_a_session_is_open(rt, monkeypatch):
 def test_a_session_that_was_never_closed_does_not_keep_it_polling(rt):
     """A browser can vanish without closing its session. The poller then stops all the same."""
     running = []
-    poller = Poller(
-        rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()
-    )
+    poller = Poller(rt, start=partial(start_thread, running))
     session = Session()
     poller.join(session)
     gone = weakref.ref(session)

@@ -175,16 +175,14 @@ def test_a_load_is_drawn_until_it_has_ended(shown):
 def test_a_return_is_drawn_as_a_whole(line, shown):
     """Three quarters of the model may have returned while room was made for the rest."""
     arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0)
-    assert progress.running(arrival, 2.0, "") == (
-        f"restoring qwen  {'█' * 8}{'·' * 24}  4.0 GiB · 6.0 s left"
-    )
+    words = f"restoring qwen  {'█' * 8}{'·' * 24}  4.0 GiB · 6.0 s left"
+    assert progress.running(arrival, 2.0, "") == words
     assert progress.seconds_left(arrival, 9.0) is None  # it takes longer this time
     arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0, earlier_seconds=6.0)
     line.arrival(arrival)
     line._redrawing.draw()
-    assert shown[-1] == (
-        f"restoring qwen  {'█' * 24}{'·' * 8}  4.0 GiB · 2.0 s left · Ctrl-C stops it"
-    )
+    words = f"restoring qwen  {'█' * 24}{'·' * 8}  4.0 GiB · 2.0 s left · Ctrl-C stops it"
+    assert shown[-1] == words
     arrival.seconds, arrival.ended = 8.0, True
     line.arrival(arrival)
     assert shown[-1] == "qwen: restored in 8.0 s (537 MB/s)."
@@ -238,12 +236,9 @@ def test_the_holder_hears_once_that_another_process_waits(runtimes):
     )
 
 
-HELD = st.tuples(
-    st.sampled_from((samples.ME, samples.BOB)),
-    st.sampled_from(("sim:0", "sim:1", HOST)),
-    st.integers(1, 3),
-    st.sampled_from(("model", "kernel", "block")),
-)
+OWNERS, PLACES = (samples.ME, samples.BOB), ("sim:0", "sim:1", HOST)
+KINDS = st.sampled_from(("model", "kernel", "block"))
+HELD = st.tuples(st.sampled_from(OWNERS), st.sampled_from(PLACES), st.integers(1, 3), KINDS)
 
 
 @example(held=[(samples.ME, "sim:1", 3, "model"), (samples.ME, "sim:0", 1, "model")])
@@ -283,9 +278,8 @@ def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(l
         ]
         new = {f"{own}{n}" for own, n, waited in look if not own and waited >= 5.0} - told
         news = others.news(samples.snapshot(samples.lease("qwen", 14), tickets=requests))
-        assert bool(news) is bool(new) and (f"and {len(new) - 1} more has" in news) is (
-            len(new) > 1
-        )
+        several = f"and {len(new) - 1} more has" in news
+        assert bool(news) is bool(new) and several is (len(new) > 1)
         told |= new
 
 
@@ -293,12 +287,8 @@ def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(l
 def test_a_setting_decides_which_loads_show_a_line(
     shell, shown, monkeypatch, gpu_progress_seconds, lines
 ):
-    rt = Runtime(
-        devices="sim:24GiB",
-        ledger="memory:",
-        monitor=False,
-        gpu_progress_seconds=gpu_progress_seconds,
-    )
+    book = {"devices": "sim:24GiB", "ledger": "memory:", "monitor": False}
+    rt = Runtime(**book, gpu_progress_seconds=gpu_progress_seconds)
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: rt)
     with rt:
         shell.run_cell("rt.register('qwen', backend='fake', size='4GiB')\nrt.preload('qwen')")
@@ -348,9 +338,8 @@ def test_a_limit_of_the_system_is_told_once_and_a_defect_is_raised(monkeypatch):
     told = []
     monkeypatch.setattr(waiting, "quiet_line", told.append)
     monkeypatch.setattr(waiting, "_told", set())
-    monkeypatch.setattr(
-        waiting, "in_one_sentence", lambda error: str(error) if isinstance(error, OSError) else None
-    )
+    in_words = lambda error: str(error) if isinstance(error, OSError) else None
+    monkeypatch.setattr(waiting, "in_one_sentence", in_words)
     full = OSError("no space is left")
 
     @waiting.hook
