@@ -30,7 +30,6 @@ from .book import (
     Drain,
     Event,
     Ghost,
-    Quarantined,
     decode_book,
     overdrafts,
 )

@@ -11,7 +11,7 @@ from ..safe_text import lines
 
 HOST = "host"
 KERNEL = "kernel"  # the name and the kind of the lease of what a notebook's own code holds
-SCHEMA = 2
+SCHEMA = 3
 MOST_ENTRIES = 1024  # leases and tickets in one page
 MOST_EVENTS = 16  # events in one page; every reader decodes them, so older ones are in the journal
 

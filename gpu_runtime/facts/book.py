@@ -1,7 +1,7 @@
 """The book has all leases and tickets of one host. The stored book is called the page.
 
 A ticket is a waiting request, or an order to another process. Each owner (a process that may hold
-leases) writes one section of the book, and its own tickets. `ledgers/pages.py` has the format of the
+leases) writes one section of the book, and its own tickets. `ledgers/pieces.py` has the format of the
 page.
 """
 
@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 
 from ..safe_text import lines
-from ..units import show_bytes
 from .base import HOST, KERNEL, NEVER, SCHEMA, Value
 from .devices import Device, Sample, Shares, one_memory
 from .leases import Lease, Owner, Phase, Section, Ticket
@@ -51,27 +50,6 @@ class Drain(Value):
 
     by: str  # the user who drained it
     wall: float  # since when, in epoch seconds
-
-
-class Quarantined(Value):
-    """An owner whose section cannot be read. The page's index still has the owner's claims."""
-
-    owner: Owner  # as far as the index describes it
-    held: dict[str, int]  # device -> bytes that the owner claimed when it last wrote
-    promised: dict[str, int]  # the part of the claims that was still arriving
-    settled_at: float  # when the owner's newest lease settled
-    entries: int  # leases and tickets
-    why: str  # why the section cannot be read
-    entry: bytes = b""  # the section's index entry in the page, unchanged
-    content: bytes = b""  # the section's bytes in the page, unchanged
-
-    def __str__(self) -> str:
-        held = [f"{show_bytes(size)} on {device}" for device, size in self.held.items()]
-        bytes_stay = f"{' and '.join(held) or 'No bytes'} stay claimed"
-        return lines(
-            f"The ledger's section of {self.owner.label} cannot be read. {bytes_stay} until that "
-            f"process writes it again or ends."
-        )
 
 
 class Event(Value):
@@ -132,7 +110,6 @@ class Book(Value):
     drained: dict[str, Drain] = {}
     # Owners whose section cannot be read. The bytes of such an owner stay claimed until the owner
     # writes its section again or ends.
-    quarantined: dict[str, Quarantined] = {}
     # After the page was lost and made again, nothing is granted before this time (seconds of
     # CLOCK_BOOTTIME), because owners that are not in the new page yet may hold memory. The value 0
     # means that grants are possible. In Redis, this time is stored beside the book.
@@ -142,8 +119,7 @@ class Book(Value):
     def entries(self) -> int:
         """The number of leases and tickets, on which the size of the page depends."""
         leases = sum([len(section.leases) for section in self.sections.values()])
-        unread = sum([unread.entries for unread in self.quarantined.values()])
-        return leases + len(self.tickets) + unread
+        return leases + len(self.tickets)
 
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""
@@ -189,27 +165,22 @@ class Book(Value):
         An owner that has only a ticket is not found, because a ticket has only the owner's id.
         """
         section = self.sections.get(owner_id)
-        if section is not None:
-            return section.owner
-        unread = self.quarantined.get(owner_id)
-        return unread.owner if unread else None
+        return section.owner if section else None
 
     def owner_ids(self) -> set[str]:
-        """The ids of the owners of all sections and tickets, readable or not."""
-        waiting = {ticket.owner for ticket in self.tickets}
-        return self.sections.keys() | waiting | self.quarantined.keys()
+        """The ids of the owners of all sections and tickets."""
+        return self.sections.keys() | {ticket.owner for ticket in self.tickets}
 
     def claims(self) -> dict[str, int]:
         """Bytes claimed on each device: every share, target of a move, shadow, residue and ghost.
 
         A shadow is a copy in host memory. Residue is memory of a process beyond its leases; a ghost
-        is memory of a dead process. If an owner's section cannot be read, the owner's claims are
-        taken from the page's index. Pages that several leases share count once. The caller must not
+        is memory of a dead process. Pages that several leases share count once. The caller must not
         change the result: later calls return the same object, because a decision needs the claims
         several times.
         """
         global _last_claims
-        parts = (self.sections, self.ghosts, self.quarantined)
+        parts = (self.sections, self.ghosts)
         last = _last_claims
         if all(map(is_, parts, last[0])):
             return last[1]
@@ -220,9 +191,6 @@ class Book(Value):
             if section.leases or section.residue:
                 for device, size in section.claims().items():
                     claimed[device] = claimed.get(device, 0) + size
-        for unread in self.quarantined.values():
-            for device, size in unread.held.items():
-                claimed[device] = claimed.get(device, 0) + size
         if twice := self.counted_twice():
             claimed[HOST] -= twice
         _last_claims = parts, claimed
@@ -243,12 +211,7 @@ class Book(Value):
 
     def with_section(self, section: Section) -> Book:
         """This book with `section` in place of the old section of the same owner."""
-        id = section.owner.id
-        sections = {**self.sections, id: section}
-        if id not in self.quarantined:
-            return replace(self, sections=sections)
-        unread = {other: it for other, it in self.quarantined.items() if other != id}
-        return replace(self, sections=sections, quarantined=unread)
+        return replace(self, sections={**self.sections, section.owner.id: section})
 
     def with_lease(self, lease: Lease) -> Book:
         """This book with `lease`, which replaces a lease of the same owner and name.
@@ -295,7 +258,7 @@ class _Waiting(NamedTuple):
 _last_waiting = _Waiting((), {}, {})
 
 # The parts of the book from which the last claims were computed, and these claims.
-_last_claims: tuple[tuple[object, object, object], dict[str, int]] = ((None, None, None), {})
+_last_claims: tuple[tuple[object, object], dict[str, int]] = ((None, None), {})
 
 
 def decode_book(data: bytes | memoryview | str) -> Book:
@@ -389,7 +352,7 @@ def _claims_after(
     `changed` are the ids of the sections that differ. `gone` are the ids of the sections that only
     `old` has. All other sections are the same in both books.
     """
-    if new.ghosts is not old.ghosts or new.quarantined is not old.quarantined:
+    if new.ghosts is not old.ghosts:
         return new.claims()
     touched = [book.sections[id] for book in (old, new) for id in changed if id in book.sections]
     if any(section.copies() for section in (*touched, *(old.sections[id] for id in gone))):

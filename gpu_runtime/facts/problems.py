@@ -33,7 +33,6 @@ class ProblemKind(enum.StrEnum):
     """The kinds of problems, the gravest first. `/metrics` has one figure for each kind."""
 
     DRIVER_FAULT = "driver_fault"
-    UNREADABLE = "unreadable"
     STOPPED = "stopped"
     SILENT = "silent"
     HOST_MEMORY_LOW = "host_memory_low"
@@ -70,7 +69,6 @@ def problems(seen: Snapshot) -> tuple[Problem, ...]:
     """All problems on the host of the snapshot `seen`, the gravest first."""
     found = [
         *_driver_faults(seen),
-        *_unreadable(seen),
         *_processes(seen),
         *_low_host_memory(seen),
         *_pressure(seen),
@@ -95,12 +93,6 @@ def _driver_faults(seen: Snapshot) -> Iterator[Problem]:
         if view.blind:
             text = f"Nothing is granted on {view.device.id}: {view.blind}"
             yield Problem(ProblemKind.DRIVER_FAULT, view.device.id, text, view.claimed_bytes)
-
-
-def _unreadable(seen: Snapshot) -> Iterator[Problem]:
-    for unread in seen.quarantined:
-        size = sum(unread.held.values())
-        yield Problem(ProblemKind.UNREADABLE, unread.owner.id, str(unread), size)
 
 
 def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:

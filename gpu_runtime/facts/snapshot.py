@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
 from .base import NEVER, Value
-from .book import Drain, Event, Quarantined
+from .book import Drain, Event
 from .decisions import Rules
 from .devices import Device, Sample
 from .labels import bytes_label
@@ -208,7 +208,6 @@ class Snapshot(Value):
     unanswered: tuple[Unanswered, ...] = ()
     # Owner id -> the state of its process. Empty for another host, whose processes are not visible.
     presences: dict[str, Presence] = {}
-    quarantined: tuple[Quarantined, ...] = ()  # owners whose section cannot be read
     names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
     # Owner id -> name of a model that the owner can load -> the size and importance that the owner
     # declares.

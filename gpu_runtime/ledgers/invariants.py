@@ -28,8 +28,7 @@ class Write(NamedTuple):
     @property
     def is_alone(self) -> bool:
         """Whether no other owner has a section in the book."""
-        others = self.old.sections.keys() | self.old.quarantined.keys()
-        return not (others - {self.writer})
+        return not (self.old.sections.keys() - {self.writer})
 
 
 def refuse_unlawful(
@@ -110,27 +109,16 @@ def _parts_are_cut(write: Write) -> str:
 
 
 def _sections_go_with_proof(write: Write) -> str:
-    """Another owner's section, readable or not, is removed only with proof of the owner's death."""
+    """Another owner's section is removed only with proof of the owner's death."""
     old, new = write.old, write.new
-    if new.sections is old.sections and new.quarantined is old.quarantined:
+    if new.sections is old.sections:
         return ""
     removed = old.sections.keys() - new.sections.keys()
-    removed |= old.quarantined.keys() - new.quarantined.keys()
     unproven = _not_proven_dead(write, removed - {write.writer})
     if unproven:
         return (
             f"the section of {', '.join(sorted(unproven))} may be removed only with proof of death"
         )
-    return ""
-
-
-def _unread_stay(write: Write) -> str:
-    """A part of the book that cannot be read stays unchanged until its owner writes it again."""
-    if write.new.quarantined is write.old.quarantined:
-        return ""
-    for id, unread in write.new.quarantined.items():
-        if write.old.quarantined.get(id) is not unread:
-            return f"the section of {id} cannot be read, so nobody else may change it"
     return ""
 
 
@@ -308,7 +296,6 @@ LAWS: tuple[Callable[[Write], str], ...] = (
     _own_leases_in_own_section,
     _parts_are_cut,
     _sections_go_with_proof,
-    _unread_stay,
     _only_own_tickets,
     _tickets_go_with_proof,
     _same_schema,

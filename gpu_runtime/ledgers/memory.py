@@ -11,16 +11,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from msgspec.structs import replace
-
 from .. import forks
 from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
-from . import pages
 from .base import require_usable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
-from .page_parts import Unwritable, unwritable
+from .pieces import Unwritable, encoded_change, refused, require_readable
 
 T = TypeVar("T")
 
@@ -62,7 +59,6 @@ class MemoryLedger:
             if name:
                 _named[name] = self._book
         self._bell = self._book.bells[self.owner.id] = Bell()
-        self._packed = pages.EMPTY  # the last write as bytes; unchanged parts are not checked again
 
     def read(self) -> Book:
         """The current book."""
@@ -80,29 +76,15 @@ class MemoryLedger:
             if new is old:
                 return answer
             refuse_unlawful(old, new, self.owner.id, self.dead, self.url)
-            self._refuse_unwritable(new)
+            try:  # as a ledger on disk, which could not keep values such as invalid text
+                require_readable(*encoded_change(old, new, self.owner.id))
+            except Unwritable as error:
+                raise refused(self.url, self.owner.id, str(error)) from error
             with memory.writing:
                 # Books are frozen, so the same object is the same revision.
                 if memory.book is old:
                     memory.book = new
                     return answer
-
-    def _refuse_unwritable(self, new: Book) -> None:
-        """Raises LedgerRefused for values that a ledger on disk could not keep, such as invalid text.
-
-        Only this owner's section and tickets, and the facts that all owners share, are checked.
-        """
-        me = self.owner.id
-        changed = replace(
-            new,
-            sections={me: new.sections[me]} if me in new.sections else {},
-            tickets=tuple([ticket for ticket in new.tickets if ticket.owner == me]),
-            quarantined={},
-        )
-        try:
-            self._packed = pages.pack(changed, self._packed, 0)
-        except Unwritable as error:
-            raise unwritable(error, self.url, me) from error
 
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners in `book` whose ledger is closed."""

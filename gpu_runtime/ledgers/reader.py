@@ -57,4 +57,4 @@ class RedisPeek:
         except GpuError as error:
             log.debug("not read: %s", error)
             return None
-        return seen.book if seen else None
+        return seen.page.book if seen and seen.page else None

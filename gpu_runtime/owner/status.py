@@ -22,7 +22,6 @@ from ..facts import (
     Outcome,
     Plan,
     PlanLevel,
-    Quarantined,
     Request,
     Section,
     Snapshot,
@@ -85,7 +84,6 @@ def snapshot(session: Session) -> Snapshot:
         books.totals(book),
         strangers(book, world, session.probe.people()),
         rules=world.rules,
-        quarantined=_quarantined(book),
         names={id: tuple(names) for id, names in declared.items()},
         declared=declared,
     )
@@ -93,11 +91,6 @@ def snapshot(session: Session) -> Snapshot:
     return replace(
         found, unanswered=unanswered, presences=presence.presences(session, book, unanswered)
     )
-
-
-def _quarantined(book: Book) -> tuple[Quarantined, ...]:
-    """The owners whose sections cannot be read, with the bytes that each is known to hold."""
-    return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
 def _declared(session: Session) -> dict[str, dict[str, Declared]]:
@@ -168,7 +161,6 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
         ledger=session.ledger.url,
         totals=books.totals(book),
         host=page.name,
-        quarantined=_quarantined(book),
         seen_seconds=page.seen_seconds,
     )
 

@@ -161,11 +161,6 @@ def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Byte
             unseen[ghost.device] = unseen.get(ghost.device, 0) + ghost.bytes
     for lease in book.leases():
         _add_unseen(lease, taken_at, unseen)
-    for unread in book.quarantined.values():
-        for device, size in unread.held.items():
-            if unread.settled_at < taken_at.get(device, float("inf")):
-                size = unread.promised.get(device, 0)
-            unseen[device] = unseen.get(device, 0) + size
     return claims, unseen
 
 

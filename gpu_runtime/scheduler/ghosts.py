@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..facts import Book, Ghost, Quarantined, Sample, Section, World
+from ..facts import Book, Ghost, Sample, Section, World
 
 
 def measure(book: Book, world: World) -> Book:
@@ -60,7 +60,6 @@ def _without_ended(book: Book) -> Book:
     has ended.
     """
     alive = {section.owner.pid for section in book.sections.values()}
-    alive |= {unread.owner.pid for unread in book.quarantined.values()}
     left = []
     for ghost in book.ghosts:
         if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device)):
@@ -74,27 +73,6 @@ def _real_cards(book: Book, world: World) -> set[str]:
         if not device.simulated and not device.is_host:
             real.add(device.id)
     return real
-
-
-def ghosts_of_unread(book: Book, unread: Quarantined, world: World) -> list[Ghost]:
-    """A ghost for each real card on which a dead owner held or reserved memory.
-
-    `unread` is the dead owner's section. It cannot be read, so the bytes are from the page's index.
-    """
-    owner = unread.owner
-    found = []
-    for device in sorted(_real_cards(book, world) & unread.held.keys()):
-        settled_at = world.now if unread.promised.get(device) else unread.settled_at
-        ghost = Ghost(
-            owner=owner.id,
-            pid=owner.pid,
-            device=device,
-            bytes=unread.held[device],
-            settled_at=settled_at,
-            died_at=world.now,
-        )
-        found.append(ghost)
-    return found
 
 
 def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:

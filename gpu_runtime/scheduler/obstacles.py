@@ -64,8 +64,6 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     if unmeasured:
         sentences = unmeasured
         retry.append(world.now + LOOK_SECONDS)
-    elif unread := _unreadable(context.book, nearest):
-        sentences.append(unread)
     elif not found.leased and not ahead:
         sentences.append(_outside_memory(nearest, context))
         retry.append(world.now + LOOK_SECONDS)
@@ -75,17 +73,6 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
         ahead=ahead,
         retry_at=min(retry, default=None),
     )
-
-
-def _unreadable(book: Book, shares: Shares) -> str:
-    """A sentence about an owner that has bytes on the cards of `shares` and an unreadable section.
-
-    The bytes of such an owner cannot be recalled. The sentence is empty without such an owner.
-    """
-    for unread in book.quarantined.values():
-        if any(unread.held.get(share.device) for share in shares):
-            return str(unread).rstrip(".")
-    return ""
 
 
 class _InTheWay(NamedTuple):

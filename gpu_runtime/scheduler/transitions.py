@@ -33,7 +33,7 @@ from ..facts import (
     Value,
     World,
 )
-from .ghosts import ghosts_of, ghosts_of_unread
+from .ghosts import ghosts_of
 from .interference import MOST_BESIDE
 from .quotas import as_capped
 
@@ -371,7 +371,7 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
     devices that the book does not have. If an owner's own limit is smaller, it applies only to the
     owner's own requests.
     """
-    alone = not book.sections and not book.quarantined
+    alone = not book.sections
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}
     limits = dict(world.limits) if alone else {**world.limits, **book.limits}
     for device in world.devices:
@@ -393,11 +393,7 @@ def resign(book: Book, owner: str) -> Book:
         counts[action] = counts.get(action, 0) + times
     sections = {id: other for id, other in book.sections.items() if id != owner}
     tickets = tuple(ticket for ticket in book.tickets if ticket.owner != owner)
-    book = replace(book, sections=sections, tickets=tickets, counts=counts)
-    if owner not in book.quarantined:
-        return book
-    unread = {id: other for id, other in book.quarantined.items() if id != owner}
-    return replace(book, quarantined=unread)
+    return replace(book, sections=sections, tickets=tickets, counts=counts)
 
 
 def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Book:
@@ -411,10 +407,8 @@ def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Bo
     measurement of a device.
     """
     for id in dead:
-        section, unread = book.sections.get(id), book.quarantined.get(id)
+        section = book.sections.get(id)
         book = resign(book, id)
-        if unread is not None:
-            book = replace(book, ghosts=(*book.ghosts, *ghosts_of_unread(book, unread, world)))
         if section is None:
             continue
         ghosts = ghosts_of(book, section, world)

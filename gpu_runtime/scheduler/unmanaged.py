@@ -38,11 +38,7 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
 
 def _seen(book: Book, device: str, taken_at: float) -> int:
     """Bytes of leases and residue on `device` that a sample taken at `taken_at` includes."""
-    seen = sum(_seen_of(section, device, taken_at) for section in book.sections.values())
-    for unread in book.quarantined.values():
-        if unread.settled_at < taken_at:
-            seen += unread.held.get(device, 0) - unread.promised.get(device, 0)
-    return seen
+    return sum(_seen_of(section, device, taken_at) for section in book.sections.values())
 
 
 def _seen_of(section: Section, device: str, taken_at: float) -> int:
@@ -76,7 +72,6 @@ def strangers(
 def _pids(book: Book) -> set[int]:
     """The pids in the book: owners, their engines, and dead owners that may still hold memory."""
     pids = {ghost.pid for ghost in book.ghosts}
-    pids.update(unread.owner.pid for unread in book.quarantined.values())
     for section in book.sections.values():
         pids.add(section.owner.pid)
         pids.update(section.engines)

@@ -13,7 +13,6 @@ from gpu_runtime.facts import (
     Device,
     Lease,
     Owner,
-    Quarantined,
     Sample,
     Section,
     Share,
@@ -34,8 +33,6 @@ ALONE = replace(
     seq=2,
 )
 SHARED = ALONE.with_section(Section(OTHER))
-UNREADABLE = Quarantined(OTHER, {}, {}, 0.0, 1, "newer")
-UNREAD = replace(ALONE, quarantined={OTHER.id: UNREADABLE})
 
 
 def why(old: Book, new: Book, *dead: str) -> str:
@@ -60,7 +57,6 @@ def test_only_whoever_is_alone_changes_devices_and_limits_and_removes_samples():
     ):
         assert not why(ALONE, replace(ALONE, **fields))
         assert why(SHARED, replace(SHARED, **fields))
-        assert why(UNREAD, replace(UNREAD, **fields)), "an unreadable part is another owner's"
     added = (*SHARED.devices, Device("sim:1", GIB))
     assert not why(SHARED, replace(SHARED, devices=added))
 
@@ -106,10 +102,3 @@ def test_only_a_model_of_pieces_is_cut_between_one_card_and_the_host(fields, law
     assert lease.in_parts
     new = ALONE.with_section(Section(ME, leases=(lease,)))
     assert ("cannot be cut like that" in why(ALONE, new)) != lawful
-
-
-def test_an_unreadable_part_stays_as_it_is_until_its_owner_is_dead():
-    copy = replace(UNREAD, quarantined={OTHER.id: replace(UNREADABLE)})
-    assert "nobody else may change it" in why(UNREAD, copy)
-    assert "proof of death" in why(UNREAD, ALONE)
-    assert not why(UNREAD, ALONE, OTHER.id)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Device, Lease, Owner, Section, Share, Ticket
+from gpu_runtime.ledgers import pieces
 from gpu_runtime.ledgers.keeper import core, shared_book
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
 from tests.clock import until
@@ -118,11 +119,11 @@ class Turns(RuleBasedStateMachine):
     def a_page_has_the_whole_book(self):
         """The next keeper goes on with this page."""
         entries = tuple(
-            shared_book.Entry(key, piece.revision, len(piece.content))
+            pieces.Entry(key, piece.revision, len(piece.content))
             for key, piece in self.keeper.pieces.items()
         )
         whole = b"".join(piece.content for piece in self.keeper.pieces.values())
-        page = shared_book.Page(self.keeper.known.revision, entries, memoryview(whole))
+        page = pieces.Page(self.keeper.known.revision, entries, memoryview(whole))
         read = core.Pieces()
         read.follow(page)
         assert read.book == self.keeper.known.book
@@ -239,14 +240,14 @@ def write(keeper: Keeper, connection: int, part: Part, **fields) -> object:
     return keeper.receive(connection, message, 0.0)[0][1]
 
 
-def whole(keeper: Keeper) -> shared_book.Page:
+def whole(keeper: Keeper) -> pieces.Page:
     entries = tuple(
-        shared_book.Entry(key, piece.revision, len(piece.content))
+        pieces.Entry(key, piece.revision, len(piece.content))
         for key, piece in keeper.pieces.items()
     )
     content = b"".join(piece.content for piece in keeper.pieces.values())
     assert len(content) == keeper._bytes
-    return shared_book.Page(keeper.known.revision, entries, memoryview(content))
+    return pieces.Page(keeper.known.revision, entries, memoryview(content))
 
 
 def test_only_the_turn_that_a_connection_has_now_can_be_given_back():
@@ -353,7 +354,7 @@ def test_the_parts_of_the_dead_leave_with_their_tickets():
     assert isinstance(write(keeper, 2, empty, queue=("t0",)), Written)
     assert owner(2).id not in keeper.pieces
     old = keeper.known.book
-    changes = core.changed(old, replace(old, tickets=()), owner(3).id)
+    changes = pieces.changed(old, replace(old, tickets=()), owner(3).id)
     assert changes == {"queue": (), "removed": (owner(0).id,)}, "it had no section"
 
 
@@ -375,7 +376,7 @@ def test_the_next_keeper_goes_on_with_the_page():
     assert heir.known.book == keeper.known.book and heir.known.revision > page.revision
     assert heir.known.state.living == {owner(2).id: "user2"}
     assert heir.known.state.dead == (owner(0).id, owner(1).id)
-    assert [key for key, _ in whole(heir).changed_since(page.revision)] == [core.STATE]
+    assert [key for key, _ in whole(heir).changed_since(page.revision)] == [pieces.STATE]
 
 
 def test_a_book_above_its_limit_may_shrink_but_not_grow(monkeypatch):
@@ -403,8 +404,8 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
         while not ends.is_set():
             revision += 1
             content = revision.to_bytes(8, "big") * 5000
-            pieces = {key: shared_book.Piece(revision, content) for key in "ab"}
-            writer.write(revision, pieces)
+            published = {key: pieces.Piece(revision, content) for key in "ab"}
+            writer.write(revision, published)
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -424,7 +425,7 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
         os.ftruncate(writer.descriptor, 10)
     last = reader.revision()
     with pytest.raises(ValueError, match="are the most"):
-        writer.write(last + 1, {"a": shared_book.Piece(1, bytes(shared_book.MOST_BYTES))})
+        writer.write(last + 1, {"a": pieces.Piece(1, bytes(shared_book.MOST_BYTES))})
     assert reader.page().revision == last
     reader.close()
     writer.close()
@@ -434,7 +435,7 @@ def test_the_newest_page_of_a_book_is_found():
     name = f"test-{os.getpid()}"
     writers = [shared_book.Writer(name) for _ in range(3)]
     for writer, revision in zip(writers, (4, 9, 5), strict=True):
-        writer.write(revision, {"a": shared_book.Piece(revision, b"x")})
+        writer.write(revision, {"a": pieces.Piece(revision, b"x")})
     assert shared_book.newest(name).revision == 9
     for writer in writers:
         writer.close()

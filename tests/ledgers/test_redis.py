@@ -22,7 +22,9 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA, Holdings, Section, Share
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.liveness import read_roster
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
+from gpu_runtime.ledgers.redis import page as redis_page
 from gpu_runtime.ledgers.redis.page import RedisBook
 from tests.clock import PATIENCE, scaled, until
 from tests.redis_server import redis_server
@@ -50,6 +52,13 @@ def own():
 
 def page_of(ledger) -> str:
     return f"gpu-console:page:{ledger.owner.boot}"
+
+
+def with_book(page, book):
+    """The `page`, as if `book` had been read."""
+    pieces = page.pieces.copy()
+    pieces.book = book
+    return page._replace(pieces=pieces)
 
 
 def promise(ledger, gib: int, limit_gib: int = 8) -> None:
@@ -199,7 +208,7 @@ def test_the_closed_period_of_a_page_made_again_grows_with_its_owners(
     put(ledger, "qwen")
     store = ledger._store
     book = replace(ledger.read(), sections=ledger.read().sections | sections)
-    store._page = store._page._replace(book=book)
+    store._page = with_book(store._page, book)
     redis.cli("FLUSHDB", database=redis.databases)
     ledger.read()
     opens = float(redis.cli("HGET", page_of(ledger), "opens", database=redis.databases))
@@ -414,10 +423,8 @@ def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis)
     old = idle.read()
     redis.cli("SCRIPT", "FLUSH")
     redis.cli("HSET", page_of(ledger), "rev", "1", "body", '{"schema":1}', database=redis.databases)
-    idle._store._page, idle._store._least_rev = (
-        idle._store._page._replace(rev=1, book=replace(old, sections={})),
-        1,
-    )
+    page = with_book(idle._store._page, replace(old, sections={}))
+    idle._store._page, idle._store._least_rev = page._replace(rev=1), 1
     count(idle)
     assert names(idle) == ["llama", "qwen"]
 
@@ -470,6 +477,41 @@ def test_a_key_that_is_no_page_is_refused(new_owner_here, redis):
         ledger.read()
     with pytest.raises(LedgerUnavailable, match="gpu-console:page:.* is no page of ours"):
         new_owner_here()
+
+
+def test_a_page_of_version_0_2_is_made_again_once_nobody_uses_it(new_owner_here, redis):
+    """That version wrote another format. Its owners' bytes cannot be read, so nothing is granted."""
+    ledger = new_owner_here()
+    put(ledger, "qwen")
+    key = page_of(ledger)
+    redis.cli("HSET", key, "schema", "2", "body", "{}", "rev", "7", database=redis.databases)
+    with pytest.raises(LedgerUnavailable, match="older version .*, used by a process in the last"):
+        new_owner_here()
+    seen = int(redis.cli("HGET", key, "seen", database=redis.databases))
+    redis.cli("HSET", key, "seen", str(seen - 121), database=redis.databases)
+    assert names(new_owner_here()) == ["qwen"] == names(ledger)
+
+
+@pytest.mark.parametrize(("change", "because"), [
+    ({"schema": 2}, r"older version of gpu-console, used by pid \d+"),
+    ({"payload": b"torn"}, r"the file of pid (\d+), .*, cannot be read.\n  .* kill \1"),
+])  # fmt: skip
+def test_nothing_is_granted_while_the_bytes_of_a_living_owner_are_unknown(
+    new_owner_here, redis, monkeypatch, change, because
+):
+    """Its part of a lost page is in its own file, which cannot be read."""
+    ledger, other = new_owner_here(), new_owner_here()
+    put(ledger, "qwen")
+    redis.cli("FLUSHDB", database=redis.databases)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            redis_page,
+            "read_roster",
+            lambda path: (found := read_roster(path)) and found._replace(**change),
+        )
+        with pytest.raises(LedgerUnavailable, match=because):
+            other.read()
+    assert names(other) == ["qwen"]
 
 
 def test_a_page_of_a_newer_schema_is_left_alone(new_owner_here, redis):

@@ -6,7 +6,6 @@ import pytest
 
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Phase, Refuse, Share, Shed, Wait
-from gpu_runtime.ledgers.redis.book_parts import part_of, union
 from gpu_runtime.scheduler import drain
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.explain import refusal
@@ -163,10 +162,3 @@ def test_a_drain_follows_the_card_and_not_its_name():
     assert list(drain.drained(drain.undrain(both, card, "ann", renumbered), renumbered)) == [
         "cuda:0"
     ]
-
-
-def test_a_rebuilt_book_has_the_drains_that_its_newest_owner_knew():
-    """The newest section counts. One owner ended the drain, and the other owner has not written since."""
-    old = book(owners=(1,), drained={"sim:0": ANN, "sim:1": ANN})
-    new = book(owners=(2,), drained={"sim:1": ANN})
-    assert union([part_of(old, owner(1).id), part_of(new, owner(2).id)]).drained == {"sim:1": ANN}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Grant, Phase, Quarantined, Sample, Wait
+from gpu_runtime.facts import Grant, Phase, Sample, Wait
 from gpu_runtime.scheduler import ghosts
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.capacity import room
@@ -104,9 +104,6 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
     again = page.with_section(
         replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))
     )
-    assert ghosts.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
-    unread = Quarantined(DEAD, {}, {}, 0.0, 1, "torn")
-    again = replace(page, quarantined={DEAD.id: unread})
     assert ghosts.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
 
 

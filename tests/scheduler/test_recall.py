@@ -15,7 +15,6 @@ from gpu_runtime.facts import (
     Lease,
     Move,
     Phase,
-    Quarantined,
     Refuse,
     Share,
     Wait,
@@ -367,16 +366,6 @@ def test_an_answer_and_a_decline_name_the_requester():
     [event] = page.events
     assert (event.action, event.model) == ("declined", "qwen")
     assert (event.because, event.by) == ("it is in use", "ann (pid 2)")
-
-
-def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
-    """It still knows what it holds, and answers with an event, which all processes can read."""
-    unread = Quarantined(owner(1), held={}, promised={}, settled_at=0.0, entries=1, why="torn")
-    page = replace(book(owners=(2,)), quarantined={unread.owner.id: unread})
-    page, verdict = asking(page, "evict")
-    asked = (at(1, "qwen"),)
-    assert verdict == Wait("pid 1 was asked to evict qwen", asked=asked, silent=asked)
-    assert [one.recalls for one in page.tickets] == [(at(1, "qwen"),)]
 
 
 # -- ending a wait ---------------------------------------------------------------------------------

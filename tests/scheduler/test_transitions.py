@@ -18,7 +18,6 @@ from gpu_runtime.facts import (
     Event,
     Move,
     Phase,
-    Quarantined,
     Sample,
     Section,
     Share,
@@ -26,10 +25,8 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
-from gpu_runtime.ledgers.redis.book_parts import part_of, union
 from gpu_runtime.scheduler import ghosts, wakeups
 from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.transitions import Truth, publish
 from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
 
@@ -274,19 +271,8 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
     assert second.limits == {"sim:0": size(20), HOST: size(10), "sim:1": size(5)}
     assert [device.id for device in second.devices] == ["sim:0", HOST, "sim:1"]
     old = Book(limits={"gone:0": 1}, devices=(Device("gone:0", 1),))
-    unread = replace(first, sections={}, quarantined={owner(3).id: unreadable(3)})
-    assert publish(unread, truth(), world(sim0=99)).limits["sim:0"] == size(20), "not alone"
     alone = publish(old, truth(), world(sim0=7, host=1))
     assert alone.limits == {"sim:0": size(7), HOST: size(1)}, "who is alone begins anew"
-    # A later owner has devices that the first does not know. On common ones the first one's limits
-    # count.
-    first = publish(Book(), Truth(owner(1)), world(sim0=20, host=10))
-    both = publish(first, Truth(owner(2)), world(sim0=7, sim1=5, host=1))
-    parts = [part_of(first, owner(1).id), part_of(both, owner(2).id)]
-    for order in (parts, parts[::-1]):
-        rebuilt = union(order)
-        assert rebuilt.limits == both.limits
-        assert {one.id: one for one in rebuilt.devices} == {one.id: one for one in both.devices}
 
 
 # -- dead owners -----------------------------------------------------------------------------------
@@ -382,49 +368,3 @@ def test_default_values_take_no_room_in_the_page():
     assert encode(decode_book(encode(page))) == encode(page)
     noted = books.note(page, THERE, lease("qwen"), "granted", "request", "")
     assert '"seconds"' not in encode(noted.events[0]).decode()
-
-
-# -- sections that cannot be read ------------------------------------------------------------------
-def unreadable(pid=2, **fields):
-    """An owner whose section cannot be read, with 6 GiB on a card."""
-    fields = {"held": {"cuda:0": size(6)}, "promised": {}, "settled_at": NOW - 60} | fields
-    return Quarantined(owner(pid), entries=1, why="its checksum is wrong", **fields)
-
-
-def test_bytes_that_nobody_can_describe_are_not_free_until_their_owner_begins_anew():
-    """Of an unreadable section: claimed, and missing from a sample taken before they settled."""
-    there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20, taken_at=NOW - 1)
-    page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})
-    empty = room(Book(limits=page.limits), there)["cuda:0"]
-    assert room(page, there)["cuda:0"] == empty - size(6)
-    measured = size(24) - there.rules.reserve_bytes
-    for fields, unseen in (({"settled_at": NOW}, 6), ({"promised": {"cuda:0": size(5)}}, 5)):
-        recent = replace(page, quarantined={owner(2).id: unreadable(**fields)}, limits={})
-        wide = replace(there, limits={"cuda:0": size(99)})
-        assert room(recent, wide)["cuda:0"] == measured - size(unseen)
-    assert page.entries == 1
-    page = Book(quarantined={ME.id: unreadable(1), owner(2).id: unreadable()})
-    assert set(publish(page, truth(lease("a", sim0=1)), THERE).quarantined) == {owner(2).id}
-
-
-def test_a_dead_owner_that_nobody_could_read_is_a_ghost_until_its_driver_agrees():
-    there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20)
-    page = Book(devices=there.devices, quarantined={owner(2).id: unreadable()})
-    after = books.reap(page, [owner(2).id], there)
-    assert after.quarantined == {} and after.claims() == {"cuda:0": size(6)}
-    [ghost] = after.ghosts
-    assert (ghost.pid, ghost.died_at, ghost.settled_at) == (2, NOW, NOW - 60)
-    arriving = unreadable(promised={"cuda:0": 1})
-    [ghost] = books.reap(
-        replace(page, quarantined={owner(2).id: arriving}), [owner(2).id], there
-    ).ghosts
-    assert ghost.settled_at == NOW, "no sample can have seen what was arriving"
-
-
-@pytest.mark.parametrize("card", ["sim:0", "sim:1"])
-def test_a_wait_names_an_unreadable_owner_on_its_cards_only(card):
-    page = book(lease("busy", by=3, sim0=8, pins=1))
-    page = replace(page, quarantined={owner(2).id: unreadable(held={card: size(6)})})
-    wanted = request("qwen", 14, devices=("sim:0",))
-    _, verdict = decide(page, wanted, world(sim0=20, sim1=20))
-    assert ("cannot be read" in verdict.because) == (card == "sim:0")

@@ -7,18 +7,31 @@ messages to connections. The laws of a write are in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
-from typing import Any, dataclass_transform
+from typing import dataclass_transform
 
 import msgspec
 from msgspec.structs import replace
 
 from ...errors import LedgerRefused
-from ...facts import Book, Owner, Section, Ticket
+from ...facts import Owner
 from ..invariants import refuse_unlawful
-from ..page_parts import MOST_PART_BYTES, UNREADABLE, same_objects
-from ..pages import Shared
-from .shared_book import MOST_BYTES, Page, Piece
+from ..pieces import (
+    MOST_PART_BYTES,
+    SHARED,
+    STATE,
+    UNREADABLE,
+    Page,
+    Part,
+    Piece,
+    Pieces,
+    Shared,
+    State,
+    book_of,
+    decode_part,
+    decode_shared,
+    encode,
+)
+from .shared_book import MOST_BYTES
 
 PROTOCOL = 1
 TURN_SECONDS = 0.02  # how long the connection with the turn may take for its write
@@ -30,7 +43,6 @@ GO_ON_SECONDS = 0.001  # how long such an owner may take for its next write
 MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
 MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
 NOTHING = msgspec.Raw(b"\xc0")
-SHARED, STATE = "shared", "state"  # keys of pieces; every other key is an owner's id
 
 # -- messages --------------------------------------------------------------------------------------
 
@@ -155,90 +167,10 @@ Request = Hello | Put | Want | Pass | Keep | Fetch | Ring | Sign | Leave
 Reply = Welcome | Written | Soon | Turn | Refused | Content | Rung
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One owner's part of the book, as published."""
-
-    section: Section | None = None
-    tickets: tuple[Ticket, ...] = ()
-    put: int = 0  # the number of the write
-
-
-class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the keeper knows of the owners, and the order of the tickets."""
-
-    living: dict[str, str]  # owner id -> user
-    dead: tuple[str, ...]
-    queue: tuple[str, ...]  # keys of tickets
-
-
-encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
-decode_part = msgspec.msgpack.Decoder(Part).decode
-decode_shared = msgspec.msgpack.Decoder(Shared).decode
-decode_state = msgspec.msgpack.Decoder(State).decode
 
 
-# -- the book as pieces ----------------------------------------------------------------------------
-
-
-class Pieces:
-    """A book as the pieces of a page, decoded. Only pieces that changed are decoded again."""
-
-    def __init__(self) -> None:
-        """An empty book, older than every page."""
-        self.revision = 0
-        self.parts: dict[str, Part] = {}
-        self.shared = Shared()
-        self.state = State({}, (), ())
-        self.book = Book()
-
-    def follow(self, page: Page) -> None:
-        """Takes over a newer `page`. Raises one of UNREADABLE."""
-        if page.revision == self.revision:
-            return
-        parts = {entry.key: self.parts.get(entry.key) for entry in page.entries}
-        shared, state = self.shared, self.state
-        for key, content in page.changed_since(self.revision):
-            if key == SHARED:
-                shared = decode_shared(content)
-            elif key == STATE:
-                state = decode_state(content)
-            else:
-                parts[key] = decode_part(content)
-        read = {key: part for key, part in parts.items() if part is not None}
-        self.put(page.revision, read, shared, state)
-
-    def copy(self) -> Pieces:
-        """A copy that can follow a page while this object stays as it is."""
-        fresh = Pieces()
-        fresh.put(self.revision, self.parts, self.shared, self.state, self.book)
-        return fresh
-
-    def put(
-        self,
-        revision: int,
-        parts: dict[str, Part],
-        shared: Shared,
-        state: State,
-        book: Book | None = None,
-    ) -> None:
-        """Becomes the book of these pieces, which is made here if it is not given."""
-        self.parts, self.shared, self.state = parts, shared, state
-        self.book = book_of(parts, shared, state) if book is None else book
-        self.revision = revision
-
-
-def book_of(parts: Mapping[str, Part], shared: Shared, state: State) -> Book:
-    """The book that these pieces make."""
-    sections = {id: part.section for id, part in parts.items() if part.section is not None}
-    waiting = {ticket.key: ticket for part in parts.values() for ticket in part.tickets}
-    tickets = tuple([waiting[key] for key in state.queue if key in waiting])
-    facts = {name: getattr(shared, name) for name in Shared.__struct_fields__}
-    return Book(sections=sections, tickets=tickets, **facts)
-
-
-_facts_of = attrgetter(*Shared.__struct_fields__)
 _NO_PIECE = Piece(0, b"")
 
 
@@ -514,17 +446,3 @@ class Keeper:
             self._bytes += len(piece.content) - len(self.pieces.get(key, _NO_PIECE).content)
             self.pieces[key] = piece
         self.known.put(revision, parts, shared, state)
-
-
-def changed(old: Book, new: Book, me: str) -> dict[str, Any]:
-    """The fields of a Put for the change from `old` to `new` by the owner `me`, without its part."""
-    fields: dict[str, Any] = {}
-    if new.tickets is not old.tickets:
-        fields["queue"] = tuple([ticket.key for ticket in new.tickets])
-    facts, before = _facts_of(new), _facts_of(old)
-    if not same_objects(facts, before):
-        fields["shared"] = msgspec.Raw(encode(Shared(*facts)))
-    removed = old.owner_ids() - new.owner_ids() - {me}
-    if removed:
-        fields["removed"] = tuple(sorted(removed))
-    return fields

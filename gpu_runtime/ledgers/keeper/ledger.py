@@ -35,7 +35,7 @@ from ..base import NamesTeller, require_usable
 from ..invariants import refuse_unlawful
 from ..liveness import Sight, boot_id, describe_self, name_of
 from ..notify import Bell, _Waiter
-from ..page_parts import MOST_PART_BYTES, UNREADABLE, _culprit, _largest
+from ..pieces import UNREADABLE, Pieces, Unwritable, encode, encoded_change, refused
 from ..process_state import namespaces, sight_of_process
 from . import core
 from .shared_book import Reader, Torn
@@ -81,7 +81,7 @@ class _Wire:
     def send(self, message: core.Request) -> None:
         """Raises _Lost."""
         try:
-            self.socket.sendall(frame(core.encode(message)))
+            self.socket.sendall(frame(encode(message)))
         except OSError as error:
             raise _Lost(str(error)) from error
 
@@ -232,7 +232,7 @@ class KeeperLedger(NamesTeller):
         self.owner: Owner = describe_self(notebook=notebook, user=user)
         self._pid = os.getpid()
         self._number = 0
-        self._pieces = core.Pieces()
+        self._pieces = Pieces()
         self._kept: dict[tuple[str, str], core.Keep] = {}
         self._declared: frozenset[str] = frozenset()
         self._closed = False
@@ -290,7 +290,7 @@ class KeeperLedger(NamesTeller):
             [descriptor] = wire.descriptors
             reader = Reader(descriptor)
             wire.close_descriptors()
-            pieces = core.Pieces()
+            pieces = Pieces()
             pieces.follow(reader.page())
         except BaseException as error:
             if isinstance(error, _Lost):
@@ -430,7 +430,7 @@ class KeeperLedger(NamesTeller):
         """The current book. Raises LedgerUnavailable."""
         return self._current().book
 
-    def _current(self) -> core.Pieces:
+    def _current(self) -> Pieces:
         self._require_open()
         wire = self._wire
         if wire is None or not wire.is_open():
@@ -439,7 +439,7 @@ class KeeperLedger(NamesTeller):
                 self._connected()
         return self._follow()
 
-    def _follow(self) -> core.Pieces:
+    def _follow(self) -> Pieces:
         """The newest page. Raises Torn, and one of UNREADABLE."""
         with self._reading:
             reader, pieces = self._reader, self._pieces
@@ -493,7 +493,7 @@ class KeeperLedger(NamesTeller):
                         self._rows, self._wrote_at = rows, time.monotonic()
                         return answer
                     if isinstance(reply, core.Refused):
-                        raise self._refused(reply.why)
+                        raise refused(self.url, self.owner.id, reply.why)
                     turn, why = reply, "others write without pause"
                     self._crowded = True
                 if time.monotonic() > deadline:
@@ -522,32 +522,14 @@ class KeeperLedger(NamesTeller):
 
     def _put(self, revision: int, old: Book, new: Book, goes_on: bool) -> core.Put:
         """The message for the change from `old` to `new`. Raises LedgerRefused."""
-        me = self.owner.id
-        section = new.sections.get(me)
-        tickets = tuple([ticket for ticket in new.tickets if ticket.owner == me])
         self._sent_put += 1
         try:
-            part = core.encode(core.Part(section, tickets, self._sent_put))
-            fields = core.changed(old, new, me)
-        except (TypeError, ValueError, OverflowError) as error:
-            culprit = _culprit(section, "") if section else "a request"
-            raise self._refused(f"{culprit} cannot be written ({error})") from error
-        if len(part) > MOST_PART_BYTES:
-            raise self._refused(
-                f"its leases and requests take {len(part)} bytes, {_largest(section)}"
-            )
+            part, fields = encoded_change(old, new, self.owner.id, self._sent_put)
+        except Unwritable as error:
+            raise refused(self.url, self.owner.id, str(error)) from error
         declared = tuple(sorted(self._declared))
         return core.Put(
             0, revision, msgspec.Raw(part), declared=declared, goes_on=goes_on, **fields
-        )
-
-    def _refused(self, why: str) -> LedgerRefused:
-        return LedgerRefused(
-            f"the ledger {self.url} refused a write by {self.owner.id}: {why}.\n"
-            f"  The book is unchanged.",
-            path=self.url,
-            why=why,
-            writer=self.owner.id,
         )
 
     # Other owners
@@ -641,7 +623,7 @@ class KeeperLedger(NamesTeller):
         return self._fetched("answer", _decode_holdings, owner_id).get(owner_id)
 
     def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
-        keep = core.Keep(0, kind, core.encode(value), for_whom, private)
+        keep = core.Keep(0, kind, encode(value), for_whom, private)
         if self._kept.get((kind, for_whom)) == keep:
             return  # the keeper has it, and the next one gets it with the first message
         self._kept[kind, for_whom] = keep
@@ -694,7 +676,7 @@ class KeeperPeek:
         self._directory = directory
         self._wire: _Wire | None = None
         self._reader: Reader | None = None
-        self._pieces = core.Pieces()
+        self._pieces = Pieces()
 
     def look(self) -> Book | None:
         """The current book; None if no keeper answers."""
@@ -723,7 +705,7 @@ class KeeperPeek:
         wire.send(core.Hello(1, core.PROTOCOL, "", describe_self(), watch=True))
         wire.receive(1, HANGING_SECONDS)
         [descriptor] = wire.descriptors
-        self._reader, self._pieces = Reader(descriptor), core.Pieces()
+        self._reader, self._pieces = Reader(descriptor), Pieces()
         wire.close_descriptors()
 
 

@@ -33,9 +33,10 @@ from ...facts import SCHEMA, Owner
 from .. import files
 from ..access import access_to
 from ..liveness import boot_id, name_of
+from ..pieces import Page, encode
 from ..process_state import Life, life_of_process, namespaces, start_ticks
 from . import shared_book
-from .core import PROTOCOL, Answers, Hello, Keeper, Leave, Refused, Welcome, decode_request, encode
+from .core import PROTOCOL, Answers, Hello, Keeper, Leave, Refused, Welcome, decode_request
 from .wire import SOCKET, WANTED, frame, frames_in, socket_path, spawn
 
 LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
@@ -88,7 +89,7 @@ class Server:
         tell_systemd("FDSTORE=1\nFDNAME=book", self._memory.descriptor)
         tell_systemd("READY=1")
 
-    def _adopt(self, page: shared_book.Page) -> None:
+    def _adopt(self, page: Page) -> None:
         pieces = self._keeper.known
         pieces.follow(page)
         living, dead = {}, set(pieces.state.dead)

@@ -17,12 +17,11 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-import msgspec
+from ..pieces import Page, Piece, decode_index, joined
 
 MOST_BYTES = 4 << 20  # of one page
 # Revision (0: not valid), bytes of the index, bytes of index and pieces, their checksum.
@@ -33,43 +32,8 @@ _TRIES = 1000  # a reader that finds no whole page so often reads memory of anot
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10
 
 
-class Piece(NamedTuple):
-    """One part of a page: an owner's part, or the facts of all owners."""
-
-    revision: int  # of the page in which the piece was last changed
-    content: bytes
-
-
-class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The index entry of a piece."""
-
-    key: str
-    revision: int
-    size: int
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_index = msgspec.msgpack.Decoder(tuple[Entry, ...]).decode
-
-
 class Torn(Exception):
     """Raised for memory without a whole page."""
-
-
-class Page(NamedTuple):
-    """What a reader copied: the revision and the index of a page, and all its pieces together."""
-
-    revision: int
-    entries: tuple[Entry, ...]
-    pieces: memoryview
-
-    def changed_since(self, revision: int) -> Iterator[tuple[str, memoryview]]:
-        """The pieces that changed after `revision`, by their keys."""
-        offset = 0
-        for entry in self.entries:
-            if entry.revision > revision:
-                yield entry.key, self.pieces[offset : offset + entry.size]
-            offset += entry.size
 
 
 class Reader:
@@ -94,8 +58,7 @@ class Reader:
                 continue
             whole = memoryview(self._memory[start : start + size])
             if self._prefix(half) == prefix and zlib.crc32(whole) == checksum:
-                entries = _decode_index(whole[:index_bytes])
-                return Page(revision, entries, whole[index_bytes:])
+                return Page(revision, decode_index(whole[:index_bytes]), whole[index_bytes:])
         raise Torn
 
     def _prefix(self, half: int) -> tuple[int, int, int, int]:
@@ -118,15 +81,13 @@ class Writer:
 
     def write(self, revision: int, pieces: Mapping[str, Piece]) -> None:
         """Publishes a page. Raises ValueError if it is too large; the last page then stays."""
-        entries = [(key, piece.revision, len(piece.content)) for key, piece in pieces.items()]
-        index = _encode(entries)
-        whole = b"".join([index, *[piece.content for piece in pieces.values()]])
+        index_bytes, whole = joined(pieces)
         if len(whole) + _PREFIX.size > MOST_BYTES:
             raise ValueError(f"the book takes {len(whole)} bytes, and {MOST_BYTES} are the most")
         start = (revision % 2) * MOST_BYTES
         _PREFIX.pack_into(self._memory, start, 0, 0, 0, 0)
         self._memory[start + _PREFIX.size : start + _PREFIX.size + len(whole)] = whole
-        _PREFIX.pack_into(self._memory, start, revision, len(index), len(whole), zlib.crc32(whole))
+        _PREFIX.pack_into(self._memory, start, revision, index_bytes, len(whole), zlib.crc32(whole))
 
     def close(self) -> None:
         """Closes the memory here. It ends with the last process that has it."""

@@ -36,7 +36,6 @@ from ...units import show_bytes
 from .. import files
 from ..access import access_to, owners_in
 from ..base import NamesTeller, require_usable
-from ..decoding import UNREADABLE, decode_roster
 from ..invariants import refuse_unlawful
 from ..liveness import (
     Life,
@@ -51,9 +50,10 @@ from ..liveness import (
 )
 from ..location import split_redis_url
 from ..notify import Doorbell
+from ..pieces import Part
 from .connection import RedisConnection
-from .page import DamagedBook, LostRace, Page, RedisBook
-from .scripts import BESIDE, KEPT_SECONDS, HostPage
+from .page import DamagedBook, LostRace, RedisBook, in_roster
+from .scripts import BESIDE, KEPT_SECONDS, NOT_A_PAGE, HostPage, Page
 
 T = TypeVar("T")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02  # after lost races, chosen at random
@@ -182,8 +182,8 @@ class RedisLedger(NamesTeller):
                 return answer
             except LostRace:
                 pass  # decide again
-            except DamagedBook as damage:
-                self._store.mend(damage, self.patience_seconds)
+            except DamagedBook:
+                self._store.mend()
             if time.monotonic() > deadline:
                 raise self._timed_out()
             if races_lost:
@@ -275,12 +275,11 @@ class RedisLedger(NamesTeller):
         if owner and owner.user != proof.user:
             return ""
         try:
-            part = decode_roster(proof.roster) if proof.roster else Book()
-        except UNREADABLE:  # a damaged roster proves nothing
+            part = in_roster(proof.roster, owner_id).part if proof.roster else Part()
+        except NOT_A_PAGE:  # a damaged roster proves nothing
             return ""
-        if part.sections and owner_id not in part.sections:
-            return ""  # another owner's file under this name
-        if ticket and not _same_request(part.ticket(ticket.key), ticket):
+        known = {one.key: one for one in part.tickets}
+        if ticket and not _same_request(known.get(ticket.key), ticket):
             return ""
         return proof.user
 

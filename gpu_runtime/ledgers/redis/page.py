@@ -27,7 +27,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple, NoReturn
@@ -36,16 +36,28 @@ from msgspec.structs import replace
 from redis.exceptions import NoScriptError, ResponseError
 
 from ...errors import LedgerNewer, LedgerRefused, LedgerUnavailable
-from ...facts import SCHEMA, Book, Section, Shares
+from ...facts import SCHEMA, Book, Section, Shares, Ticket
 from ...units import show_bytes
-from .. import files, pages
+from .. import files
 from ..access import access_to, owners_in
 from ..base import TICKS_A_SECOND
-from ..decoding import UNREADABLE, decode_older, decode_roster
-from ..liveness import Life, OwnerFile, life, read_roster, rosters
-from ..page_parts import Unwritable, unwritable
-from ..pages import encoded
-from .book_parts import part_of, with_living
+from ..liveness import Life, OwnerFile, Roster, life, read_roster
+from ..pieces import (
+    SHARED,
+    STATE,
+    Part,
+    Piece,
+    Pieces,
+    Shared,
+    State,
+    Unwritable,
+    decode_shared,
+    encode,
+    encoded_change,
+    refused,
+    require_readable,
+    sealed,
+)
 from .connection import Ask, RedisConnection
 from .revision_hint import RevisionHint
 from .scripts import (
@@ -53,25 +65,33 @@ from .scripts import (
     MAKE,
     MARKER,
     MOST_BYTES,
+    NOT_A_PAGE,
     PAGE,
     SEEN_SECONDS,
     HostPage,
+    Page,
     Seen,
     all_pages,
     look_at,
+    page_in,
 )
 
 log = logging.getLogger("gpu_runtime")
 
-LivingParts = dict[
-    str, tuple[int, Book]
-]  # owner id -> revision of its roster, its part of the book
+
+class Living(NamedTuple):
+    """What the roster of a living owner has: its revision, the owner's part, the facts of all owners."""
+
+    rev: int
+    part: Part
+    shared: Shared
 
 
 CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible again
 # Time for owners to register in a book that was made again. An owner's monitor thread reads the book
 # once a second (less often with many owners), and registers the owner if it is missing.
 REGISTER_SECONDS = 2.0
+OLDER_SECONDS = 120.0  # an owner of version 0.2 marks the page as seen once a minute
 
 
 class LostRace(Exception):
@@ -87,32 +107,19 @@ class GrantsClosed(Exception):
 
 
 class DamagedBook(Exception):
-    """A book that cannot be used, and why. `name` is empty if there is no book yet."""
-
-    def __init__(self, name: str, inode: int, why: str) -> None:
-        super().__init__(name, inode, why)
-        self.name, self.inode, self.why = name, inode, why
-
-
-class Page(NamedTuple):
-    """The book at a revision, and the file from which it was read.
-
-    For a Redis, the name is the generation of the page, and the inode is 0.
-    """
-
-    name: str
-    inode: int
-    rev: int
-    book: Book
-    packed: pages.Packed = pages.EMPTY  # its bytes; unchanged parts are not encoded again
+    """Raised for a book that cannot be used, or is missing. The argument is the reason."""
 
 
 class Draft(NamedTuple):
     """A book that is about to be written over a page."""
 
-    book: Book
-    packed: pages.Packed
+    pieces: Pieces
+    raw: Mapping[str, Piece]
     body: bytes
+
+    @property
+    def book(self) -> Book:
+        return self.pieces.book
 
 
 class RedisBook:
@@ -143,8 +150,8 @@ class RedisBook:
         self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page before a write that has not succeeded yet
         self._ballast_dropped = False
-        self._roster_frame = pages.EMPTY  # the facts of all owners in the roster, encoded
-        self._agreed: tuple[object, ...] = (None, None, None)  # the values encoded in that frame
+        self._agreed: tuple[Any, ...] = (None, None, None)  # facts of all owners in the roster
+        self._agreed_piece = b""  # these facts, encoded
         self._server = server
         self._key = PAGE + boot
         # Each owners' directory has a script of its own, which differs by its first line. If this
@@ -242,11 +249,10 @@ class RedisBook:
         if self._ballast_dropped:
             self._ballast_dropped = not files.fill_ballast(self.directory)
 
-    def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
+    def mend(self) -> None:
         """Makes the page again, unless another process has done so.
 
-        `damage` and `patience_seconds` are not used: the page is read and compared with the rosters
-        again. Raises LedgerUnavailable, LedgerNewer.
+        Raises LedgerUnavailable, LedgerNewer.
         """
         with self._lock:
             self._vetted = False
@@ -288,35 +294,32 @@ class RedisBook:
 
         Raises LedgerRefused, which names the field, if other processes could not read the draft.
         """
-        rev = page.rev + 1
+        me, rev = self.owner_file.owner.id, page.rev + 1
+        known = page.pieces
         try:
-            packed = pages.pack(new, page.packed, rev)
-            packed, body = pages.body(packed, new.tickets, rev)
+            part, fields = encoded_change(page.book, new, me)
+            mine = require_readable(part, fields)
         except Unwritable as error:
-            raise unwritable(error, str(self.path), self.owner_file.owner.id) from error
-        return Draft(new, packed, body)
-
-    def _unpacked(self, page: Page, body: bytes, rev: int, schema: int) -> Page:
-        """A copy of `page` with the book from `body`, the bytes of the revision `rev`.
-
-        Raises ValueError, TypeError, msgspec.MsgspecError if the content cannot be read.
-        """
-        if schema < SCHEMA:
-            return page._replace(rev=rev, book=decode_older(body, rev), packed=pages.EMPTY)
-        book, packed = pages.unpack(body, rev, page.packed, self._part_in_roster)
-        return page._replace(rev=rev, book=book, packed=packed)
-
-    def _part_in_roster(self, id: str, entry: bytes) -> pages.OwnerPart | None:
-        """The part of the owner `id` that fits `entry`, from the owner's own file; or None."""
-        for roster in rosters(owners_in(self.directory) / id):
-            try:
-                _, packed = pages.unpack(roster.payload, roster.rev)
-            except UNREADABLE:  # try the other roster; without any, the part is quarantined
-                continue
-            part = packed.parts.get(id)
-            if part and part.entry == entry and not part.quarantined:
-                return part
-        return None
+            raise refused(str(self.path), me, str(error)) from error
+        owners = new.owner_ids() - {me}
+        parts = {id: part for id, part in known.parts.items() if id in owners}
+        raw = {key: piece for key, piece in page.raw.items() if key in owners}
+        raw[SHARED], raw[STATE] = page.raw.get(SHARED, _NO_FACTS), page.raw.get(STATE, _NO_STATE)
+        shared, state = known.shared, known.state
+        if "shared" in fields:
+            raw[SHARED] = Piece(rev, bytes(fields["shared"]))
+            shared = decode_shared(fields["shared"])
+        if "queue" in fields:
+            state = State({}, (), fields["queue"])
+            raw[STATE] = Piece(rev, encode(state))
+        if mine.section is not None or mine.tickets:
+            before = page.raw.get(me)
+            if before is None or before.content != part:
+                before = Piece(rev, part)
+            parts[me], raw[me] = mine, before
+        drafted = Pieces()
+        drafted.put(rev, parts, shared, state, new)
+        return Draft(drafted, raw, sealed(rev, raw))
 
     def _rev_seen_by_others(self, page: Page) -> int:
         """The newest revision of this book that any process has recorded; 0 if not known."""
@@ -351,15 +354,17 @@ class RedisBook:
         book. After LostRace, this method must be called again.
         """
         me = self.owner_file.owner.id
-        restored = with_living(page.book, {me: part_of(before.book, me)})
-        book = replace(
-            page.book,
-            sections=restored.sections,
-            tickets=restored.tickets,
-            quarantined=restored.quarantined,
-        )
-        if part_of(book, me) == part_of(page.book, me):
+        then, sections = before.book, dict(page.book.sections)
+        sections.pop(me, None)
+        if me in then.sections:
+            sections[me] = then.sections[me]
+        mine = [ticket for ticket in then.tickets if ticket.owner == me]
+        if sections == page.book.sections and mine == [
+            ticket for ticket in page.book.tickets if ticket.owner == me
+        ]:
             return page
+        others = [ticket for ticket in page.book.tickets if ticket.owner != me]
+        book = replace(page.book, sections=sections, tickets=in_order([*others, *mine]))
         try:
             self._commit(page, self._draft(page, book))
         except OSError as error:
@@ -372,31 +377,25 @@ class RedisBook:
     def _part_changed(self, page: Page, draft: Draft) -> bool:
         """Whether `draft` changes something that this owner's roster contains."""
         me = self.owner_file.owner.id
-        if draft.packed.parts.get(me) is not page.packed.parts.get(me):
+        if draft.raw.get(me) is not page.raw.get(me):
             return True
-        before, after = page.book, draft.book
-        return (before.devices, before.limits, before.drained) != (
-            after.devices,
-            after.limits,
-            after.drained,
-        )
+        return _agreed(page.book) != _agreed(draft.book)
 
-    def _write_roster(self, book: Book, packed: pages.Packed, rev: int) -> None:
+    def _write_roster(self, book: Book, raw: Mapping[str, Piece], rev: int) -> None:
         """Writes this owner's roster: its part of the book, and the facts that all owners share."""
-        me = self.owner_file.owner.id
-        agreed, frame = (book.devices, book.limits, book.drained), self._roster_frame
+        me, agreed = self.owner_file.owner.id, _agreed(book)
         if any(now is not last for now, last in zip(agreed, self._agreed, strict=True)):
             devices, limits, drained = self._agreed = agreed
-            frame = pages.pack(Book(devices=devices, limits=limits, drained=drained), frame, rev)
-        part = packed.parts.get(me)
-        frame = frame._replace(parts={me: part} if part else {})
-        tickets = part.tickets if part else ()
-        self._roster_frame, payload = pages.body(frame, tickets, rev)
-        self.owner_file.write_roster(payload, rev=rev, schema=SCHEMA)
+            shared = Shared(devices=devices, limits=limits, drained=drained)
+            self._agreed_piece = encode(shared)
+        mine = {SHARED: Piece(rev, self._agreed_piece)}
+        if me in raw:
+            mine[me] = raw[me]
+        self.owner_file.write_roster(sealed(rev, mine), rev=rev, schema=SCHEMA)
 
     def _repair_roster(self, page: Page) -> None:
         try:
-            self._write_roster(page.book, page.packed, page.rev)
+            self._write_roster(page.book, page.raw, page.rev)
             self._roster_doubtful = False
         except OSError:
             pass  # a full disk must not prevent reading; the next read tries again
@@ -422,7 +421,7 @@ class RedisBook:
         if self._page:  # the last known section of this owner
             page = self._page
             draft = self._draft(page, self._with_own_inode(page.book))
-            self._write_roster(draft.book, draft.packed, page.rev)
+            self._write_roster(draft.book, draft.raw, page.rev)
 
     def _restore_own_files(self) -> None:
         """Makes this owner's deleted lock file and socket again. Raises LedgerUnavailable."""
@@ -462,7 +461,8 @@ class RedisBook:
         seen = self._server.converse(self._vet)
         self._vetted = True
         self._hint = RevisionHint(self.directory)  # a new object, as the directory may be a new one
-        self._page = Page(seen.generation, 0, seen.rev, seen.book or Book())
+        assert seen.page is not None  # `_fault` has checked it
+        self._page = seen.page
         self._least_rev = seen.rev
         self._connection = self._server
 
@@ -476,7 +476,7 @@ class RedisBook:
         seen = self._look_at(ask)
         why = self._fault(seen, self._living())
         if why or seen is None:
-            raise DamagedBook(self._page.name if self._page else "", 0, why)
+            raise DamagedBook(why)
         # The page was read on the same connection, so the Redis was not restarted since that read.
         ask("SCRIPT", "LOAD", self._script)
         return seen
@@ -489,7 +489,7 @@ class RedisBook:
                 raise
             raise self._foreign(f"its key {self._key} is no page of ours") from error
 
-    def _fault(self, seen: Seen | None, living: LivingParts) -> str:
+    def _fault(self, seen: Seen | None, living: Mapping[str, Living]) -> str:
         """Why the page `seen` is damaged; empty if it is not.
 
         The page is damaged if it lacks a write that this owner or one of the `living` owners has
@@ -500,11 +500,11 @@ class RedisBook:
             return "it is gone" if known else "there is none yet"
         if seen.schema > SCHEMA:
             raise LedgerNewer(self._server.url, seen.schema, SCHEMA)
-        if seen.book is None:
+        if seen.page is None:
             return "its page cannot be read"
         # A roster is written before the page. So the last roster of an owner may be one revision
         # ahead, if the write of the page did not succeed.
-        least = max((rev - 1 for rev, _ in living.values()), default=0)
+        least = max((one.rev - 1 for one in living.values()), default=0)
         if known and known.name == seen.generation:
             least = max(least, self._least_rev)
         if seen.rev < least:
@@ -512,26 +512,42 @@ class RedisBook:
         if known and known.name != seen.generation:
             # The page was made again, perhaps by an owner with another directory, which did not see
             # the rosters in this directory.
-            with_section = {id for id, (_, part) in living.items() if part.sections}
-            missing = with_section - seen.book.sections.keys()
+            with_section = {id for id, one in living.items() if one.part.section is not None}
+            missing = with_section - seen.page.book.sections.keys()
             if missing:
                 return f"{len(missing)} living owners are missing in it"
         return ""
 
-    def _living(self) -> LivingParts:
-        """The last roster of each living owner in this directory. Raises LedgerNewer."""
-        found: LivingParts = {}
+    def _living(self) -> dict[str, Living]:
+        """The last roster of each living owner in this directory.
+
+        Raises LedgerNewer, and LedgerUnavailable for an owner of an older version, or whose roster
+        cannot be read: nothing is granted while bytes of a living owner are unknown.
+        """
+        found: dict[str, Living] = {}
         for path in files.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
             if roster is None:
                 continue
             if roster.schema > SCHEMA:
                 raise LedgerNewer(str(path), roster.schema, SCHEMA)
+            pid = path.name.partition(".")[0]
+            if roster.schema < SCHEMA:
+                raise self._older(f"pid {pid}")
             try:
-                found[path.name] = roster.rev, part_of(decode_roster(roster), path.name)
-            except UNREADABLE:
-                log.warning("the roster %s cannot be read; its owner will register again", path)
+                found[path.name] = in_roster(roster, path.name)
+            except NOT_A_PAGE:
+                raise self._server.unavailable(
+                    f"cannot be used: the file of pid {pid}, {path}, cannot be read",
+                    f"Restart that notebook, or end it:  kill {pid}",
+                ) from None
         return found
+
+    def _older(self, who: str) -> Exception:
+        return self._server.unavailable(
+            f"has a book of an older version of gpu-console, used by {who}",
+            "Restart the notebooks that use it with this version. The book can be used two minutes later",
+        )
 
     # Making the page
 
@@ -549,15 +565,18 @@ class RedisBook:
         keys, is_ours = ask("DBSIZE"), ask("EXISTS", MARKER)
         if seen is None and keys and not is_ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")
-        found_book = seen.book if seen else None
-        parts = {id: part for id, (_, part) in living.items()}
-        book = with_living(found_book or Book(), parts)
-        roster_revs = (rev for rev, _ in living.values())
-        rev = max([seen.rev if seen else 0, *roster_revs]) + 1
-        any_roster = any(part.sections for _, part in living.values())
+        if seen is not None and seen.schema < SCHEMA and seen.seen_seconds < OLDER_SECONDS:
+            raise self._older("a process in the last two minutes")
+        page = seen.page if seen else None
+        pieces = rebuilt(page.pieces if page else Pieces(), living)
+        rev = max([seen.rev if seen else 0, *(one.rev for one in living.values())]) + 1
+        any_roster = any(one.part.section is not None for one in living.values())
         known = seen is not None or self._page is not None or any_roster
-        owners = book.owner_ids() | (self._page.book.owner_ids() if self._page else set())
+        owners = pieces.book.owner_ids() | (self._page.book.owner_ids() if self._page else set())
         closed = closed_seconds(len(owners)) if known or not is_ours else 0.0
+        contents = {id: encode(part) for id, part in pieces.parts.items()}
+        contents |= {SHARED: encode(pieces.shared), STATE: encode(pieces.state)}
+        raw = {key: Piece(rev, content) for key, content in contents.items()}
         made = ask(
             "EVAL",
             MAKE,
@@ -569,12 +588,12 @@ class RedisBook:
             secrets.token_hex(8),
             rev,
             SCHEMA,
-            encoded(book, rev),
+            sealed(rev, raw),
             str(closed),
             socket.gethostname(),
         )
         if made and known:
-            self._log_made(why, book, closed)
+            self._log_made(why, pieces.book, closed)
 
     def _log_made(self, why: str, book: Book, closed: float) -> None:
         log.warning(
@@ -606,34 +625,36 @@ class RedisBook:
             self._require_new_enough(page, page.rev)
             return page
         if what == b"gone":
-            raise DamagedBook(page.name, 0, "it is gone")
+            raise DamagedBook("it is gone")
         if what == b"large":
-            raise DamagedBook(page.name, 0, "it is too large")
+            raise DamagedBook("it is too large")
         generation, rev, schema, body = found
         if generation.decode(errors="replace") != page.name:
             self._vetted = False  # the page was made again, so it must be compared with the rosters
             raise LostRace
         try:
             return self._decoded(page, int(rev), int(schema), body)
-        except UNREADABLE as error:
-            raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
+        except NOT_A_PAGE as error:
+            raise DamagedBook(f"its page cannot be read ({error})") from error
 
     def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
         """A copy of `page` with the book from `body`: the bytes of the revision `rev`, format `schema`.
 
-        Raises LedgerNewer, DamagedBook, or one of UNREADABLE.
+        Raises LedgerNewer, DamagedBook, ValueError, or one of UNREADABLE.
         """
         if schema > SCHEMA:
             raise LedgerNewer(self._server.url, schema, SCHEMA)
+        if schema < SCHEMA:
+            raise DamagedBook("an older version of gpu-console wrote it")
         self._require_new_enough(page, rev)
         self._least_rev = rev
-        return self._unpacked(page, body, rev, schema)
+        return page_in(page.name, body, rev, page.pieces)
 
     def _require_new_enough(self, page: Page, rev: int) -> None:
         """Raises DamagedBook if `rev`, found in the Redis, is older than the known revision."""
         if rev < self._least_rev:
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
-            raise DamagedBook(page.name, 0, why)
+            raise DamagedBook(why)
 
     def _commit(self, page: Page, draft: Draft) -> None:
         self._require_small(draft.body)
@@ -643,7 +664,7 @@ class RedisBook:
             # `look` repairs the roster.
             self._roster_doubtful = True
             self._unfinished = page
-            self._write_roster(draft.book, draft.packed, page.rev + 1)
+            self._write_roster(draft.book, draft.raw, page.rev + 1)
         grants = self._grants(page, draft)
         what, *seconds = self._run(
             "write",
@@ -658,10 +679,10 @@ class RedisBook:
         if what == b"closed":
             raise GrantsClosed(float(seconds[0]))
         if what == b"gone":
-            raise DamagedBook(page.name, 0, "it is gone")
+            raise DamagedBook("it is gone")
         if what != b"written":
             raise LostRace
-        self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
+        self._page = Page(page.name, page.rev + 1, draft.pieces, draft.raw)
         self._least_rev = page.rev + 1
         self._hint.record(page.name, page.rev + 1)
         if part_changed:
@@ -694,6 +715,49 @@ class RedisBook:
                 raise LostRace from None
 
         return self._server.converse(talk)
+
+
+def _agreed(book: Book) -> tuple[Any, ...]:
+    """The facts of the `book` that each owner keeps in its roster."""
+    return book.devices, book.limits, book.drained
+
+
+def in_roster(roster: Roster, id: str) -> Living:
+    """What the `roster` of the owner `id` has. Raises ValueError, and one of UNREADABLE."""
+    page = page_in("", roster.payload, roster.rev)
+    return Living(roster.rev, page.pieces.parts.get(id, Part()), page.pieces.shared)
+
+
+def rebuilt(pieces: Pieces, living: Mapping[str, Living]) -> Pieces:
+    """A book of the `pieces` that were found, with the parts of the `living` owners from their rosters.
+
+    While any owner lives, a book keeps the devices and limits of its first owner, so the rosters
+    agree; a card that only a roster knows is added. The drained cards are those of the newest roster
+    with a section if no card is drained in `pieces`.
+    """
+    shared = pieces.shared
+    devices = {device.id: device for device in shared.devices}
+    limits, drained = dict(shared.limits), shared.drained
+    for one in sorted(living.values(), key=lambda one: one.rev):
+        devices = {device.id: device for device in one.shared.devices} | devices
+        limits = one.shared.limits | limits
+        if one.part.section is not None and not shared.drained:
+            drained = one.shared.drained
+    shared = replace(shared, devices=tuple(devices.values()), limits=limits, drained=drained)
+    parts = {**pieces.parts, **{id: one.part for id, one in living.items()}}
+    parts = {id: part for id, part in parts.items() if part.section is not None or part.tickets}
+    tickets = in_order([ticket for part in parts.values() for ticket in part.tickets])
+    found = Pieces()
+    found.put(0, parts, shared, State({}, (), tuple([ticket.key for ticket in tickets])))
+    return found
+
+
+def in_order(tickets: Iterable[Ticket]) -> tuple[Ticket, ...]:
+    """The `tickets` by the time at which they arrived."""
+    return tuple(sorted(tickets, key=lambda ticket: ticket.arrived))
+
+
+_NO_FACTS, _NO_STATE = Piece(0, encode(Shared())), Piece(0, encode(State({}, (), ())))
 
 
 def _promises(section: Section) -> set[tuple[str, Shares]]:

@@ -13,10 +13,11 @@ Nothing here decides what is lawful or which page is right.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...facts import SCHEMA, Book
-from ..decoding import UNREADABLE, decode_page
+from ..pieces import UNREADABLE, Piece, Pieces, opened
 from .connection import Ask
 
 MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
@@ -25,6 +26,7 @@ MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
 KEPT_SECONDS = 7 * 86400
 SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
 
+NOT_A_PAGE = (ValueError, TypeError, *UNREADABLE)
 MARKER = "gpu-console:ledger"  # marks a database that belongs to gpu-console
 PAGE = "gpu-console:page:"
 BESIDE = "gpu-console:beside:"
@@ -73,14 +75,45 @@ return 1
 """
 
 
+class Page(NamedTuple):
+    """The book at a revision, decoded and as bytes. `name` is the generation of the page."""
+
+    name: str
+    rev: int
+    pieces: Pieces
+    raw: Mapping[str, Piece]
+
+    @property
+    def book(self) -> Book:
+        return self.pieces.book
+
+
+def page_in(name: str, body: bytes, rev: int, known: Pieces | None = None) -> Page:
+    """The page of the generation `name` in `body`, the bytes of the revision `rev`.
+
+    Pieces that are in the book `known` already are not decoded again. Raises ValueError, and one of
+    UNREADABLE.
+    """
+    found, pieces = opened(body, rev), (known or Pieces()).copy()
+    pieces.follow(found)
+    for id, part in pieces.parts.items():
+        owners = {ticket.owner for ticket in part.tickets}
+        if part.section is not None:
+            owners.add(part.section.owner.id)
+        if owners - {id}:
+            raise ValueError(f"the part of {id} is not its owner's")
+    return Page(name, rev, pieces, found.contents())
+
+
 class Seen(NamedTuple):
     """A page as it was found in the Redis."""
 
     generation: str
     rev: int  # -1: the page cannot be read
     schema: int
-    book: Book | None  # None: it cannot be read, is too large, or a newer version wrote it
+    page: Page | None  # None: it cannot be read, is too large, or another version wrote it
     words: tuple[bytes, bytes] = (b"", b"")  # generation and revision, as stored
+    seen_seconds: float = 0.0  # since an owner last marked it as seen
 
 
 class HostPage(NamedTuple):
@@ -94,7 +127,7 @@ class HostPage(NamedTuple):
     # Seconds since an owner on the page's host last marked the page as seen. After two minutes,
     # perhaps no owner is left on this host.
     seen_seconds: float
-    book: Book | None  # None: a newer version wrote it, or it cannot be read
+    book: Book | None  # None: another version wrote it, or it cannot be read
 
 
 def look_at(ask: Ask, key: str) -> Seen | None:
@@ -102,19 +135,19 @@ def look_at(ask: Ask, key: str) -> Seen | None:
 
     Raises redis.exceptions.ResponseError if the value of `key` is not a hash.
     """
-    generation, rev, schema = ask("HMGET", key, "generation", "rev", "schema")
+    generation, rev, schema, seen = ask("HMGET", key, "generation", "rev", "schema", "seen")
     size = ask("HSTRLEN", key, "body")
     if generation is None and rev is None and not size:
         return None
     words = generation or b"", rev or b""
     try:
-        readable = int(schema) <= SCHEMA and size <= MOST_BYTES
-        book = None
-        if readable:
-            book = decode_page(ask("HGET", key, "body"), int(rev), int(schema))
-        return Seen(generation.decode(), int(rev), int(schema), book, words)
-    except (*UNREADABLE, AttributeError):  # the caller repairs a page that cannot be read
-        return Seen("", -1, 0, None, words)
+        name, page = generation.decode(), None
+        if int(schema) == SCHEMA and size <= MOST_BYTES:
+            page = page_in(name, ask("HGET", key, "body"), int(rev))
+        seconds = float(int(ask("TIME")[0]) - int(seen or 0))
+        return Seen(name, int(rev), int(schema), page, words, seconds)
+    except (*NOT_A_PAGE, AttributeError):  # the caller repairs a page that cannot be read
+        return Seen("", -1, SCHEMA, None, words)
 
 
 def all_pages(ask: Ask) -> tuple[HostPage, ...]:
@@ -137,8 +170,8 @@ def _page_keys(ask: Ask) -> set[bytes]:
 def _host_page(ask: Ask, key: bytes, now: int) -> HostPage:
     name, seen, rev, schema, body = ask("HMGET", key, "name", "seen", "rev", "schema", "body")
     try:
-        book = decode_page(body, int(rev), int(schema)) if int(schema) <= SCHEMA else None
-    except (*UNREADABLE, AttributeError):  # the host is listed without figures
+        book = page_in("", body, int(rev)).book if int(schema) == SCHEMA else None
+    except (*NOT_A_PAGE, AttributeError):  # the host is listed without figures
         book = None
     return HostPage(
         host=key.decode().removeprefix(PAGE),

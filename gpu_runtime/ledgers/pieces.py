@@ -1,0 +1,295 @@
+"""The book as pieces: one part for each owner, the facts of all owners, and the order of the tickets.
+
+A keeper publishes the pieces in shared memory, and a Redis holds them as one value. A process decodes
+only the pieces that changed since it last read the book, and encodes only its own part.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..errors import LedgerRefused
+from ..facts import Book, Device, Drain, Event, Ghost, Sample, Section, Ticket, Value
+from ..facts import encode as encode_as_json
+
+# The limit of one owner's part, which must also fit into the owner's roster.
+MOST_PART_BYTES = 960 << 10
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+SHARED, STATE = "shared", "state"  # keys of pieces; every other key is an owner's id
+_UNENCODABLE = (TypeError, ValueError, OverflowError)
+
+
+class Shared(Value):
+    """The facts of a book that belong to no single owner."""
+
+    devices: tuple[Device, ...] = ()
+    limits: dict[str, int] = {}
+    samples: dict[str, Sample] = {}
+    events: tuple[Event, ...] = ()
+    seq: int = 0
+    counts: dict[str, int] = {}
+    ghosts: tuple[Ghost, ...] = ()
+    drained: dict[str, Drain] = {}
+    opens: float = 0.0
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One owner's part of the book."""
+
+    section: Section | None = None
+    tickets: tuple[Ticket, ...] = ()
+    put: int = 0  # the number of the write
+
+
+class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a keeper knows of the owners, and the order of the tickets. A Redis knows only the order."""
+
+    living: dict[str, str]  # owner id -> user
+    dead: tuple[str, ...]
+    queue: tuple[str, ...]  # keys of tickets
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_part = msgspec.msgpack.Decoder(Part).decode
+decode_shared = msgspec.msgpack.Decoder(Shared).decode
+decode_state = msgspec.msgpack.Decoder(State).decode
+
+
+# -- the bytes of a page ---------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One part of a page: an owner's part, or the facts of all owners."""
+
+    revision: int  # of the page in which the piece was last changed
+    content: bytes
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The index entry of a piece."""
+
+    key: str
+    revision: int
+    size: int
+
+
+class Page(NamedTuple):
+    """What a reader copied: the revision and the index of a page, and all its pieces together."""
+
+    revision: int
+    entries: tuple[Entry, ...]
+    pieces: memoryview
+
+    def changed_since(self, revision: int) -> Iterator[tuple[str, memoryview]]:
+        """The pieces that changed after `revision`, by their keys."""
+        offset = 0
+        for entry in self.entries:
+            if entry.revision > revision:
+                yield entry.key, self.pieces[offset : offset + entry.size]
+            offset += entry.size
+
+    def contents(self) -> dict[str, Piece]:
+        """All pieces by their keys."""
+        revisions = {entry.key: entry.revision for entry in self.entries}
+        return {
+            key: Piece(revisions[key], bytes(content)) for key, content in self.changed_since(-1)
+        }
+
+
+decode_index = msgspec.msgpack.Decoder(tuple[Entry, ...]).decode
+_HEAD = struct.Struct("<4sII")  # magic, checksum, bytes of the index
+_MAGIC = b"GPU3"
+
+
+def joined(pieces: Mapping[str, Piece]) -> tuple[int, bytes]:
+    """The bytes of the index of a page of `pieces`, as a number, and the index with the pieces."""
+    index = encode([(key, piece.revision, len(piece.content)) for key, piece in pieces.items()])
+    return len(index), b"".join([index, *[piece.content for piece in pieces.values()]])
+
+
+def sealed(revision: int, pieces: Mapping[str, Piece]) -> bytes:
+    """A page of `pieces` as one value, with a checksum of the page and its `revision`."""
+    index_bytes, whole = joined(pieces)
+    return _HEAD.pack(_MAGIC, _checksum(whole, revision), index_bytes) + whole
+
+
+def opened(value: bytes, revision: int) -> Page:
+    """The page that `sealed` made for this `revision`. Raises ValueError, and one of UNREADABLE."""
+    if len(value) < _HEAD.size:
+        raise ValueError("it is too short")
+    magic, checksum, index_bytes = _HEAD.unpack_from(value)
+    whole = memoryview(value)[_HEAD.size :]
+    if magic != _MAGIC:
+        raise ValueError("it does not begin as a page does")
+    if _checksum(whole, revision) != checksum:
+        raise ValueError("its checksum is wrong")
+    return Page(revision, decode_index(whole[:index_bytes]), whole[index_bytes:])
+
+
+def _checksum(whole: bytes | memoryview, revision: int) -> int:
+    # The checksum covers the revision too: a page with a wrong revision would hide other writes.
+    return zlib.crc32(whole, revision & 0xFFFFFFFF)
+
+
+# -- the book --------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """A book as the pieces of a page, decoded. Only pieces that changed are decoded again."""
+
+    def __init__(self) -> None:
+        """An empty book, older than every page."""
+        self.revision = 0
+        self.parts: dict[str, Part] = {}
+        self.shared = Shared()
+        self.state = State({}, (), ())
+        self.book = Book()
+
+    def follow(self, page: Page) -> None:
+        """Takes over a newer `page`. Raises one of UNREADABLE."""
+        if page.revision == self.revision:
+            return
+        parts = {entry.key: self.parts.get(entry.key) for entry in page.entries}
+        shared, state = self.shared, self.state
+        for key, content in page.changed_since(self.revision):
+            if key == SHARED:
+                shared = decode_shared(content)
+            elif key == STATE:
+                state = decode_state(content)
+            else:
+                parts[key] = decode_part(content)
+        read = {key: part for key, part in parts.items() if part is not None}
+        self.put(page.revision, read, shared, state)
+
+    def copy(self) -> Pieces:
+        """A copy that can follow a page while this object stays as it is."""
+        fresh = Pieces()
+        fresh.put(self.revision, self.parts, self.shared, self.state, self.book)
+        return fresh
+
+    def put(
+        self,
+        revision: int,
+        parts: dict[str, Part],
+        shared: Shared,
+        state: State,
+        book: Book | None = None,
+    ) -> None:
+        """Becomes the book of these pieces, which is made here if it is not given."""
+        self.parts, self.shared, self.state = parts, shared, state
+        self.book = book_of(parts, shared, state) if book is None else book
+        self.revision = revision
+
+
+def book_of(parts: Mapping[str, Part], shared: Shared, state: State) -> Book:
+    """The book that these pieces make."""
+    sections = {id: part.section for id, part in parts.items() if part.section is not None}
+    waiting = {ticket.key: ticket for part in parts.values() for ticket in part.tickets}
+    tickets = tuple([waiting[key] for key in state.queue if key in waiting])
+    facts = {name: getattr(shared, name) for name in Shared.__struct_fields__}
+    return Book(sections=sections, tickets=tickets, **facts)
+
+
+_facts_of = attrgetter(*Shared.__struct_fields__)
+
+
+def changed(old: Book, new: Book, me: str) -> dict[str, Any]:
+    """The fields of a keeper's Put for the change from `old` to `new` by the owner `me`, without its part."""
+    fields: dict[str, Any] = {}
+    if new.tickets is not old.tickets:
+        fields["queue"] = tuple([ticket.key for ticket in new.tickets])
+    facts, before = _facts_of(new), _facts_of(old)
+    if not _same_objects(facts, before):
+        fields["shared"] = msgspec.Raw(encode(Shared(*facts)))
+    removed = old.owner_ids() - new.owner_ids() - {me}
+    if removed:
+        fields["removed"] = tuple(sorted(removed))
+    return fields
+
+
+def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether both sequences have the same objects. Equality is not enough: `True` equals 1."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+# -- writing one's own part ------------------------------------------------------------------------
+
+
+class Unwritable(Exception):
+    """Raised for a write that other processes could not read. The argument is the reason."""
+
+
+def encoded_change(old: Book, new: Book, me: str, put: int = 0) -> tuple[bytes, dict[str, Any]]:
+    """The part of the owner `me` in the book `new`, and the result of `changed`.
+
+    `put` is the number of the write. Raises Unwritable, whose text names the field, if a value
+    cannot be encoded or the part is too large.
+    """
+    section = new.sections.get(me)
+    tickets = tuple([ticket for ticket in new.tickets if ticket.owner == me])
+    try:
+        part, fields = encode(Part(section, tickets, put)), changed(old, new, me)
+    except _UNENCODABLE as error:
+        culprit = _culprit(section, "") if section else "a request"
+        raise Unwritable(f"{culprit} cannot be written ({error})") from error
+    if len(part) > MOST_PART_BYTES:
+        raise Unwritable(f"its leases and requests take {len(part)} bytes, {_largest(section)}")
+    return part, fields
+
+
+def require_readable(part: bytes, fields: Mapping[str, Any]) -> Part:
+    """The decoded `part` of a change. Raises Unwritable if other processes could not read the change."""
+    try:
+        if "shared" in fields:
+            decode_shared(fields["shared"])
+        return decode_part(part)
+    except UNREADABLE as error:
+        raise Unwritable(f"others could not read it: {error}") from error
+
+
+def refused(url: str, writer: str, why: str) -> LedgerRefused:
+    """The error for a write of the owner `writer` to the ledger `url` that other processes could not read."""
+    return LedgerRefused(
+        f"the ledger {url} refused a write by {writer}: {why}.\n  The book is unchanged.",
+        path=url,
+        why=why,
+        writer=writer,
+    )
+
+
+def _culprit(value: object, path: str) -> str:
+    """The path of the first field in `value` that cannot be encoded."""
+    for name, inner in _inside(value):
+        try:
+            encode(inner)
+        except _UNENCODABLE:  # the culprit is in here
+            return _culprit(inner, f"{path}{name}")
+    return f"the field {path.lstrip('.') or '?'}"
+
+
+def _inside(value: object) -> Sequence[tuple[str, object]]:
+    """The members of `value`, each with its name."""
+    if isinstance(value, msgspec.Struct):
+        return [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
+    if isinstance(value, Mapping):
+        return [(f"[{name!a}]", inner) for name, inner in value.items()]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{place}]", inner) for place, inner in enumerate(value)]
+    return ()
+
+
+def _largest(section: Section | None) -> str:
+    """The end of a sentence about the size of an owner's part: the largest lease in it."""
+    sizes = [(len(encode_as_json(one)), one.name[:80]) for one in section.leases] if section else []
+    if not sizes:
+        return f"and {MOST_PART_BYTES} are the most"
+    size, name = max(sizes)
+    return f"{size} of them the lease {name!a}, and {MOST_PART_BYTES} are the most"
