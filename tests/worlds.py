@@ -130,7 +130,7 @@ def world(
     `total` is the size of a device whose budget is smaller. `free` maps devices to the free memory that the driver
     reported at `taken_at`. A `cuda` device always has such a measurement; the host has one if it is in `free`.
     """
-    budgets = _shares(words := {"host": 64} | words)
+    budgets = _shares(words := words | {"host": words.get("host", 64)})
     devices, samples = [], {}
     for budget in budgets:
         whole = size((total or {}).get(budget.device, budget.bytes / GIB))
