@@ -25,25 +25,19 @@ from .timing import alternately, seconds
 Situation = tuple[Book, Request, World]
 
 
+def idle(random: Random, n: int, owners: int, **more: Any) -> Lease:
+    """The lease of an idle model that was used in the last 15 minutes, of one of so many owners."""
+    used, reload_seconds = NOW - 10 - random.randrange(900), random.uniform(1, 9)
+    more = {"importance": random.choice((10, 20)), "reload_seconds": reload_seconds, **more}
+    return lease(f"m{n}", by=1 + n % owners, last_used=used, **more)
+
+
 def twenty_models(seed: int = 0) -> Situation:
     """A book of five models on each of four 40 GiB cards, with three owners. The request needs several evictions."""
     random = Random(seed)
-    models = [
-        lease(
-            f"m{n}",
-            by=1 + n % 3,
-            last_used=NOW - 10 - random.randrange(900),
-            importance=random.choice([10, 20]),
-            reload_seconds=random.uniform(1, 30),
-            **{f"sim{n % 4}": random.randint(6, 8)},
-        )
-        for n in range(20)
-    ]
-    return (
-        book(*models, limits={}),
-        request("qwen", 14),
-        world(sim0=40, sim1=40, sim2=40, sim3=40, host=200),
-    )
+    models = [idle(random, n, 3, **{f"sim{n % 4}": random.randint(6, 8)}) for n in range(20)]
+    there = world(sim0=40, sim1=40, sim2=40, sim3=40, host=200)
+    return book(*models, limits={}), request("qwen", 14), there
 
 
 def twenty_models_in_pieces(seed: int = 0) -> Situation:
@@ -57,26 +51,16 @@ def full_page(seed: int = 0) -> Situation:
     """200 leases of sixteen owners, and as many tickets as the book can hold. The ticket of our request is the last."""
     random = Random(seed)
     models = [
-        lease(
-            f"m{n}",
-            by=1 + n % 16,
-            last_used=NOW - 10 - random.randrange(900),
-            pins=int(n % 7 == 0),
-            importance=random.choice([5, 10, 20]),
-            **{f"sim{n % 4}": 1},
-        )
+        idle(random, n, 16, pins=int(n % 7 == 0), importance=random.choice([5, 10, 20]), **{f"sim{n % 4}": 1})
         for n in range(200)
-    ]
+    ]  # fmt: skip
     waiting = [
         ticket(f"t{n}", by=1 + n % 16, arrived=NOW - random.randrange(60), **{f"sim{n % 4}": 2})
         for n in range(MOST_ENTRIES - len(models) - 1)
     ]
     ours = ticket("qwen", key="1:qwen", arrived=NOW, sim0=6)
-    return (
-        book(*models, tickets=[*waiting, ours]),
-        request("qwen", 6),
-        world(sim0=50, sim1=50, sim2=50, sim3=50, host=500),
-    )
+    there = world(sim0=50, sim1=50, sim2=50, sim3=50, host=500)
+    return book(*models, tickets=[*waiting, ours]), request("qwen", 6), there
 
 
 def best_subset(page: Book, wanted: Request, there: World) -> tuple[Lease, ...] | None:

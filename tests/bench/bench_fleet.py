@@ -20,8 +20,9 @@ from gpu_runtime.fleet.client import BELIEVED_SECONDS
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.offers import MOST_PLANNED, offer_of, ranked, room_of, shortlist
 from gpu_runtime.scheduler.plan import plan
-from tests.worlds import NOW, book, lease, request, world
+from tests.worlds import book, request, world
 
+from .bench_admit import idle
 from .results import Row
 
 HOSTS, CARDS, LEASES = 200, 8, 40
@@ -37,18 +38,9 @@ def hosts(random: Random, count: int = HOSTS) -> dict[str, Host]:
         free_cards = random.randrange(CARDS) if number % 3 == 0 else 0
         models = []
         for n in range(LEASES):
-            card = f"cuda{random.randrange(CARDS - free_cards)}"
-            models.append(
-                lease(
-                    f"m{n}",
-                    by=1 + n % 4,
-                    last_used=NOW - 10 - random.randrange(900),
-                    reload_seconds=random.uniform(1, 9),
-                    importance=random.choice((10, 20)),
-                    pins=int(random.random() < 0.2),
-                    **{card.replace("cuda", "sim"): random.uniform(2, 14)},
-                )
-            )
+            card = f"sim{random.randrange(CARDS - free_cards)}"
+            pins, size = int(random.random() < 0.2), random.uniform(2, 14)
+            models.append(idle(random, n, 4, pins=pins, **{card: size}))
         page = _within(book(*models), CARD)
         found[f"host{number:03}"] = page, world(**{f"sim{n}": CARD for n in range(CARDS)})
     return found
@@ -69,16 +61,8 @@ def _within(page: Book, gib: int) -> Book:
 
 def host_room(name: str, host: Host, wanted: Request) -> HostRoom:
     """The answer of the host `name` to a question for its room."""
-    page, there = host
-    return room_of(
-        name,
-        page,
-        there,
-        need_bytes=wanted.footprint.bytes,
-        may_split=False,
-        name=wanted.lease.name,
-        owner=wanted.lease.owner,
-    )
+    asked = {"name": wanted.lease.name, "owner": wanted.lease.owner, "may_split": False}
+    return room_of(name, *host, need_bytes=wanted.footprint.bytes, **asked)
 
 
 def offer(name: str, host: Host, wanted: Request) -> Offer:

@@ -20,6 +20,7 @@ from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import GIB, NOW, book, lease, request, world
 
+from .bench_admit import idle
 from .results import Row
 from .timing import medians
 
@@ -45,16 +46,8 @@ def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
     models = []
     for n in range(leases):
         cards = random.sample(range(8), 2 if n % 10 == 0 else 1)
-        models.append(
-            lease(
-                f"m{n}",
-                by=1 + n % 4,
-                last_used=NOW - 10 - random.randrange(900),
-                reload_seconds=random.uniform(1, 9),
-                importance=random.choice([10, 20]),
-                **{f"sim{card}": random.uniform(1, 4.5) / len(cards) for card in cards},
-            )
-        )
+        sizes = {f"sim{card}": random.uniform(1, 4.5) / len(cards) for card in cards}
+        models.append(idle(random, n, 4, **sizes))
     return book(*models), world(**{f"sim{n}": 80 for n in range(8)}, host=900)
 
 
@@ -108,14 +101,10 @@ def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, Wor
             if all(left[card] >= size for card, size in sizes.items()):
                 for card, size in sizes.items():
                     left[card] -= size
-                models.append(
-                    lease(
-                        f"m{n}",
-                        last_used=NOW - 10 - random.randrange(900),
-                        reload_seconds=sum(sizes.values()),
-                        **{f"sim{card}": size for card, size in sizes.items()},
-                    )
-                )
+                used = NOW - 10 - random.randrange(900)
+                places = {f"sim{card}": size for card, size in sizes.items()}
+                seconds = sum(sizes.values())
+                models.append(lease(f"m{n}", last_used=used, reload_seconds=seconds, **places))
         wanted = request("new", random.randint(4, min(capacity)))
         there = world(**{f"sim{n}": size for n, size in enumerate(capacity)}, host=500)
         page = book(*models)
@@ -127,20 +116,12 @@ def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, Wor
 def ways_out(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
     """Yields every set of leases whose eviction makes enough room on some card."""
     models, free = list(page.leases()), room(page, there)
+    cards = [device.id for device in there.devices if not device.is_host]
     for count in range(1, len(models) + 1):
         for gone in itertools.combinations(models, count):
-            for device in there.devices:
-                freed = sum(
-                    share.bytes
-                    for lease in gone
-                    for share in lease.shares
-                    if share.device == device.id
-                )
-                if (
-                    not device.is_host
-                    and freed
-                    and free[device.id] + freed >= wanted.footprint.bytes
-                ):
+            for card in cards:
+                freed = sum(lease.bytes_on(card) for lease in gone)
+                if freed and free[card] + freed >= wanted.footprint.bytes:
                     yield gone
                     break
 
@@ -156,12 +137,10 @@ def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, .
     """
     models, free = list(page.leases()), room(page, there)
     for device in there.devices:
-        on = sorted(
-            (m for m in models if any(s.device == device.id for s in m.shares)),
-            key=lambda m: m.last_used,
-        )
+        on = [m for m in models if any(s.device == device.id for s in m.shares)]
+        on.sort(key=lambda m: m.last_used)
         need, prefix = wanted.footprint.bytes - free[device.id], 0
-        freed = [sum(s.bytes for s in m.shares if s.device == device.id) for m in on]
+        freed = [m.bytes_on(device.id) for m in on]
         while prefix < len(on) and sum(freed[:prefix]) < need:
             prefix += 1
         if device.is_host or sum(freed[:prefix]) < need:
