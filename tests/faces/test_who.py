@@ -76,23 +76,6 @@ def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
     assert row == same | sizes | {"cell": f"In [{count}]"}
 
 
-HOLDERS = {
-    "two names of one storage": ("x = mib(3)\nv = x[:10]", {"x": (3, 0), "v": (3, 0)}),
-    "a future": ("x = torch.futures.Future(); x.set_result(mib(3))", {"x": (3, 3)}),
-    "a closure": ("f = (lambda b: lambda: b)(mib(2))", {"f": (2, 2)}),
-    "a generator": ("g = (t for t in [mib(3), 0]); _x = next(g); del _x", {"g": (3, 3)}),
-    "a class": ("class K:\n    cache = mib(4)", {"K": (4, 4)}),
-}
-
-
-@pytest.mark.parametrize("kind", HOLDERS)
-def test_what_holds_memory_is_listed_by_its_variable(notebook, rt, kind):
-    """Also where Python cannot list what is held, as for a future."""
-    cell, expected = HOLDERS[kind]
-    run(notebook, cell)
-    assert table(rt) == expected
-
-
 def test_an_output_counts_once_with_all_its_names_until_it_is_freed(notebook, rt):
     """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last result."""
     run(notebook, "mib(3)")
