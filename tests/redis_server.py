@@ -3,13 +3,12 @@
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
 
 class RedisServer:
@@ -35,12 +34,11 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + PATIENCE
-        while not self.cli("PING").startswith(("PONG", "NOAUTH")):
-            assert self.process.poll() is None and time.monotonic() < deadline, (
-                "redis-server does not start"
-            )
-            time.sleep(0.01)
+        until(self._answers, "redis-server does not start")
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, "redis-server has ended"
+        return self.cli("PING").startswith(("PONG", "NOAUTH"))
 
     def kill(self) -> None:
         self.process.kill()

@@ -227,14 +227,10 @@ class Card:
         self, size: int, stream: int, pool: tuple[int, int]
     ) -> tuple[Segment, Block] | None:
         """The smallest free block that is large enough, of the same stream and pool. None if there is none."""
-        fitting = [
-            (block.span, block.address, segment, block)
-            for segment in self.segments
-            for block in segment.blocks
-            if (segment.stream, segment.pool) == (stream, pool)
-            and block.state == "inactive"
-            and block.span >= rounded(size)
-        ]
+        own = [one for one in self.segments if (one.stream, one.pool) == (stream, pool)]
+        free = [(one, block) for one in own for block in one.blocks if block.state == "inactive"]
+        wanted = rounded(size)
+        fitting = [(b.span, b.address, one, b) for one, b in free if b.span >= wanted]
         return min(fitting, key=lambda one: one[:2])[2:] if fitting else None
 
     def _grow(self, size: int, stream: int, pool: tuple[int, int]) -> tuple[Segment, Block]:
@@ -267,30 +263,20 @@ class Card:
         self._sweep()
         return [
             {
-                "device": self.index,
-                "address": segment.address,
-                "total_size": segment.size,
-                "stream": segment.stream,
-                "segment_pool_id": segment.pool,
-                "segment_type": "large",
-                "allocated_size": sum(block.size for block in segment.blocks),
-                "blocks": [
-                    {"address": block.address, "size": block.span, "state": block.state}
-                    for block in segment.blocks
-                ],
+                "device": self.index, "address": one.address, "total_size": one.size, "stream": one.stream,
+                "segment_pool_id": one.pool, "segment_type": "large",
+                "allocated_size": sum(block.size for block in one.blocks),
+                "blocks": [{"address": b.address, "size": b.span, "state": b.state} for b in one.blocks],
             }
-            for segment in self.segments
-        ]
+            for one in self.segments
+        ]  # fmt: skip
 
     def stats(self) -> dict[str, int]:
         """The counts that `torch.cuda.memory_stats()` would return for this card."""
         reserved = self.reserved_bytes
-        return {
-            "allocated_bytes.all.current": self.used_bytes,
-            "allocated_bytes.all.peak": self.peak_bytes,
-            "reserved_bytes.all.current": reserved,
-            "num_ooms": self.ooms,
-        }
+        used = {"current": self.used_bytes, "peak": self.peak_bytes}
+        counts = {f"allocated_bytes.all.{name}": size for name, size in used.items()}
+        return counts | {"reserved_bytes.all.current": reserved, "num_ooms": self.ooms}
 
 
 def rounded(size: int) -> int:

@@ -154,20 +154,16 @@ class SimProbe(Probe):
     """A probe that reports these cards. As on a real card, torch allocates their memory."""
 
     def __init__(self, host_bytes: int = 256 * MIB) -> None:
+        kind = (CARD_BYTES, "simulated accelerator")
         cards = (
-            Device(
-                f"simgpu:{i}", CARD_BYTES, "simulated accelerator", f"SIMGPU-{i}", i, simulated=True
-            )
-            for i in range(CARDS)
+            Device(f"simgpu:{i}", *kind, f"SIMGPU-{i}", i, simulated=True) for i in range(CARDS)
         )
         super().__init__((*cards, Device(HOST, host_bytes, "simulated RAM", simulated=True)))
 
     def _memory(self, device: Device) -> Memory:
-        return (
-            super()._memory(device)
-            if device.is_host
-            else Memory(device.id, None, simulated=False, torch=device.id)
-        )
+        if device.is_host:
+            return super()._memory(device)
+        return Memory(device.id, None, simulated=False, torch=device.id)
 
     def used(self) -> dict[str, int]:
         held = super().used()
@@ -215,11 +211,8 @@ def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 def _refuse_several_devices(op: Any, leaves: list[Any]) -> None:
     """Raises CUDA's error if the operands are on two cards, or on a card and the CPU."""
     on_cards = [leaf for leaf in leaves if is_on_card(leaf)]
-    on_cpu = [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim()
-    ]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim()]
     several_cards = len({tensor.device.index for tensor in on_cards}) > 1
     if several_cards or (on_cards and on_cpu and op not in _MIXED):
         found = sorted({str(tensor.device) for tensor in (*on_cards, *on_cpu)})
@@ -423,20 +416,17 @@ def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: An
 # -- registration with torch -----------------------------------------------------------------------
 
 backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=module)
+_aten = torch.ops.aten
 _UNINITIALISED = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-}
-# CUDA also accepts indices on the CPU
-_MIXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default}
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+}  # fmt: skip
+_MIXED = {_aten.index.Tensor, _aten.index_put_.default}  # CUDA also accepts indices on the CPU
 _every, _some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 _every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
 for _name in ("empty.memory_format", "empty_strided", "_to_copy"):
     _packet, _, _overload = _name.partition(".")
-    _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
+    _op = getattr(getattr(_aten, _packet), _overload or "default")
     _some.impl(_name, lambda *args, _op=_op, **kwargs: _run(_op, args, kwargs), "PrivateUse1")
 _some.impl("_copy_from", _copy_from, "PrivateUse1")
 _some.impl("set_.source_Storage_storage_offset", _set_storage, "PrivateUse1")

@@ -55,10 +55,8 @@ _EXTENSION_DEVICE = 12  # kDLExtDev, which torch reads as PrivateUse1
 _descriptor = _DLTensor()  # used for every tensor: torch reads it once, and later only its deleter
 _descriptor_shape = (ctypes.c_int64 * 1)()
 _new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = (
-    ctypes.py_object,
-    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-)
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class _Held(NamedTuple):
@@ -163,8 +161,7 @@ def _kind(dtype: torch.dtype) -> tuple[int, int]:
 
 def over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A tensor over a card's storage, with the shape of the CPU tensor `like` over the same bytes."""
-    view = placed(0, storage.device.index, like.dtype)
-    return shaped(view, storage, like)
+    return shaped(placed(0, storage.device.index, like.dtype), storage, like)
 
 
 def shaped(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

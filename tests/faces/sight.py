@@ -9,35 +9,19 @@ import numpy as np
 
 SIGHT = {
     "normal": np.eye(3),
-    "protanopia": np.array(
-        [
-            [0.152286, 1.052583, -0.204868],
-            [0.114503, 0.786281, 0.099216],
-            [-0.003882, -0.048116, 1.051998],
-        ]
-    ),
-    "deuteranopia": np.array(
-        [
-            [0.367322, 0.860646, -0.227968],
-            [0.280085, 0.672501, 0.047413],
-            [-0.011820, 0.042940, 0.968881],
-        ]
-    ),
-    "tritanopia": np.array(
-        [
-            [1.255528, -0.076749, -0.178779],
-            [-0.078411, 0.930809, 0.147602],
-            [0.004733, 0.691367, 0.303900],
-        ]
-    ),
-}
-_XYZ = np.array(
-    [
-        [0.4124564, 0.3575761, 0.1804375],
-        [0.2126729, 0.7151522, 0.0721750],
-        [0.0193339, 0.1191920, 0.9503041],
-    ]
-)
+    "protanopia": np.array([
+        [0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998],
+    ]),
+    "deuteranopia": np.array([
+        [0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881],
+    ]),
+    "tritanopia": np.array([
+        [1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900],
+    ]),
+}  # fmt: skip
+_XYZ = np.array([
+    [0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041],
+])  # fmt: skip
 
 
 def linear(colour: str) -> np.ndarray:
@@ -77,22 +61,11 @@ def ciede2000(one: np.ndarray, other: np.ndarray) -> float:
     turn = (h2 - h1 + 180) % 360 - 180 if both else 0.0
     hue = 2 * np.sqrt(c1 * c2) * np.sin(np.radians(turn) / 2)
     lm, cm, hm = (l1 + l2) / 2, (c1 + c2) / 2, (h1 + turn / 2) % 360 if both else h1 + h2
-    t = (
-        1
-        - 0.17 * np.cos(np.radians(hm - 30))
-        + 0.24 * np.cos(np.radians(2 * hm))
-        + 0.32 * np.cos(np.radians(3 * hm + 6))
-        - 0.2 * np.cos(np.radians(4 * hm - 63))
-    )
-    sl, sc, sh = (
-        1 + 0.015 * (lm - 50) ** 2 / np.sqrt(20 + (lm - 50) ** 2),
-        1 + 0.045 * cm,
-        1 + 0.015 * cm * t,
-    )
-    rotation = (
-        -2
-        * np.sqrt(cm**7 / (cm**7 + 25**7))
-        * np.sin(np.radians(60 * np.exp(-(((hm - 275) / 25) ** 2))))
-    )
+    waves = ((-0.17, hm - 30), (0.24, 2 * hm), (0.32, 3 * hm + 6), (-0.2, 4 * hm - 63))
+    t = 1 + sum(part * np.cos(np.radians(angle)) for part, angle in waves)
+    sl, sc = 1 + 0.015 * (lm - 50) ** 2 / np.sqrt(20 + (lm - 50) ** 2), 1 + 0.045 * cm
+    sh = 1 + 0.015 * cm * t
+    turned = np.sin(np.radians(60 * np.exp(-(((hm - 275) / 25) ** 2))))
+    rotation = -2 * np.sqrt(cm**7 / (cm**7 + 25**7)) * turned
     dl, dc, dh = (l2 - l1) / sl, (c2 - c1) / sc, hue / sh
     return float(np.sqrt(dl**2 + dc**2 + dh**2 + rotation * dc * dh))

@@ -52,16 +52,11 @@ CELLS = {
 def outputs(tmp_path_factory):
     """The outputs of each cell. The notebook runs once for all tests of this module."""
     environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()]
-    )
-    client = NotebookClient(
-        notebook,
-        timeout=PATIENCE,
-        kernel_name="python3",
-        allow_errors=True,
-        resources={"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}},
-    )
+    cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    place = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
+    options = {"kernel_name": "python3", "allow_errors": True, "resources": place}
+    client = NotebookClient(notebook, timeout=PATIENCE, **options)
     client.execute(env={**os.environ, "PYTHONPATH": FOUND_BY_CHILDREN, **environment})
     return dict(zip(CELLS, (cell.outputs for cell in notebook.cells), strict=True))
 
@@ -82,9 +77,8 @@ def test_the_lines_of_a_slow_load_an_interrupted_wait_and_bad_syntax_stay(output
     assert interrupt.ename == "KeyboardInterrupt" and len(interrupt.traceback) == 1
     assert interrupt.traceback[0].startswith("Interrupted after ")
     assert interrupt.traceback[0].endswith("; nothing is held.")
-    assert "Usage: %gpu pin NAME" in "".join(
-        output.get("text", "") for output in outputs["bad syntax"]
-    )
+    usage = "".join(output.get("text", "") for output in outputs["bad syntax"])
+    assert "Usage: %gpu pin NAME" in usage
 
 
 @pytest.mark.parametrize(("cell", "kind"), [

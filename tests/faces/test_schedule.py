@@ -14,10 +14,8 @@ FULL = Schedule(
         ScheduledModel("e", "cell 7", False, "host", because="sim:0 has 4.0 GiB free"),
         ScheduledModel("f", "cell 8", False, "disk"),
     ),
-    loaded_ahead=5,
-    used=3,
-    unused=1,
-)
+    loaded_ahead=5, used=3, unused=1,
+)  # fmt: skip
 
 
 def test_each_model_has_its_first_use_its_place_and_its_state():

@@ -60,16 +60,11 @@ async def test_trouble_is_shown_and_the_rest_is_calm():
         "calm": BreakerState("closed", 0),
     }
     counts = {"answered": 1000, "failed": 2, "refused_429": 3, "refused_503": 4, "cancelled": 5}
+    clients = {"ann": slow, "": Pattern(1, models={"a": 1}, cooldown_until=99.0)}
     state = replace(
-        state,
-        breakers=breakers,
-        waiting={"phi": 3},
-        running={"busy": 2},
-        clients={"ann": slow, "": Pattern(1, models={"a": 1}, cooldown_until=99.0)},
-        counts=counts | {"stood_in": 6},
-        loads=1,
-        allow_cloud=False,
-    )
+        state, breakers=breakers, waiting={"phi": 3}, running={"busy": 2}, clients=clients,
+        counts=counts | {"stood_in": 6}, loads=1, allow_cloud=False,
+    )  # fmt: skip
     found = replace(found, state=state, models={"qwen": ModelCalls(1, 2.0, 3.0, 40.0, 5, 6)})
     rows = texts(model_rows(found))
     assert rows == {
@@ -77,10 +72,7 @@ async def test_trouble_is_shown_and_the_rest_is_calm():
         "calm": ["0", "0", *"––––––", "closed"],
         "gone": ["0", "0", *"––––––", "closed, 2 failed in a row"],
         "phi": ["0", "3", *"––––––", "closed"],
-        "qwen": [
-            *("0", "0", "1", "2.0 s", "3.0 s", "40.0", "5", "6"),
-            "open, tried again in 30 s: CUDA error",
-        ],
+        "qwen": [*"001", "2.0 s", "3.0 s", "40.0", *"56", "open, tried again in 30 s: CUDA error"],
     }, "a model that only waits, or only failed, has a row too"
     assert [row.id for row in model_rows(found) if "alarm" in row.cells[9].kind] == ["qwen"]
     assert [*texts(client_rows(found)).items()] == [

@@ -22,30 +22,20 @@ class Telling(RequestHandler):
 ROUTES = [("/told", Telling, {})]
 """
 AUTH = "def get_user(handler):\n    return 'ann'\n\nlogin_url = '/login'\n"
+REST = "--rest-provider or --rest-session-info opens a route that is not guarded"
+PEOPLE = ("--basic-auth", "people.json")
 REFUSED = {
     ("--admin",): "--admin opens a route that is not guarded",
-    (
-        "--rest-provider",
-        "param",
-    ): "--rest-provider or --rest-session-info opens a route that is not guarded",
-    (
-        "--rest-session-info",
-        "--session-history",
-        "9",
-    ): "--rest-provider or --rest-session-info opens a route",
+    ("--rest-provider", "param"): REST,
+    ("--rest-session-info", "--session-history", "9"): REST,
     ("--plugins", "plugin"): "--plugins (plugin.Telling) opens a route that is not guarded",
     ("--static-dirs", "files=."): "--static-dirs opens a route that is not guarded",
     ("--liveness",): "--liveness opens a route that is not guarded",
     ("--reuse-sessions",): "--reuse-sessions would show one visitor's page to another",
     ("--auth-module", "auth.py"): "--auth-module tells no names",
     ("--basic-auth", "sesame"): "--basic-auth with one password for all proves nobody's name",
-    ("--basic-auth", "people.json"): "Nobody has a role. Set GPU_CONSOLE_OPERATORS",
-    (
-        "--basic-auth",
-        "people.json",
-        "--cookie-secret",
-        "s",
-    ): "--cookie-secret on a command line can be read by",
+    PEOPLE: "Nobody has a role. Set GPU_CONSOLE_OPERATORS",
+    (*PEOPLE, "--cookie-secret", "s"): "--cookie-secret on a command line can be read by",
     ("another.py",): "shares its process with no other application",
 }
 

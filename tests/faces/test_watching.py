@@ -36,13 +36,9 @@ def default(monkeypatch, tmp_path):
 def owner(tmp_path, child_environment, monkeypatch):
     """Another process with a model in a ledger of its own. The tests look at no other process."""
     url = f"keeper://{tmp_path}/used"
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, url],
-        env=child_environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", OWNER, url]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, env=child_environment, text=True, **pipes)
     assert process.stdout.readline().strip() == "ready"
     monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [process.pid])
     yield url
