@@ -160,7 +160,7 @@ def watch(rt: Any, stream: TextIO | None = None, wait: Callable[[float], None] =
 
     `wait` is called with the seconds between two drawings. Raises GpuError without a terminal.
     """
-    from gpu_runtime.rendering import watch as view
+    from gpu_runtime.rendering import text as view
 
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():

@@ -99,9 +99,7 @@ class Picture(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Bytes that are drawn as one piece. They are one block of memory, or several neighbouring
-    blocks.
-    """
+    """Bytes that are drawn as one piece: one block of memory, or several neighbouring blocks."""
 
     start: int
     sizes: tuple[int, ...]  # bytes of each kind, in the order of KINDS
@@ -149,9 +147,7 @@ def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
 
 
 def verdict(map: AllocatorMap) -> str:
-    """One or two sentences that state how much of the memory in `map` is in use and how much is
-    not.
-    """
+    """One or two sentences on how much of the memory in `map` is in use, and how much is not."""
     allocated, reserved = show_bytes(map.allocated_bytes), show_bytes(map.reserved_bytes)
     head = f"{allocated} of {reserved} reserved are allocated"
     if map.inactive_bytes is None or map.releasable_bytes is None:
@@ -180,6 +176,11 @@ def _inactive_future(stuck: int, releasable: int) -> str:
     )
 
 
+def sentences(map: AllocatorMap) -> str:
+    """The verdict on the `map`, and what the map leaves out."""
+    return " ".join(filter(None, [verdict(map), left_out(map)]))
+
+
 def left_out(map: AllocatorMap) -> str:
     """A sentence about the segments that the `map` leaves out, or "" if it contains all segments."""
     if not map.left_out:
@@ -196,11 +197,7 @@ _KIND_OF_STATE = {  # the other states are inactive: STUCK or RELEASABLE
 
 
 def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
-    """For each entry of `segment.blocks`, yields the bytes of each kind and the number of blocks of
-    memory.
-
-    A map joins small neighbouring blocks, so an entry can stand for several blocks of memory.
-    """
+    """The bytes of each kind, and the number of blocks of memory, of each entry of `segment.blocks`."""
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
         # Defrag releases whole pages of an expandable segment. A free block of at least two pages
@@ -221,33 +218,25 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
     another segment.
     """
     pending: _Stretch | None = None
-    start = 0
-    for segment in segments:
+    start = group = 0  # the number of a large segment, or 0
+    for number, segment in enumerate(segments, 1):
         where = f"{segment.kind} segment of {show_bytes(segment.bytes)}"
-        large = segment.bytes >= 2 * least
-        if pending and large:
-            yield pending
-            pending = None
+        last_group, group = group, number if segment.bytes >= 2 * least else 0
         for sizes, count in _cut(segment):
             block = _Stretch(start, sizes, count, where)
             start += block.bytes
-            if pending is None:
-                pending = block
-            elif pending.bytes + block.bytes <= least:
+            if pending and group == last_group and pending.bytes + block.bytes <= least:
                 pending = pending.with_next(block)
-            else:
+                continue
+            if pending:
                 yield pending
-                pending = block
-        if pending and large:
-            yield pending
-            pending = None
+            pending, last_group = block, group
     if pending:
         yield pending
 
 
 def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
-    """Yields the pieces of `stretch`, which is cut at the ends of rows. The kinds of bytes are
-    stacked.
+    """Yields the pieces of `stretch`, in which the kinds of bytes are stacked.
 
     If all bytes of the stretch are in use, it is drawn at least `least` bytes wide, but not beyond
     the end of its row, which has `row` bytes. Even a few bytes in use can keep a whole segment from
@@ -259,16 +248,21 @@ def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
     if allocated + pending == stretch.bytes:
         end_of_row = (start // row + 1) * row
         end = max(end, min(start + least, end_of_row))
-    while start < end:
-        here = int(start // row)
-        until = min(end, (here + 1) * row)
-        left, right = start - here * row, until - here * row
+    for here, left, right in _in_rows(start, end, row):
         low = 0.0
         for kind, size in zip(KINDS, stretch.sizes, strict=True):
             if size:
                 high = low + size / stretch.bytes
                 yield MapPiece(here, left, right, low, high, kind, title)
                 low = high
+
+
+def _in_rows(start: float, end: float, row: int) -> Iterator[tuple[int, float, float]]:
+    """Cuts the bytes from `start` to `end` at the ends of rows: the row, and two positions in it."""
+    while start < end:
+        here = int(start // row)
+        until = min(end, (here + 1) * row)
+        yield here, start - here * row, until - here * row
         start = until
 
 
@@ -282,17 +276,12 @@ def _title(stretch: _Stretch) -> str:
 
 
 def _edges(segments: Iterable[SegmentMap], row: int, least: float) -> Iterator[Edge]:
-    """The outlines of the segments that have at least `least` bytes. Outlines are cut at the ends
-    of rows.
-    """
+    """The outlines of the segments that have at least `least` bytes."""
     start = 0
     for segment in segments:
         end = start + segment.bytes
-        while segment.bytes >= least and start < end:
-            here = start // row
-            until = min(end, (here + 1) * row)
-            yield Edge(here, start % row, until - here * row)
-            start = until
+        if segment.bytes >= least:
+            yield from (Edge(*place) for place in _in_rows(start, end, row))
         start = end
 
 
@@ -370,15 +359,18 @@ def _paths(drawn: Picture, titles: bool) -> Iterator[str]:
     yield f'<path fill="none" stroke="#808080" pointer-events="none" d="{outlines}"/>'
 
 
-def as_html(map: AllocatorMap, title: str) -> str:
-    """The `map` as a page: its `title`, its verdict, the picture and a legend."""
-    sentences = " ".join(filter(None, [verdict(map), left_out(map)]))
-    return elements.page(
-        elements.line(f"<b>{elements.esc(title)}</b>"),
-        elements.line(elements.esc(sentences)),
-        as_svg(map, f"{title}: {sentences}"),
-        elements.line(keys(map), soft=True),
-    )
+def as_html(mapped: Mapped) -> str:
+    """A page for each map: its title, its verdict, the picture and a legend."""
+    pages = []
+    for map, title in zip(mapped.maps, mapped.titles, strict=True):
+        page = elements.page(
+            elements.line(f"<b>{elements.esc(title)}</b>"),
+            elements.line(elements.esc(sentences(map))),
+            as_svg(map, f"{title}: {sentences(map)}"),
+            elements.line(keys(map), soft=True),
+        )
+        pages.append(page)
+    return "".join(pages)
 
 
 def keys(map: AllocatorMap) -> str:
@@ -391,9 +383,7 @@ def keys(map: AllocatorMap) -> str:
 
 
 def _swatch(kind: str) -> str:
-    """A square that looks like the pieces of this `kind`, drawn without the patterns that are in
-    the SVG.
-    """
+    """A square that looks like the pieces of this `kind`, without the patterns of the SVG."""
     fill = COLOURS[kind] or "none"
     lines = {
         STUCK: '<path d="M0 5L5 0M0 11L11 0M6 11L11 6" stroke="#fff" stroke-opacity=".7"/>',
@@ -413,12 +403,16 @@ _CELLS = 64
 _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELEASED: " "}
 
 
-def as_text(map: AllocatorMap, title: str) -> str:
-    """The `map` in characters, under its `title`.
+def as_text(mapped: Mapped) -> str:
+    """The maps in characters, each under its title.
 
     A character stands for many bytes, and shows the kind of most of them. `▒` means that most of
     its bytes are not in use, but some are.
     """
+    return "\n\n".join(map(_map_text, mapped.maps, mapped.titles))
+
+
+def _map_text(map: AllocatorMap, title: str) -> str:
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]
     width = len(show_bytes(drawn.row_bytes * max(0, drawn.rows - 1)))

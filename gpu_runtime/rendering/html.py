@@ -11,9 +11,8 @@ from typing import Any
 from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Replayed, Snapshot
 from gpu_runtime.units import show_bytes
 
-from . import text, views, words
+from . import text, views
 from .elements import (
-    COLOURS,
     bar,
     code,
     devices,
@@ -23,12 +22,10 @@ from .elements import (
     pill,
     pre,
     simulated,
-    stretch,
     swatch,
     table,
     table_cell,
     td,
-    track,
     with_code,
 )
 from .views import clock
@@ -46,7 +43,7 @@ def status(snapshot: Snapshot) -> str:
         f'<div class="g-head"><b>{esc(views.device_title(snapshot))}</b> '
         f"{simulated(snapshot)} {shared}</div>"
     )
-    alarms = "".join(f'<div class="g-alarm">{esc(alarm)}</div>' for alarm in words.alarms(snapshot))
+    alarms = "".join(f'<div class="g-alarm">{esc(alarm)}</div>' for alarm in views.alarms(snapshot))
     return page(
         head, alarms, _devices(snapshot), _queue(snapshot), _holders(snapshot), _past(snapshot)
     )
@@ -54,7 +51,7 @@ def status(snapshot: Snapshot) -> str:
 
 def host(snapshot: Snapshot) -> str:
     """The `snapshot` of one of several hosts as a page, under the host's name."""
-    return page(line(f"<b>{esc(words.host_title(snapshot))}</b>")) + status(snapshot)
+    return page(line(f"<b>{esc(views.host_title(snapshot))}</b>")) + status(snapshot)
 
 
 def _devices(snapshot: Snapshot) -> str:
@@ -101,7 +98,7 @@ def _holding(row: views.Holding) -> tuple[str, ...]:
 
 
 def _queue(snapshot: Snapshot) -> str:
-    queue = words.waiting(snapshot)
+    queue = views.waiting(snapshot)
     if not queue:
         return ""
     items = "".join(f"<li>{esc(sentence)}</li>" for sentence in queue)
@@ -116,12 +113,12 @@ def _past(snapshot: Snapshot) -> str:
         parts.append(
             line(
                 f'<span class="g-soft">Last decision, {clock(event.wall)}:</span>',
-                f"<b>{esc(words.event_subject(event, snapshot))}</b>",
-                esc(words.event_sentence(event)),
+                f"<b>{esc(views.event_subject(event, snapshot))}</b>",
+                esc(views.event_sentence(event)),
             )
         )
     if any(snapshot.totals.values()):
-        parts.append(line(esc(words.counters(snapshot)), soft=True))
+        parts.append(line(esc(views.counters(snapshot)), soft=True))
     return "".join(parts)
 
 
@@ -159,11 +156,11 @@ def plan(found: Plan, snapshot: Snapshot) -> str:
     """
     mark = "✓" if found.granted else "✗"
     head = (
-        f'<div class="g-head"><b>{mark} {esc(words.verdict(found))}</b> {simulated(snapshot)}</div>'
+        f'<div class="g-head"><b>{mark} {esc(views.verdict(found))}</b> {simulated(snapshot)}</div>'
     )
     done = ""
     if found.steps or found.obstacle:
-        command = with_code(words.how_to_do_it(found, "%gpu"))
+        command = with_code(views.how_to_do_it(found, "%gpu"))
         done = line("Nothing was done.", command, soft=True)
     return page(
         head,
@@ -177,23 +174,23 @@ def plan(found: Plan, snapshot: Snapshot) -> str:
 
 def _plan_needs(found: Plan) -> str:
     parts = []
-    needs = words.needs(found)
+    needs = views.needs(found)
     if needs:
-        parts.append(line(f"Needs {esc(needs)}{esc(words.on_cards(found))}", soft=True))
+        parts.append(line(f"Needs {esc(needs)}{esc(views.on_cards(found))}", soft=True))
     rows = [
         (td(part), td(size, "g-num"), td(source, "g-soft g-wrap"))
-        for part, size, source in words.parts(found)
+        for part, size, source in views.parts(found)
     ]
     if rows:
         parts.append(table(("part", "size", "from"), rows))
-    parts += [line(with_code(note), soft=True) for note in words.notes(found)]
+    parts += [line(with_code(note), soft=True) for note in views.notes(found)]
     return "".join(parts)
 
 
 def _plan_steps(found: Plan, snapshot: Snapshot) -> str:
     parts = []
     if found.steps:
-        sentences = [words.step_sentence(snapshot, step) for step in found.steps]
+        sentences = [views.step_sentence(snapshot, step) for step in found.steps]
         items = "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences)
         parts.append(f'<ol class="g-list">{items}</ol>')
     after = views.bars_after(snapshot, found.steps)
@@ -207,7 +204,7 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> str:
 
 
 def _plan_alternatives(found: Plan) -> str:
-    others = words.others_considered(found)
+    others = views.others_considered(found)
     if not others:
         return ""
     headers = ("also considered" if found.granted else "considered", "why not")
@@ -221,7 +218,7 @@ def why(name: str, events: Sequence[Event], around: Snapshot | None = None) -> s
     """
     if not events:
         return page(line(with_code(text.why(name, events))))
-    rows = table(("when", f"why {name}".rstrip()), map(_event_row, words.titled(events, around)))
+    rows = table(("when", f"why {name}".rstrip()), map(_event_row, views.titled(events, around)))
     return page(rows, "" if name else line(with_code(text.why_hint(events))))
 
 
@@ -244,7 +241,7 @@ def _replay_row(one: Replayed) -> tuple[str, ...]:
 
 def _event_row(titled: tuple[str, Event]) -> tuple[str, str]:
     title, event = titled
-    sentence = f"<b>{esc(title)}</b> {esc(words.event_sentence(event))}"
+    sentence = f"<b>{esc(title)}</b> {esc(views.event_sentence(event))}"
     return td(clock(event.wall), "g-soft"), table_cell("td", sentence, "g-wrap")
 
 
@@ -265,11 +262,3 @@ def _setting_row(row: Any) -> tuple[str, ...]:
 def preset(settings: Mapping[str, str]) -> str:
     """The `settings` as lines for a shell."""
     return page(pre(text.preset(settings)))
-
-
-def progress(title: str, part: float, note: str) -> str:
-    """The progress of a load: its `title`, a `note`, and a bar. `part` (0 to 1) of the bar is
-    filled.
-    """
-    drawn = stretch(part, COLOURS[2]) if part else ""
-    return page(devices([(f"<b>{esc(title)}</b>", track(drawn, note), esc(note), "")]))

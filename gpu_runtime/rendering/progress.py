@@ -10,7 +10,8 @@ from gpu_runtime.facts import KERNEL
 from gpu_runtime.owner.arrivals import LOADING, Arrival
 from gpu_runtime.units import show_bytes, show_rate, show_seconds
 
-from . import html, text
+from . import text
+from .elements import COLOURS, devices, esc, page, stretch, track
 from .views import clean
 
 STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
@@ -33,8 +34,10 @@ def running(arrival: Arrival, seconds: float, stop: str) -> str:
 
 def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
     """The line of `running` as HTML, with a drawn bar."""
-    title = f"{arrival.verb} {subject(arrival.name)}"
-    return html.progress(title, _part(arrival, seconds), note(arrival, seconds, stop))
+    title, words = f"{arrival.verb} {subject(arrival.name)}", esc(note(arrival, seconds, stop))
+    part = _part(arrival, seconds)
+    bar = track(stretch(part, COLOURS[2]) if part else "", note(arrival, seconds, stop))
+    return page(devices([(f"<b>{esc(title)}</b>", bar, words, "")]))
 
 
 def note(arrival: Arrival, seconds: float, stop: str) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Replayed, Schedule, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
-from . import allocator_map, elements, fleet, frames, holders, html, schedule, text
+from . import allocator_map, elements, fleet, html, tables, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -30,12 +31,12 @@ class Shown:
     The attributes of the value are also attributes of this object: `(%gpu plan qwen).granted`.
     """
 
-    def __init__(self, value: Any, as_text: Callable[[], str], as_html: Callable[[], str]) -> None:
-        """Displays the `value` by `as_text` and `as_html`, which are called only when it is
-        displayed.
-        """
+    def __init__(
+        self, value: Any, text_of: Callable[[Any], str], html_of: Callable[[Any], str]
+    ) -> None:
+        """Displays the `value` by these functions, which are called only when it is displayed."""
         self.value = value
-        self._text, self._html = lambda: lines(as_text()), as_html
+        self._text_of, self._html_of = text_of, html_of
 
     def __getattr__(self, name: str) -> Any:
         # A display hook looks for private methods. It must not find the private methods of the value.
@@ -47,10 +48,10 @@ class Shown:
         return iter(self.value)
 
     def __repr__(self) -> str:
-        return self._text()
+        return lines(self._text_of(self.value))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/plain": self._text(), "text/html": self._html()}
+        return {"text/plain": repr(self), "text/html": self._html_of(self.value)}
 
 
 class Json(str):
@@ -77,63 +78,49 @@ def shown(
     time of the verb. Commands in the text begin with `prompt`. A DataFrame has its own display and
     is returned unchanged.
     """
-    if isinstance(value, Plan) and around is not None:
-        return Shown(
-            value,
-            lambda: text.plan(value, around, prompt),
-            lambda: html.plan(value, around),
-        )
-    by_type = _shown_by_type(value, prompt)
-    return by_type if by_type is not None else _shown_by_verb(verb, value, subject, prompt, around)
-
-
-def _shown_by_type(value: Any, prompt: str) -> Shown | None:
-    """The `value` with its text and HTML, if its type alone decides how it is displayed. If not,
-    None.
-    """
-    if isinstance(value, Snapshot):
-        return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
-    if isinstance(value, Health):
-        return Shown(value, lambda: text.health(value), lambda: html.health(value))
-    if isinstance(value, Outcome):
-        return Shown(value, lambda: text.outcome(value), lambda: html.outcome(value))
-    if isinstance(value, Schedule):
-        return Shown(value, lambda: schedule.as_text(value), lambda: schedule.as_html(value))
-    if isinstance(value, Applied):
-        return Shown(value, lambda: text.applied(value), lambda: html.applied(value))
-    if isinstance(value, allocator_map.Mapped):
-        return _maps(value, prompt)
-    if isinstance(value, Report):
-        return Shown(value, lambda: value.text, lambda: elements.page(elements.pre(value.text)))
     if isinstance(value, str):
         return note(value)
-    return None
-
-
-def _shown_by_verb(
-    verb: str, value: Any, subject: str, prompt: str, around: Snapshot | None
-) -> Any:
+    if isinstance(value, allocator_map.Mapped) and not value.maps:
+        return hint(nothing("fragmentation", prompt))
+    if isinstance(value, Plan) and around is not None:
+        text_of = partial(text.plan, snapshot=around, prompt=prompt)
+        return Shown(value, text_of, partial(html.plan, snapshot=around))
+    if isinstance(value, Snapshot):
+        return Shown(value, partial(text.status, prompt=prompt), html.status)
+    for kind, functions in _BY_TYPE.items():
+        if isinstance(value, kind):
+            return Shown(value, *functions)
     if verb == "status" and isinstance(value, tuple):  # one snapshot for each host
         return Shown(
             value,
-            lambda: "\n\n".join(text.host(one, prompt) for one in value),
-            lambda: "".join(html.host(one) for one in value),
+            lambda hosts: "\n\n".join(text.host(host, prompt) for host in hosts),
+            lambda hosts: "".join(map(html.host, hosts)),
         )
     if verb == "fleet" and isinstance(value, tuple):
-        return Shown(value, lambda: fleet.as_text(value), lambda: fleet.as_html(value))
+        return Shown(value, fleet.as_text, fleet.as_html)
     if verb == "why" and value and isinstance(value[0], Replayed):
-        return Shown(value, lambda: text.replays(value), lambda: html.replays(value))
+        return Shown(value, text.replays, html.replays)
     if verb == "why":
         return Shown(
             value,
-            lambda: text.why(subject, value, prompt, around),
-            lambda: html.why(subject, value, around),
+            lambda events: text.why(subject, events, prompt, around),
+            lambda events: html.why(subject, events, around),
         )
     if verb == "config" and isinstance(value, dict):
-        return Shown(value, lambda: text.preset(value), lambda: html.preset(value))
+        return Shown(value, text.preset, html.preset)
     if verb == "config":
-        return Shown(value, lambda: text.config(value), lambda: html.config(value))
+        return Shown(value, text.config, html.config)
     return value
+
+
+_BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
+    Health: (text.health, html.health),
+    Outcome: (text.outcome, html.outcome),
+    Schedule: (tables.schedule_text, tables.schedule_html),
+    Applied: (text.applied, html.applied),
+    allocator_map.Mapped: (allocator_map.as_text, allocator_map.as_html),
+    Report: (lambda report: report.text, lambda report: elements.page(elements.pre(report.text))),
+}
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
@@ -142,31 +129,20 @@ def with_titles(verb: str, value: Any, rt: Any) -> Any:
     Allocator maps get their titles from `rt`. DataFrames show sizes and times for people.
     """
     if verb == "who":
-        return holders.table(value)
+        return tables.who(value)
     if is_frame(value):
-        return frames.for_people(value)
+        return tables.for_people(value)
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value
-
-
-def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
-    if not value.maps:
-        return hint(nothing("fragmentation", prompt))
-    pairs = list(zip(value.maps, value.titles, strict=True))
-    return Shown(
-        value,
-        lambda: "\n\n".join(allocator_map.as_text(map, title) for map, title in pairs),
-        lambda: "".join(allocator_map.as_html(map, title) for map, title in pairs),
-    )
 
 
 def block_report(block: Any) -> Shown:
     """A report on `block`, a leased block of code: its peak memory, and its memory at the end."""
     return Shown(
         block,
-        lambda: text.block(block),
-        lambda: elements.page(elements.line(elements.esc(text.block(block)), soft=True)),
+        text.block,
+        lambda used: elements.page(elements.line(elements.esc(text.block(used)), soft=True)),
     )
 
 
@@ -177,16 +153,12 @@ def nothing(verb: str, prompt: str = "%gpu") -> str:
 
 def note(words: str) -> Shown:
     """The `words`, unchanged, in a fixed-width font."""
-    return Shown(words, lambda: words, lambda: elements.page(elements.pre(words)))
+    return Shown(words, str, lambda words: elements.page(elements.pre(words)))
 
 
 def hint(sentence: str) -> Shown:
     """A `sentence` that ends with a command to type."""
-    return Shown(
-        sentence,
-        lambda: sentence,
-        lambda: elements.page(elements.line(elements.with_code(sentence))),
-    )
+    return Shown(sentence, str, lambda line: elements.page(elements.line(elements.with_code(line))))
 
 
 def is_frame(value: Any) -> bool:

@@ -1,13 +1,13 @@
 """Renders facts as aligned text, for a terminal and for the text output in a notebook's file.
 
-This module is pure.
+This module is pure. `cli.py` redraws the screen of `gpu status --watch`.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpu_runtime.facts import (
@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import show_bytes, show_seconds
 
-from . import views, words
+from . import views
 from .views import Bar, clean, clock
 
 BAR_CELLS = 32
@@ -41,7 +41,7 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
     Commands in the text begin with `prompt`.
     """
     sections = [
-        [views.device_title(snapshot), *words.alarms(snapshot)],
+        [views.device_title(snapshot), *views.alarms(snapshot)],
         list(_devices(snapshot)),
         _holders(snapshot, prompt),
         _queue(snapshot),
@@ -54,17 +54,19 @@ def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
     """The `snapshot` of one of several hosts, under the host's name. Commands in the text begin
     with `prompt`.
     """
-    return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
+    return f"── {views.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 
-def _devices(snapshot: Snapshot) -> Iterable[str]:
+def _devices(snapshot: Snapshot, aligned: bool = True) -> Iterator[str]:
+    """The lines of the devices. If they are `aligned`, their figures are columns."""
     id_width = max((len(view.device.id) for view in snapshot.devices), default=0)
-    fill_width = max((len(views.fill(view)) for view in snapshot.devices), default=0)
+    fills = [len(views.fill(view)) for view in snapshot.devices] if aligned else []
+    fill_width, pressure_width = max(fills, default=0), 5 if aligned else 0
     for view, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
         drawn, legend = draw(bar)
         remarks = ", ".join(views.remarks(snapshot, view))
-        fill = f"{views.fill(view):>{fill_width}}"
-        yield f"{view.device.id:{id_width}}  {drawn}  {fill}  {view.pressure:>5.0%}  {remarks}".rstrip()
+        figures = f"{views.fill(view):>{fill_width}}  {view.pressure:>{pressure_width}.0%}"
+        yield f"{view.device.id:{id_width}}  {drawn}  {figures}  {remarks}".rstrip()
         if legend:
             yield f"{'':{id_width}}  {legend}"
 
@@ -92,7 +94,7 @@ def _cells(rows: Iterable[views.Holding]) -> list[tuple[str, ...]]:
 
 
 def _queue(snapshot: Snapshot) -> list[str]:
-    queue = words.waiting(snapshot)
+    queue = views.waiting(snapshot)
     if not queue:
         return []
     lines = [f"  {n}. {clean(sentence)}" for n, sentence in enumerate(queue, 1)]
@@ -103,11 +105,11 @@ def _past(snapshot: Snapshot) -> list[str]:
     lines = []
     if snapshot.events:
         last = snapshot.events[-1]
-        subject = clean(words.event_subject(last, snapshot))
-        sentence = clean(words.event_sentence(last))
+        subject = clean(views.event_subject(last, snapshot))
+        sentence = clean(views.event_sentence(last))
         lines.append(f"Last decision  {clock(last.wall)}  {subject} {sentence}")
     if any(snapshot.totals.values()):
-        lines.append(words.counters(snapshot))
+        lines.append(views.counters(snapshot))
     return lines
 
 
@@ -321,32 +323,32 @@ def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> str:
     `snapshot` is the status for which the plan was made. Commands in the text begin with `prompt`.
     """
     lines = [
-        f"{clean(words.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
+        f"{clean(views.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
         clean(found.because),
         *_plan_needs(found),
         *_plan_steps(found, snapshot),
     ]
-    others = words.others_considered(found)
+    others = views.others_considered(found)
     if others:
         lines.append("Also considered:" if found.granted else "Considered:")
         lines += [f"  {place} {clean(because)}" for place, because in others]
     if found.steps or found.obstacle:
-        lines.append(f"Nothing was done. {words.how_to_do_it(found, prompt)}")
+        lines.append(f"Nothing was done. {views.how_to_do_it(found, prompt)}")
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _plan_needs(found: Plan) -> list[str]:
-    needs = words.needs(found)
-    lines = [f"Needs {clean(needs)}{words.on_cards(found)}"] if needs else []
-    parts = words.parts(found)
+    needs = views.needs(found)
+    lines = [f"Needs {clean(needs)}{views.on_cards(found)}"] if needs else []
+    parts = views.parts(found)
     if parts:
         rows = table(parts, ("PART", "SIZE", "FROM"), right=(1,), longest=100)
         lines += [f"  {row}" for row in rows]
-    return lines + [f"  {clean(note)}" for note in words.notes(found)]
+    return lines + [f"  {clean(note)}" for note in views.notes(found)]
 
 
 def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
-    sentences = [words.step_sentence(snapshot, step) for step in found.steps]
+    sentences = [views.step_sentence(snapshot, step) for step in found.steps]
     lines = [f"  {n}. {clean(sentence)}" for n, sentence in enumerate(sentences, 1)]
     after = views.bars_after(snapshot, found.steps)
     id_width = max((len(bar.device.id) for bar in after), default=0)
@@ -377,8 +379,8 @@ def why(
 
 def _why_lines(events: Sequence[Event], around: Snapshot | None) -> list[str]:
     return [
-        f"{clock(event.wall)}  {clean(title)} {clean(words.event_sentence(event))}"
-        for title, event in words.titled(events, around)
+        f"{clock(event.wall)}  {clean(title)} {clean(views.event_sentence(event))}"
+        for title, event in views.titled(events, around)
     ]
 
 
@@ -415,3 +417,60 @@ def config(rows: Sequence[Any]) -> str:
 def preset(settings: Mapping[str, str]) -> str:
     """The `settings` as lines for a shell."""
     return "\n".join(f"export {name}={value}" for name, value in settings.items())
+
+
+BOLD, DIM, RED, ORANGE = "1", "2", "31;1", "33"
+_LEAST_WIDTH = 20
+
+
+def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
+    """The lines of a screen of `width` columns and `height` lines. `now` is the time of day.
+
+    Lines that do not fit are left out, from the bottom. The last line then has the number of these
+    lines.
+    """
+    width = max(width, _LEAST_WIDTH)
+    lines = list(_lines(snapshot, now))
+    if len(lines) > height:
+        more = len(lines) - height + 1
+        lines = [*lines[: height - 1], (DIM, f"… {more} more lines")]
+    return [_coloured(code, _cut(line, width)) for code, line in lines]
+
+
+def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
+    """The lines of the screen in their order, each with its colour."""
+    yield BOLD, f"{views.device_title(snapshot)} · {now} · Ctrl-C ends"
+    for problem in views.alarms(snapshot):
+        yield RED, f"! {problem}"
+    for request in _waiting(snapshot):
+        yield ORANGE, f"! {request}"
+    yield "", ""
+    for line in _devices(snapshot, aligned=False):
+        yield "", line
+    yield "", ""
+    rows = sorted(views.holdings(snapshot), key=lambda row: -(row.bytes or 0))
+    header, *lines = table(_cells(rows), _HOLDERS, right=(1,))
+    yield DIM, header
+    for row, line in zip(rows, lines, strict=True):
+        yield BOLD if row.state.startswith("in use") else "", line
+
+
+def _waiting(snapshot: Snapshot) -> Iterator[str]:
+    """The requests that wait for room, as sentences: the process, the time, the bytes and the
+    reason.
+    """
+    for ticket in snapshot.tickets:
+        if ticket.verb == "use":
+            waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
+            because = f": {ticket.because}" if ticket.because else ""
+            name = "" if ticket.name == views.KERNEL else f" for {ticket.name}"
+            who = views.holder(snapshot, ticket.owner)
+            yield views.clean(f"{who} waits {waited}{name}{because}")
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _coloured(code: str, line: str) -> str:
+    return f"\x1b[{code}m{line}\x1b[0m" if code and line else line

@@ -18,6 +18,7 @@ from gpu_runtime.rendering.allocator_map import (
     KINDS,
     RELEASABLE,
     STUCK,
+    Mapped,
     as_text,
     left_out,
     legend,
@@ -48,7 +49,8 @@ unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
 
 def test_a_map_reads_as_text():
-    assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
+    shown = Mapped((adapters,), ("analysis.ipynb (pid 4121) on sim:0",))
+    assert as_text(shown).splitlines() == [
         "analysis.ipynb (pid 4121) on sim:0",
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
         "releases 20.0 MiB, 11.0 MiB are in segments in use, and stay.",
@@ -147,7 +149,7 @@ def test_all_maps_are_shown_with_their_owner_the_worst_first():
     page = render.shown("fragmentation", shown)
     assert repr(page).count("reserved are allocated") == 2
     assert tree(page._repr_mimebundle_()["text/html"]).tags >= {"svg", "path"}
-    page = allocator_map.as_html(adapters, '<script>alert("1")</script>')
+    page = allocator_map.as_html(Mapped((adapters,), ('<script>alert("1")</script>',)))
     assert "<script>" not in page and "&lt;script&gt;" in page
     nothing = allocator_map.mapped((), samples.empty)
     assert "Load a model" in repr(render.shown("fragmentation", nothing))

@@ -25,7 +25,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.owner.status import health
 from gpu_runtime.presets import preset
-from gpu_runtime.rendering import html, plain, render, text, views, words
+from gpu_runtime.rendering import html, plain, render, text, views
 from gpu_runtime.settings import Settings
 
 from . import samples
@@ -78,7 +78,7 @@ def test_status_lists_the_queue_and_leases_above_the_cap():
   2. this process requested: evict reranker of analysis.ipynb (pid 4121), bob, 3.0 s ago"""
     assert text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0] == expected
     code = replace(samples.waiting.tickets[0], name="kernel", arrived=samples.NOW - 12)
-    [waits] = words.waiting(replace(samples.waiting, tickets=(code,)))
+    [waits] = views.waiting(replace(samples.waiting, tickets=(code,)))
     assert waits.startswith("analysis.ipynb (pid 4121), bob, 8.0 GiB on sim:0, waiting 12 s")
     shown = text.status(snapshot(lease("qwen", 14, importance=OVER_CAP)))
     [row] = [line for line in shown.splitlines() if line.startswith("qwen")]
@@ -146,7 +146,7 @@ Needs 40.0 GiB (declared)"""
     blocked = replace(samples.refused, obstacle="the file is cut")
     assert text.plan(blocked, samples.busy).endswith("would not be loaded: the file is cut.")
     bobs = Move(f"{samples.BOB.id}/reranker", (Share("sim:0", GIB),), (Share(HOST, GIB),))
-    step = words.step_sentence(samples.busy, bobs)
+    step = views.step_sentence(samples.busy, bobs)
     assert step.startswith("move reranker (1.0 GiB) of analysis.ipynb (pid 4121), bob from sim:0")
 
 
@@ -285,7 +285,7 @@ def test_more_rows_than_fit_are_counted_and_an_arriving_lease_is_at_its_device()
 )
 def test_an_event_without_bytes_or_device_is_still_a_phrase(action, device):
     """An unknown size is not shown as 0."""
-    phrase = words.event_phrase(Event(1, 0.0, "qwen", action, "request", "", 0, device))
+    phrase = views.event_phrase(Event(1, 0.0, "qwen", action, "request", "", 0, device))
     assert "0 B" not in phrase and "{" not in phrase and "  " not in phrase
     assert phrase.split()[-1] not in ("on", "from", "to", "freeing") and "on to" not in phrase
 
@@ -333,7 +333,7 @@ def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     event = Event(9, samples.busy.wall, "giant", "refused", "request", "giant needs 50.0 GiB")
     owner = next(iter(samples.busy.sections))
     seen = replace(samples.busy, events=(replace(event, owner=owner),))
-    (alarm,) = words.alarms(seen)
+    (alarm,) = views.alarms(seen)
     assert alarm.startswith("giant was refused: giant needs 50.0 GiB. Since ")
 
 

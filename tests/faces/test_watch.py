@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime import GpuError, cli
-from gpu_runtime.rendering import watch
+from gpu_runtime.rendering import text
 
 from . import samples
 from .test_waiting import Terminal
@@ -15,13 +15,13 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def shown(snapshot, width=200, height=60):
-    return [COLOUR.sub("", line) for line in watch.screen(snapshot, width, height, "12:00:00")]
+    return [COLOUR.sub("", line) for line in text.screen(snapshot, width, height, "12:00:00")]
 
 
 def test_problems_are_on_top_in_red_then_requests_that_wait_then_the_largest_holder():
     """A fault of the monitor needs a person. A request that waits may need one."""
     troubled = replace(samples.waiting, degraded="nvidia-smi hangs")
-    lines = watch.screen(troubled, 200, 60, "12:00:00")
+    lines = text.screen(troubled, 200, 60, "12:00:00")
     assert lines[1].startswith("\x1b[31;1m! The monitor cannot see: nvidia-smi hangs")
     assert " waits " in lines[2] and lines[2].startswith("\x1b[33m!")
     assert not [line for line in shown(samples.empty) if line.startswith("!")]

@@ -33,7 +33,7 @@ from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance, operations
-from gpu_runtime.rendering import holders, views, words
+from gpu_runtime.rendering import tables, views
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests.clock import PATIENCE, until
 
@@ -734,7 +734,7 @@ def test_an_ended_notebook_that_held_only_models_keeps_its_name(trained_models):
     rt.close()
     ended = f"train.ipynb (pid {os.getpid()}), ended"
     assert other.events().attrs["owners"][me] == ended
-    assert words.holder(other.status(), me) == ended
+    assert views.holder(other.status(), me) == ended
     [loaded, *_] = [event for event in other.why("qwen") if event.action == "loaded"]
     assert (loaded.title, str(loaded).split()[0]) == ("qwen", "qwen")
     for name in ("train.ipynb", "/work/train.ipynb", "qwen@train.ipynb"):
@@ -993,7 +993,7 @@ def test_what_stays_has_a_row_and_a_name_everywhere(started, variables):
     table = rt.who()
     [x] = [row for row in table.to_dict("records") if row["name"] == "x"]
     assert (x["stays"], x["stays_bytes"]) == (FOREIGN, 16 * MIB)
-    text = holders.as_text(table)
+    text = repr(tables.who(table))
     assert "Tensor; 16.0 MiB stays" in text and f"16.0 MiB stays on sim:0: {FOREIGN}." in text
 
 

@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from gpu_runtime.facts import Event, Snapshot, ended_label, notebooks_in
-from gpu_runtime.rendering.views import clean
-from gpu_runtime.rendering.words import event_phrase
+from gpu_runtime.rendering.views import clean, event_phrase
 from gpu_runtime.units import show_seconds
 
 from .row_parts import process_name

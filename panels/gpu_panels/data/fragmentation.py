@@ -204,9 +204,6 @@ class FetchedMaps:
         """The picture and the legend of `map` as HTML. `map` must be one of the fetched maps."""
         key = map.owner, map.device
         if key not in self._drawings:
-            label = " ".join(
-                filter(None, [allocator_map.verdict(map), allocator_map.left_out(map)])
-            )
-            svg = allocator_map.as_svg(map, label, titles=True)
+            svg = allocator_map.as_svg(map, allocator_map.sentences(map), titles=True)
             self._drawings[key] = f"{svg}<div>{allocator_map.keys(map)}</div>" if svg else ""
         return self._drawings[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gpu_runtime.rendering import holders as table
+from gpu_runtime.rendering import tables
 from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
@@ -60,7 +60,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
         Cell(show_bytes(size), size),
         Cell(show_bytes(alone), alone),
         Cell(clean(record["cell"]), kind="soft"),
-        Cell(table.what(record), kind="soft"),
+        Cell(tables.what(record), kind="soft"),
     )
 
 
@@ -74,4 +74,4 @@ def sums(answer: Variables) -> str:
     if answer.frame is None:
         return ""
     known = {**answer.frame.attrs, "process": ""}  # the heading names the process already
-    return "".join(f'<div class="soft">{esc(line)}</div>' for line in table.sentences(known))
+    return "".join(f'<div class="soft">{esc(line)}</div>' for line in tables.sentences(known))

@@ -24,7 +24,7 @@ from gpu_runtime.facts import (
     Snapshot,
     Step,
 )
-from gpu_runtime.rendering import words
+from gpu_runtime.rendering import views
 from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes, show_seconds
@@ -202,7 +202,7 @@ def verdict(plan: Plan) -> str:
         answer = f"✓ After {leaving} model{'' if leaving == 1 else 's'} left"
     else:
         answer = "✓ Now"
-    return f"{answer} · {words.verdict(plan)}"
+    return f"{answer} · {views.verdict(plan)}"
 
 
 def preload_target(subject: str, snapshot: Snapshot) -> str:
@@ -253,14 +253,14 @@ def details(found: PlanAnswer, snapshot: Snapshot) -> str:
         return ""
     parts = []
     if plan.steps:
-        steps = [words.step_sentence(snapshot, step) for step in plan.steps]
+        steps = [views.step_sentence(snapshot, step) for step in plan.steps]
         parts.append(f"<h4>Step by step</h4>{_list(steps, 'ol')}")
-    if needs := words.needs(plan):
-        parts.append(f"<h4>It needs {esc(needs)}{esc(words.on_cards(plan))}</h4>")
-    if rows := words.parts(plan):
+    if needs := views.needs(plan):
+        parts.append(f"<h4>It needs {esc(needs)}{esc(views.on_cards(plan))}</h4>")
+    if rows := views.parts(plan):
         parts.append(_table(("part", "size", "from"), rows))
-    parts += [f'<p class="soft">{esc(note)}</p>' for note in words.notes(plan)]
-    if others := words.others_considered(plan):
+    parts += [f'<p class="soft">{esc(note)}</p>' for note in views.notes(plan)]
+    if others := views.others_considered(plan):
         parts.append("<h4>Also considered</h4>" + _table(("place", "why not"), others))
     return "".join(parts)
 

@@ -8,7 +8,7 @@ import panel as pn
 
 from gpu_runtime.facts import History, Snapshot
 from gpu_runtime.rendering.elements import esc
-from gpu_runtime.rendering.words import GOVERNOR_OFF
+from gpu_runtime.rendering.views import GOVERNOR_OFF
 
 from ..actions import Actions
 from ..data.cells import encoded

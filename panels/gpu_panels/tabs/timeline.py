@@ -14,7 +14,7 @@ import panel_material_ui as pmui
 
 from gpu_runtime.facts import Event, History, Snapshot
 from gpu_runtime.rendering.elements import esc
-from gpu_runtime.rendering.words import counters
+from gpu_runtime.rendering.views import counters
 
 from ..actions import Actions
 from ..data import activity
