@@ -9,30 +9,37 @@ are seconds of CLOCK_BOOTTIME, unless the name contains `wall`.
 
 from __future__ import annotations
 
-from .allocators import (
+from .answers import (
     AllocatorBlock,
     AllocatorMap,
     BlockState,
+    CellModels,
+    Decided,
+    Holder,
+    Holdings,
+    HostRoom,
+    Offer,
+    Replayed,
+    Schedule,
+    ScheduledModel,
     SegmentMap,
 )
 from .base import (
     HOST,
+    IMPORTANCE,
     KERNEL,
     MOST_ENTRIES,
     MOST_EVENTS,
     NEVER,
+    NORMAL,
+    OVER_CAP,
     SCHEMA,
     Value,
     encode,
+    importance_name,
+    parse_importance,
 )
-from .book import (
-    Book,
-    Drain,
-    Event,
-    Ghost,
-    decode_book,
-    overdrafts,
-)
+from .book import Book, Drain, Event, Ghost, decode_book, overdrafts
 from .decisions import (
     Asker,
     Candidate,
@@ -54,54 +61,28 @@ from .decisions import (
     Wait,
     World,
 )
-from .devices import (
-    Device,
-    Sample,
-    Share,
-    Shares,
-    beside,
-    one_memory,
-    where,
-)
-from .holdings import Holder, Holdings
-from .importance import IMPORTANCE, NORMAL, OVER_CAP, importance_name, parse_importance
+from .devices import Device, Sample, Share, Shares, beside, one_memory, where
 from .labels import (
+    EVICTED,
+    PASSING,
     TENSOR_PARALLEL,
     THIS_PROCESS,
-    LeaseState,
     bytes_label,
     cards_label,
     ended_label,
+    held_on_cards,
     holder_label,
     lease_state,
     lease_title,
+    notebook_has_name,
     notebooks_in,
+    of_notebook,
     place_label,
 )
-from .leases import (
-    Lease,
-    LeaseId,
-    Owner,
-    Phase,
-    Section,
-    Staying,
-    Ticket,
-)
-from .models import (
-    UNDECLARED,
-    Declared,
-    Evidence,
-    Footprint,
-    Measurement,
-    ModelSpec,
-    Part,
-)
-from .notebooks import EVICTED, PASSING, held_on_cards, notebook_has_name, of_notebook
-from .offers import HostRoom, Offer
+from .leases import Lease, LeaseId, Owner, Phase, Section, Staying, Ticket
+from .models import UNDECLARED, Declared, Evidence, Footprint, Measurement, ModelSpec, Part
 from .problems import Problem, ProblemKind, problems
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses
-from .replays import Decided, Replayed
-from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
     UNUSUAL,
     Applied,

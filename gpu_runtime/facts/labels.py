@@ -1,7 +1,6 @@
-"""Labels for people: the state of a lease, its holder, and its cards.
+"""Labels for people: the state of a lease, its holder, and its cards; and the notebooks that people name.
 
-Error messages and all user interfaces use these functions, so a lease has the same label
-everywhere.
+Error messages and all user interfaces use these functions, so a lease has the same label everywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from ..errors import AmbiguousName
 from ..units import show_bytes, show_seconds
 from .base import HOST
 from .book import Event
 from .devices import Shares, where
-from .leases import Lease, Owner, Phase
+from .leases import Lease, LeaseId, Owner, Phase, Section
 
 THIS_PROCESS = "this process"
 # Backends that split every layer over all cards of the model (tensor parallel). All other backends
@@ -146,3 +146,38 @@ def lease_title(lease: Lease, owner: Owner | None) -> str:
     if lease.kind != "kernel" or owner is None:
         return lease.name
     return owner.file or f"pid {owner.pid}"
+
+
+# The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
+EVICTED = ("model", "kernel")
+# How a reason begins that keeps a notebook's memory for a moment only. Any other reason ends by an act of its user.
+PASSING = ("a cell runs", "a thread runs", "the kernel was used meanwhile")
+
+
+def notebook_has_name(path: str, name: str) -> bool:
+    """Whether `name` is the file name or the path of the notebook at `path`. An empty path is no notebook.
+
+    >>> names = ("train.ipynb", "/ann/train.ipynb", "rain.ipynb", "")
+    >>> [notebook_has_name("/ann/train.ipynb", name) for name in names], notebook_has_name("", "")
+    ([True, True, False, False], False)
+    """
+    return path != "" and name in (path, path.rpartition("/")[2])
+
+
+def of_notebook(sections: Iterable[Section], name: str) -> list[Section]:
+    """The `sections` of the notebook with the file name or path `name`, one for each of its kernels.
+
+    Raises AmbiguousName if notebooks in several folders have the `name`.
+    """
+    found = [section for section in sections if notebook_has_name(section.owner.notebook, name)]
+    paths = tuple(sorted({section.owner.notebook for section in found}))
+    if len(paths) > 1:
+        raise AmbiguousName(name, paths)
+    return found
+
+
+def held_on_cards(sections: Iterable[Section]) -> list[LeaseId]:
+    """The leases in `sections` that an eviction of the whole notebook moves off a card."""
+    leases = [lease for section in sections for lease in section.leases]
+    held = [lease for lease in leases if lease.kind in EVICTED and lease.on_device]
+    return [LeaseId(lease.owner, lease.name) for lease in held]

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, NEVER, Value
+from .base import HOST, NEVER, NORMAL, Value
 from .devices import Share, Shares, beside, where
-from .importance import NORMAL
 
 
 class Owner(Value):

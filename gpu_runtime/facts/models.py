@@ -6,8 +6,7 @@ from typing import Any
 
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import Value
-from .importance import NORMAL, importance_name
+from .base import NORMAL, Value, importance_name
 
 
 class Part(Value):
