@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import ipywidgets
 import pytest
-from gpu import handlers, messages, obstacles, parking
+from gpu import messages, obstacles, parking
 from gpu.obstacles import Own
 from gpu.parking import Parking
 from IPython.core.error import InputRejected
@@ -124,10 +124,10 @@ def follows(monkeypatch):
 def handled(monkeypatch):
     """The handlers of two signals, which note in `story` that they run. `works` are the repetitions."""
     story, works, at_exit = [], [], []
-    monkeypatch.setattr(handlers.threads, "start", works.append)
+    monkeypatch.setattr(parking.threads, "start", works.append)
     unregister = lambda one: at_exit.remove(one) if one in at_exit else None
     fake = SimpleNamespace(register=at_exit.append, unregister=unregister)
-    monkeypatch.setattr(handlers, "atexit", fake)
+    monkeypatch.setattr(parking, "atexit", fake)
 
     def with_memory(handler, number, frame):
         story.append("back")
@@ -137,7 +137,7 @@ def handled(monkeypatch):
         story.append(signal.Signals(number).name)
 
     before = {one: signal.signal(one, theirs) for one in (signal.SIGUSR1, signal.SIGUSR2)}
-    ours = handlers.Handlers(with_memory, lambda: None, lambda: 0.0)
+    ours = parking.Handlers(with_memory, lambda: None, lambda: 0.0)
     ours.precede()
     yield SimpleNamespace(ours=ours, story=story, works=works, at_exit=at_exit, theirs=theirs)
     ours.restore()

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import zmq
-from gpu import cell_queue, look_ahead
-from gpu.cell_queue import CellQueue, WaitingCell
-from gpu.look_ahead import CellSchedule
-from gpu.notebook_cells import PEOPLE_SECONDS, FileCell, Position, code_cells, notebook_file
+from gpu import look_ahead
+from gpu.look_ahead import (
+    PEOPLE_SECONDS,
+    CellQueue,
+    CellSchedule,
+    FileCell,
+    Position,
+    WaitingCell,
+    code_cells,
+    notebook_file,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
@@ -246,7 +253,7 @@ class Kernel:
 def test_only_a_cell_of_this_shell_is_listed_and_reported(monkeypatch, code, more, waits):
     """Every message reaches the kernel. A request that is too long to be read quickly is not listed."""
     limit = len(Session(key=b"k").pack({"code": "x" * 99}))
-    monkeypatch.setattr(cell_queue, "MOST_BYTES", limit)
+    monkeypatch.setattr(look_ahead, "MOST_REQUEST_BYTES", limit)
     kernel, changed, passed_on = Kernel(7), [], []
     receiver = kernel.receiver = kernel.shell_channel_thread_main
 
@@ -266,7 +273,7 @@ def test_only_a_cell_of_this_shell_is_listed_and_reported(monkeypatch, code, mor
 
 
 def test_of_too_many_cells_the_last_are_listed(monkeypatch):
-    monkeypatch.setattr(cell_queue, "MOST_WAITING", 3)
+    monkeypatch.setattr(look_ahead, "MOST_WAITING", 3)
     kernel = Kernel(7)
     queue = CellQueue(kernel, lambda: None)
     ids = [kernel.arrive(f"x = {n}") for n in range(5)]
