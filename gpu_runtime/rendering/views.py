@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpu_runtime.facts import (
     KERNEL,
@@ -77,7 +77,7 @@ class Bar(NamedTuple):
     """The bar of one device: its segments, its limit and its scale."""
 
     device: Device
-    segments: tuple[BarSegment, ...]
+    segments: tuple[Any, ...]  # BarSegments; on the console, Stretches
     limit_bytes: int
 
     @property

@@ -19,7 +19,7 @@ from ..facts import (
     World,
     where,
 )
-from ..facts.replays import verdict_kind
+from ..facts.answers import verdict_kind
 from ..units import show_bytes
 from .admission import admit
 from .eviction_policy import policy

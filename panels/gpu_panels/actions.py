@@ -24,7 +24,7 @@ from gpu_runtime.rendering.views import clean, clock
 from .acting import asked_process, attempt
 from .data.confirmations import VERBS, Proposal, changed, propose, question
 from .poller import Poller
-from .widgets.confirmation import ConfirmationForm
+from .widgets import ConfirmationForm
 
 MOST_REPORTS = 4  # finished actions on the page; all actions in progress are shown in addition
 DONE_SECONDS = (

@@ -28,15 +28,14 @@ from gpu_runtime.rendering.views import clock
 from . import palette, preview
 from .actions import Actions
 from .data.cells import encoded
-from .data.problem_rows import PROBLEMS, pressed, problem_rows
+from .data.queue_rows import PROBLEMS, pressed, problem_rows
 from .poller import Poller, PollResult
 from .tabs import registry
 from .tabs.base import Tab
 
-# Every widget is imported before the first page. A page in a notebook contains the definitions of the
+# All widgets are defined before the first page. A page in a notebook contains the definitions of the
 # components that exist when it is shown. Its browser cannot show a component that is defined later.
-from .widgets import confirmation, devices, header, prose, timeline  # noqa: F401
-from .widgets.table import Table
+from .widgets import StatusBar, Table, status_html
 
 log = logging.getLogger("gpu_runtime")
 
@@ -123,9 +122,7 @@ class Console:
         self._holders = {
             title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles
         }
-        self.status_bar = header.StatusBar(
-            sizing_mode="stretch_width", chooses=theme_toggle, **status_bar
-        )
+        self.status_bar = StatusBar(sizing_mode="stretch_width", chooses=theme_toggle, **status_bar)
         self.status_bar.wanted = self._theme_wanted
         self._banner = _alarm("", visible=False)
         self._problems = Table(
@@ -226,7 +223,7 @@ class Console:
         words = self.poller.once(
             f"words {visitor.may_act} {visitor.name}",
             snapshot,
-            lambda seen: header.status_html(seen, visitor),
+            lambda seen: status_html(seen, visitor),
         )
         status = {"as_of": clock(snapshot.wall), "words": words}
         if self._chooser or not result.error:

@@ -17,10 +17,7 @@ from typing import Any
 from panel.custom import JSComponent
 
 from . import palette
-from .widgets.devices import Devices
-from .widgets.header import StatusBar
-from .widgets.prose import Prose
-from .widgets.table import Table
+from .widgets import Devices, Prose, StatusBar, Table
 
 WIDGETS = Path(__file__).with_name("widgets")
 KINDS: tuple[type[JSComponent], ...] = (StatusBar, Prose, Devices, Table)

@@ -30,7 +30,7 @@ from gpu_runtime.web.auth import AccessRules, Visitor
 from gpu_runtime.web.connections import Connections
 from gpu_runtime.web.http_server import Address, MakeServer, Service, WebServer
 
-from . import panel_gate, unsafe_options
+from . import panel_gate
 from .panel_gate import PanelGate
 
 TITLE = "GPU console"
@@ -225,7 +225,7 @@ def _install_gate(server: BaseServer) -> str:
         rules = AccessRules(getpass.getuser(), secrets.token_urlsafe(32))
         invalid_setting = " ".join(str(error).split())
     installed = gate.install(app, rules, PanelGate)
-    installed.closed_because = invalid_setting or unsafe_options.objection(app, rules)
+    installed.closed_because = invalid_setting or panel_gate.objection(app, rules)
     if server._http is not None:
         installed.connections = Connections(server._http)
     http_server.mask_logs()

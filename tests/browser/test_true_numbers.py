@@ -3,8 +3,7 @@
 import contextlib
 
 import pytest
-from gpu_panels.data.device_totals import bars
-from gpu_panels.data.device_words import room_words
+from gpu_panels.data.devices import bars, room_words
 
 from gpu_runtime import Runtime
 from gpu_runtime.units import show_bytes
@@ -58,9 +57,7 @@ def figures_of(rt) -> dict[str, list]:
     return {
         bar.device.id: [
             room_words(view),
-            sorted(
-                f"{one.title} · {one.notebook} {show_bytes(one.bytes)}" for one in bar.stretches
-            ),
+            sorted(f"{one.title} · {one.notebook} {show_bytes(one.bytes)}" for one in bar.segments),
         ]
         for view, bar in zip(snapshot.devices, bars(snapshot), strict=True)
     }

@@ -1,7 +1,7 @@
 """The stacked bars of the console. Every byte is counted once, and an unknown figure stays unknown."""
 
 import pytest
-from gpu_panels.data import device_totals, device_words
+from gpu_panels.data import devices
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -18,11 +18,11 @@ from . import samples
 
 
 def stretches(snapshot, device=0):
-    return {one.title: one for one in device_totals.bars(snapshot)[device].stretches}
+    return {one.title: one for one in devices.bars(snapshot)[device].segments}
 
 
 def bar(snapshot, device=0):
-    return device_totals.bars(snapshot)[device]
+    return devices.bars(snapshot)[device]
 
 
 def snapshot_of(book, world):
@@ -54,10 +54,10 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
     book = worlds.book(*leases, owners=(1, 2, 3), **rest)
     there = worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB})
     snapshot = snapshot_of(book, there)
-    drawn = zip(snapshot.devices, device_totals.bars(snapshot), plain.bars(snapshot), strict=True)
+    drawn = zip(snapshot.devices, devices.bars(snapshot), plain.bars(snapshot), strict=True)
     for view, one, segments in drawn:
         claimed = book.claims().get(view.device.id, 0)
-        assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claimed
+        assert sum(s.bytes for s in one.segments if s.kind != "strangers") == claimed
         assert one.used_bytes <= one.scale_bytes
         shown = sum(s.bytes for s in segments.segments if s.kind != "strangers")
         assert shown == claimed, "the bars of `%gpu`"
@@ -98,14 +98,14 @@ def test_a_notebooks_own_memory_is_named_once():
 
 
 def test_a_bar_is_described_with_what_arrives_and_leaves():
-    leaving = bar(samples.waiting).stretches
+    leaving = bar(samples.waiting).segments
     assert [one.kind for one in leaving] == ["settled", "leaving"]
     assert "4.0 GiB, leaving" in leaving[1].tooltip
-    assert bar(samples.busy).description == (
+    assert devices.description(bar(samples.busy)) == (
         "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
     )
-    assert bar(samples.empty).description == "sim:0: empty; budget 21.6 GiB"
-    (one,) = bar(samples.hostile).stretches
+    assert devices.description(bar(samples.empty)) == "sim:0: empty; budget 21.6 GiB"
+    (one,) = bar(samples.hostile).segments
     assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")
 
 
@@ -113,10 +113,10 @@ def test_small_leases_are_gathered_and_none_is_lost():
     """Two hundred leases on eight cards must stay legible. A single thin lease keeps its name."""
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
-    for view, one in zip(crowd.devices, device_totals.bars(crowd), strict=True):
-        assert len(one.stretches) <= device_totals.MOST_STRETCHES + 1
+    for view, one in zip(crowd.devices, devices.bars(crowd), strict=True):
+        assert len(one.segments) <= devices.MOST_STRETCHES + 1
         assert one.used_bytes == view.claimed_bytes
-    [others] = bar(crowd).stretches
+    [others] = bar(crowd).segments
     assert others.title == "25 others" and others.tooltip.splitlines()[-1] == "and 19 more"
     two = samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01))
     assert list(stretches(two)) == ["big", "thin"]
@@ -148,7 +148,7 @@ def test_unleased_memory_names_its_processes():
 def test_free_memory_in_words(room, blind, words):
     """An unknown number of free bytes is shown as unknown, never as 0."""
     view = replace(samples.busy.devices[0], room_bytes=room, blind=blind)
-    assert device_words.room_words(view) == words
+    assert devices.room_words(view) == words
 
 
 def test_idle_memory_counts_the_own_code_of_an_idle_notebook():
@@ -157,7 +157,7 @@ def test_idle_memory_counts_the_own_code_of_an_idle_notebook():
 
     def idle(*leases):
         world = samples.snapshot(samples.lease("qwen", 4), *leases)
-        return [one for one in device_words.facts(world, world.devices[0]) if "idle" in one]
+        return [one for one in devices.facts(world, world.devices[0]) if "idle" in one]
 
     assert idle(code) == ["6.0 GiB idle"]
     for more in ({"pins": 1}, {"movable": False}):
@@ -169,19 +169,19 @@ def test_the_console_and_the_status_count_the_warm_pool_alike():
     parked = samples.lease("kernel", 2, HOST, kind="kernel")
     world = samples.snapshot(samples.lease("qwen", 4, HOST), parked)
     words = "warm pool: 1 model, 1 notebook"
-    assert words in device_words.facts(world, world.devices[1])
+    assert words in devices.facts(world, world.devices[1])
     assert words in text.status(world) and words in html.status(world)
-    assert "warm pool: 1 model" in device_words.facts(samples.busy, samples.busy.devices[1])
+    assert "warm pool: 1 model" in devices.facts(samples.busy, samples.busy.devices[1])
 
 
 def test_a_device_says_what_a_person_must_know():
     """Who drained it, whether it is measured, and whether it is simulated."""
-    [notice] = device_words.notices(samples.drained, samples.drained.devices[1])
+    [notice] = devices.notices(samples.drained, samples.drained.devices[1])
     assert notice == "drained by ann 10 min ago: it takes no new leases"
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
-    assert device_words.notices(samples.busy, view)[0].startswith("drained by <b>")
+    assert devices.notices(samples.busy, view)[0].startswith("drained by <b>")
     view = samples.unmeasured.devices[0]
-    assert "not measured" in device_words.facts(samples.unmeasured, view)
+    assert "not measured" in devices.facts(samples.unmeasured, view)
     view = samples.busy.devices[0]
-    assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
-    assert device_words.notices(samples.busy, view) == []
+    assert "simulated" in devices.notices(replace(samples.busy, simulated=False), view)
+    assert devices.notices(samples.busy, view) == []

@@ -19,12 +19,11 @@ from gpu_panels import console
 from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
-from gpu_panels.data.problem_rows import FirstSeen, problem_rows
+from gpu_panels.data.queue_rows import FirstSeen, problem_rows
 from gpu_panels.poller import Poller
 from gpu_panels.tabs import registry
 from gpu_panels.tabs.base import Tab
-from gpu_panels.widgets import header
-from gpu_panels.widgets.prose import Prose
+from gpu_panels.widgets import Prose, status_html
 from msgspec.structs import replace
 from panel.io.resources import LOCAL_DIST
 from panel.io.state import set_curdoc, state
@@ -285,14 +284,14 @@ def test_an_unknown_value_in_the_url_is_ignored(poller, address):
 
 
 def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
-    text = header.status_html(samples.busy, OPERATOR)
+    text = status_html(samples.busy, OPERATOR)
     for words in ("No problems", "1 simulated GPU", "memory:", "ann · operator"):
         assert words in text
-    assert "viewer, read only" in header.status_html(samples.busy, VIEWER)
-    role = header.status_html(samples.busy, Visitor("viewer", False))
+    assert "viewer, read only" in status_html(samples.busy, VIEWER)
+    role = status_html(samples.busy, Visitor("viewer", False))
     assert ">viewer, read only<" in role, "the role is not written twice"
     hostile = replace(samples.busy, ledger="keeper:///<img src=x>")
-    text = header.status_html(hostile, Visitor("<script>", True))
+    text = status_html(hostile, Visitor("<script>", True))
     assert "<img" not in text and "<script>" not in text
 
 

@@ -5,10 +5,10 @@ import contextvars
 from types import SimpleNamespace
 
 import pytest
-from gpu_panels import fleet_hosts
+from gpu_panels import fleet_console
 from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import propose
-from gpu_panels.fleet_hosts import READ_SECONDS, FleetHosts, seen_from_outside
+from gpu_panels.fleet_console import READ_SECONDS, FleetHosts, seen_from_outside
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import FleetUnavailable
@@ -195,7 +195,7 @@ def test_a_frozen_host_delays_no_figure_of_another_host(hosts, fleet, clock, wal
         began = clock.now
         seen.append(hosts.read())
         waited.append(clock.now - began)
-    assert waited == [pytest.approx(fleet_hosts.BRIEF_SECONDS)] + [0.0] * 9
+    assert waited == [pytest.approx(fleet_console.BRIEF_SECONDS)] + [0.0] * 9
     assert fleet.sent.count("box2") == 1
     assert len({id(one.hosts[0]) for one in seen}) == fleet.sent.count("box1") == 10
     assert {id(one.hosts[1]) for one in seen} == {id(before[1])}
@@ -215,7 +215,7 @@ def test_the_page_of_a_frozen_host_waits_for_it_once(hosts, fleet, clock):
     for ask in (rt.history, rt.status):
         with no_answer():
             ask()
-    waited = fleet_hosts.BRIEF_SECONDS + fleet_hosts.PATIENCE_SECONDS
+    waited = fleet_console.BRIEF_SECONDS + fleet_console.PATIENCE_SECONDS
     assert clock.now - began == pytest.approx(waited)
     with no_answer():
         rt.last_status()
@@ -231,7 +231,7 @@ def test_an_action_on_a_busy_host_waits_for_its_answer(hosts, fleet, boxes, cloc
     fleet.frozen.add("box2")
     with contextlib.suppress(FleetUnavailable):
         rt.last_status()
-    clock.advance(fleet_hosts.BRIEF_SECONDS)
+    clock.advance(fleet_console.BRIEF_SECONDS)
     fleet.frozen.clear()
     assert evicted(rt) == "done" and where(boxes["box2"]) == ["host"]
 
@@ -257,7 +257,7 @@ def test_a_host_whose_answer_is_an_error_is_silent_until_it_answers(hosts, fleet
 
 
 def test_a_fleet_of_many_hosts_is_read_less_often(hosts, fleet, clock, monkeypatch):
-    monkeypatch.setattr(fleet_hosts, "HOSTS_A_SECOND", 0.5)
+    monkeypatch.setattr(fleet_console, "HOSTS_A_SECOND", 0.5)
     for _ in range(8):
         hosts.read()
         clock.advance(READ_SECONDS)

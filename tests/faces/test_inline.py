@@ -108,9 +108,12 @@ def test_a_console_that_was_never_shown_is_freed(rt):
 @pytest.mark.processes
 def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
     """A notebook's browser cannot resolve a component that was defined after its page was shown."""
-    widgets = Path(inline.__file__).with_name("widgets").glob("*.py")
-    names = {f"gpu_panels.widgets.{path.stem}" for path in widgets if path.stem != "__init__"}
-    code = "import sys, gpu_panels.inline; print(*sys.modules)"
+    scripts = Path(inline.__file__).with_name("widgets").glob("*.js")
+    names = {path.name for path in scripts} - {"preview.js"}
+    code = (
+        "import gpu_panels.inline; from panel.custom import JSComponent as kind;"
+        "print(*(one._esm for one in kind.__subclasses__() if one._esm))"
+    )
     found = finished([sys.executable, "-c", code], env=child_environment)
     assert names and names - set(found.stdout.split()) == set(), found.stderr
 

@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from gpu_panels.data import device_totals, row_parts
+from gpu_panels.data import cells, devices
 from msgspec.structs import replace
 
 from gpu_runtime.backends.engines.registry import RECIPES, recipe
@@ -55,10 +55,8 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
     world, section = world_of(lease)
     assert views.holdings(world)[0].state == state
     assert state in text.status(world) and state in html.status(world)
-    assert state in device_totals.lease_tooltip(
-        world, section, lease, lease.bytes, lease.phase.value
-    )
-    cell = row_parts.state_cell(lease, NOW).text
+    assert state in devices.lease_tooltip(world, section, lease, lease.bytes, lease.phase.value)
+    cell = cells.state_cell(lease, NOW).text
     assert cell == state or cell == state.partition(",")[0] or cell == state.partition(" ")[0]
 
 
@@ -69,7 +67,7 @@ def test_the_holder_of_a_lease_is_the_same_in_every_face(owner):
     world, _ = world_of(lease)
     label = views.holder(world, owner.id)
     assert next(row.holder for row in views.holdings(world) if row.name == "qwen") == label
-    assert row_parts.owner_cell(owner, world).text == label
+    assert cells.owner_cell(owner, world).text == label
     assert label == ("this process" if owner is ME else "analysis.ipynb (pid 4121), bob")
 
 
@@ -86,7 +84,7 @@ def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label)
     rules = PlacementRules(layout="balanced", least_cards=2)
     planned = plan(book, Request("k", wanted, Footprint.of(8), 1.0, rules), world, lambda *_: 0.0)
     assert planned.cards == label
-    assert row_parts.place(replace(wanted, shares=planned.shares)) == label
+    assert cells.place(replace(wanted, shares=planned.shares)) == label
 
 
 def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():

@@ -4,16 +4,13 @@ import json
 import re
 
 import pytest
-from gpu_panels.data.device_rows import (
+from gpu_panels.data.devices import (
     device_rows,
-    labels,
     lease_buttons,
     past_rows,
     reserved,
     room_after,
 )
-from gpu_panels.data.device_totals import bars
-from gpu_panels.palette import Palette
 from gpu_panels.tabs import now
 from gpu_panels.tabs.now import NowTab
 from hypothesis import given
@@ -45,9 +42,7 @@ def words(html):
 
 
 def rows(snapshot, may_act=True):
-    drawn = bars(snapshot)
-    styles = Palette().styles(labels(drawn))
-    return {row.id: row for row in device_rows(snapshot, drawn, styles, may_act).rows}
+    return {row.id: row for row in device_rows(snapshot, may_act).rows}
 
 
 def wants(key, gib, device="sim:0", owner=samples.BOB, **more):
@@ -95,10 +90,10 @@ def test_all_cards_share_one_axis():
     half = replace(small, device=device, limit_bytes=GIB)
     seen = replace(two, devices=(first, half, host))
     assert [row.length for row in rows(seen).values()] == [100, 50, 100]
-    ticks = device_rows(seen, bars(seen), {}).ticks
+    ticks = device_rows(seen).ticks
     assert ticks[:2] == ((0.0, "0"), (16.67, "4 GiB")) and ticks[-1] == (100.0, "24 GiB")
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
-    assert device_rows(small, bars(small), {}).ticks[1] == (16.67, "16 MiB")
+    assert device_rows(small).ticks[1] == (16.67, "16 MiB")
     assert small.devices[0].device.total_bytes == 96 * MIB
 
 

@@ -1,7 +1,7 @@
 """A model in parts is shown with its bytes on the card and in host memory, by the same words everywhere."""
 
-from gpu_panels.data import confirmations, device_totals, whatif
-from gpu_panels.data.model_rows import models
+from gpu_panels.data import confirmations, devices, whatif
+from gpu_panels.data.lease_rows import models
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, Move, Phase, Share
@@ -36,18 +36,18 @@ def test_every_face_says_how_many_bytes_are_where():
     ):
         proposal = confirmations.propose(verb, BIG.id, SHOWN)
         assert confirmations.question(proposal, SHOWN).lines[0] == line
-    [card, host] = device_totals.bars(SHOWN)
-    assert [(one.title, one.bytes) for one in card.stretches] == [("big", 24 * GIB)]
-    assert [(one.title, one.bytes) for one in host.stretches] == [("big", 16 * GIB)]
-    assert f"24.0 GiB: {WORDS}" in card.stretches[0].tooltip
+    [card, host] = devices.bars(SHOWN)
+    assert [(one.title, one.bytes) for one in card.segments] == [("big", 24 * GIB)]
+    assert [(one.title, one.bytes) for one in host.segments] == [("big", 16 * GIB)]
+    assert f"24.0 GiB: {WORDS}" in card.segments[0].tooltip
 
 
 def test_only_the_part_that_leaves_is_hatched():
     going = replace(
         BIG, shares=(Share("sim:0", 40 * GIB),), target=(Share(HOST, 3 * GIB),), phase=Phase.LEAVING
     )
-    [card, _] = device_totals.bars(samples.snapshot(going, gib=40.0))
-    assert [(one.bytes, one.kind) for one in card.stretches] == [
+    [card, _] = devices.bars(samples.snapshot(going, gib=40.0))
+    assert [(one.bytes, one.kind) for one in card.segments] == [
         (37 * GIB, "settled"),
         (3 * GIB, "leaving"),
     ]

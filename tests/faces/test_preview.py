@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from gpu_panels.console import Console
 from gpu_panels.poller import Poller
-from gpu_panels.widgets.prose import Prose
+from gpu_panels.widgets import Prose
 
 from gpu_runtime.web.auth import Visitor
 

@@ -4,12 +4,10 @@ import json
 from functools import partial
 
 import pytest
-from gpu_panels.data.cells import Button, Cell, encoded
-from gpu_panels.data.lease_rows import kernel_cell, leases
-from gpu_panels.data.model_rows import MODELS, models
+from gpu_panels.data.cells import Button, Cell, encoded, place
+from gpu_panels.data.lease_rows import MODELS, kernel_cell, leases, models
 from gpu_panels.data.queue_rows import queue
-from gpu_panels.data.row_parts import place
-from gpu_panels.widgets.table import Table
+from gpu_panels.widgets import Table
 from msgspec.structs import replace
 
 from gpu_runtime.facts import (

@@ -4,8 +4,7 @@ import itertools
 import json
 
 import pytest
-from gpu_panels.data import history
-from gpu_panels.data.timeline import FOLDED_PART, Range, arrows, timeline
+from gpu_panels.data.timeline import FOLDED_PART, Range, arrows, lease_titles, timeline
 from gpu_panels.tabs.timeline import TimelineTab
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,10 +145,10 @@ def test_the_models_that_held_least_have_no_row_and_a_note_says_so():
 
 def test_a_lease_is_named_by_its_notebook_where_that_or_an_event_is_known():
     """A notebook's own code has the notebook's name alone."""
-    titles = history.lease_titles(["qwen@4000", "kernel@4000", "old@77"], samples.busy)
+    titles = lease_titles(["qwen@4000", "kernel@4000", "old@77"], samples.busy)
     assert list(titles.values()) == ["qwen · train.ipynb", "train.ipynb", "old · pid 77"]
     parked = replace(evicted(50, model="kernel"), owner="77.1.0", notebook="/work/old.ipynb")
-    titles = history.lease_titles(["kernel@77", "qwen@77", "x@78"], samples.busy, [parked])
+    titles = lease_titles(["kernel@77", "qwen@77", "x@78"], samples.busy, [parked])
     assert list(titles.values()) == ["old.ipynb", "qwen · old.ipynb", "x · pid 78"]
 
 

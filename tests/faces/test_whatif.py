@@ -4,7 +4,7 @@ import json
 from contextlib import ExitStack
 
 import pytest
-from gpu_panels.data import device_totals, whatif
+from gpu_panels.data import devices, whatif
 from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
 from gpu_panels.tabs.whatif import ANY, NO_MODEL, USUAL, PlanWish, WhatIfTab, replayed, request_plan
 from msgspec.structs import replace
@@ -25,8 +25,8 @@ PLAN = replace(samples.fits, steps=(OUT, IN))
 def drawn(snapshot):
     """The title, bytes and kind of every stretch, by device."""
     return {
-        bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches]
-        for bar in device_totals.bars(snapshot)
+        bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.segments]
+        for bar in devices.bars(snapshot)
     }
 
 

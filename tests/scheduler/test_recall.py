@@ -19,7 +19,7 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.facts.importance import IMPORTANCE
+from gpu_runtime.facts.base import IMPORTANCE
 from gpu_runtime.scheduler.asks import DISK, Ask, ask, declined
 from gpu_runtime.scheduler.recall import Order, answer, must_pause, obey
 from gpu_runtime.scheduler.transitions import left

@@ -13,7 +13,7 @@ from gpu_runtime.facts import Event, Snapshot, ended_label, notebooks_in
 from gpu_runtime.rendering.views import clean, event_phrase
 from gpu_runtime.units import show_seconds
 
-from .row_parts import process_name
+from .cells import process_name
 
 MOST = 500  # lines on the page: the newest events; the CSV file has all events
 KINDS = {  # kind -> mark, actions

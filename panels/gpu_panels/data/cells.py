@@ -1,15 +1,34 @@
-"""The parts of a table as plain values: columns, rows, cells and buttons.
+"""The parts of a table as plain values: columns, rows, cells and buttons; and the cells that several tables share.
 
-`row_parts.py` has the cells that several tables share; `widgets/table.py` shows a table in the
-browser.
+`widgets` shows a table in the browser. The shown durations change in steps of five seconds. So a table of idle models
+changes twelve times a minute instead of sixty times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
+
+from gpu_runtime.facts import (
+    THIS_PROCESS,
+    Lease,
+    Owner,
+    ProcessState,
+    Section,
+    Snapshot,
+    cards_label,
+    holder_label,
+    importance_name,
+    lease_state,
+    place_label,
+)
+from gpu_runtime.rendering.views import clean, clock, holder
+from gpu_runtime.units import show_bytes, show_seconds
+
+from .. import palette
 
 
 class Cell(NamedTuple):
@@ -51,5 +70,172 @@ class Column(NamedTuple):
 
 def encoded(rows: Iterable[Row], buttons: bool = True) -> str:
     """The `rows` as JSON for the browser. `buttons` is False for a viewer, who may not act."""
-    sent = [row if buttons else row._replace(buttons=()) for row in rows]
-    return msgspec.json.encode(sent).decode()
+    return as_json([row if buttons else row._replace(buttons=()) for row in rows])
+
+
+def as_json(value: Any) -> str:
+    """The `value` as JSON for the browser."""
+    return msgspec.json.encode(value).decode()
+
+
+UNKNOWN = Cell("unknown", None, kind="soft")
+NOTHING = Cell("–", None, kind="soft")
+NO_ANSWER = (
+    "The process is stopped, or its interpreter is blocked. It acts on the request when it runs "
+    "again"
+)
+
+
+def place(lease: Lease) -> str:
+    """The place of `lease`: its cards, such as `GPU: 0`, or `host` if it is on no card.
+
+    For a lease in parts, the result has the bytes on the card and in host memory.
+    """
+    if lease.in_parts:
+        return place_label(lease)
+    return cards_label(lease.shares or lease.target, lease.backend) or lease.where
+
+
+def state_cell(lease: Lease, now: float) -> Cell:
+    """A cell with the state of `lease`, without its idle time, because the idle time has its own column.
+
+    `now` is a time of the snapshot's clock.
+    """
+    state = lease_state(lease, now)
+    if state.activity == "in use":
+        return Cell(state.text(lasting, least_seconds=5.0), state.seconds, kind="strong")
+    return Cell(state.word, kind="soft" if state.activity == "never used" else "")
+
+
+def if_awake(buttons: Iterable[Button], owner_id: str, snapshot: Snapshot) -> tuple[Button, ...]:
+    """The `buttons` of the process with the id `owner_id`. They are disabled if the process cannot act on a request."""
+    asleep = why_no_answer(snapshot, owner_id)
+    return tuple(one._replace(why_not=asleep or one.why_not) for one in buttons)
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key for `name`. Numbers in the name are compared by their value.
+
+    >>> sorted(["bge-10", "bge-2", "Ada"], key=natural)
+    ['Ada', 'bge-2', 'bge-10']
+    """
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part.casefold())
+        for part in re.split(r"(\d+)", name)
+    ]
+
+
+def lasting(seconds: float) -> str:
+    """The duration `seconds` in words, in steps that a person can follow.
+
+    >>> lasting(3), lasting(58), lasting(130), lasting(7300)
+    ('< 5 s', '55 s', '2 min', '2 h')
+    """
+    return "< 5 s" if seconds < 5 else show_seconds(stepped(seconds))
+
+
+def stepped(seconds: float) -> float:
+    """The `seconds` rounded down to a multiple of five. From two minutes on, they are rounded down to full minutes."""
+    step = 5 if seconds < 120 else 60
+    return max(0.0, seconds - seconds % step)
+
+
+def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
+    """The file name of the `owner`'s notebook. The path of the notebook is shown on hover.
+
+    If the owner has no notebook, the cell is `this process` for the process that read the `snapshot`, and `no notebook`
+    for any other process.
+    """
+    if owner.notebook:
+        return Cell(clean(owner.file), None, clean(owner.notebook))
+    is_this_process = owner.id == snapshot.owner.id
+    return Cell(THIS_PROCESS if is_this_process else "no notebook", kind="soft")
+
+
+def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
+    """A cell with the label of the process `owner`. If the `snapshot` was read by a process of another user, the
+    label has the name of the owner's user.
+    """
+    hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
+    return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
+
+
+def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
+    """A cell with the label of the process `owner_id`, even if the process is no longer in `snapshot`."""
+    section = snapshot.sections.get(owner_id)
+    if section is not None:
+        return owner_cell(section.owner, snapshot)
+    return Cell(clean(holder(snapshot, owner_id)))
+
+
+def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
+    """The name of `lease` with its swatch from `styles`. The text `hint` is shown on hover."""
+    style = styles.get(palette.label(lease))
+    colour, texture = (style.colour, style.texture) if style else ("", "")
+    return Cell(clean(lease.name), None, hint, "strong", colour, texture)
+
+
+def importance_cell(importance: int) -> Cell:
+    """A cell with the name of the `importance`. The table sorts such cells by their numbers."""
+    return Cell(importance_name(importance), importance)
+
+
+def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
+    """A cell with the `size` in bytes. If `size` is None, the result is the cell `otherwise`."""
+    return otherwise if size is None else Cell(show_bytes(size), size)
+
+
+def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
+    """A cell with the time for which a request has waited. On hover, it shows the time of day at which the wait began.
+
+    `arrived` is a time of the snapshot's clock.
+    """
+    waited = max(0.0, snapshot.now - arrived)
+    return Cell(lasting(waited), stepped(waited), f"since {clock(snapshot.wall - waited)}")
+
+
+def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
+    """The style of every lease in `snapshot` by its label. All charts use the same styles."""
+    return palette.SHARED.styles([palette.label(lease) for lease in snapshot.leases()])
+
+
+def notebook_name(section: Section) -> str:
+    """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""
+    owner = section.owner
+    return clean(owner.file) if owner.notebook else f"pid {owner.pid}"
+
+
+def process_name(section: Section) -> str:
+    """The name of the process of `section`, such as `train.ipynb (pid 4121), ann`."""
+    return clean(holder_label(section.owner))
+
+
+def why_no_answer(snapshot: Snapshot, owner_id: str) -> str:
+    """Why the process with the id `owner_id` cannot act on a request, as a sentence; empty if it can."""
+    presence = snapshot.presences.get(owner_id)
+    return _NO_ANSWER.get(presence.state, "") if presence else ""
+
+
+_NO_ANSWER = {
+    ProcessState.STOPPED: "Its process is stopped, and acts on no request until it is continued",
+    ProcessState.DUMPING: "Its process has crashed, and writes its core dump",
+}
+
+
+def without_password(url: str) -> str:
+    """The `url` without the user and the password that it may contain."""
+    kind, slashes, rest = url.partition("://")
+    return f"{kind}{slashes}{rest.rpartition('@')[2]}"
+
+
+def ledger_title(url: str) -> str:
+    """A short name of a ledger: its kind and the end of its path.
+
+    >>> ledger_title("keeper:////var/lib/gpu-console/ledger"), ledger_title("redis://user:secret@box:6379/0")
+    ('keeper …/gpu-console/ledger', 'redis box:6379/0')
+    """
+    kind, _, rest = without_password(url).partition("://")
+    parts = rest.rstrip("/").split("/")
+    if kind == "keeper" and len(parts) > 3:
+        rest = f"…/{'/'.join(parts[-2:])}"
+    return f"{kind.rstrip(':')} {rest}".strip()

@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .row_parts import process_name, why_no_answer
+from .cells import process_name, why_no_answer
 
 VERBS = {
     "preload": "Preload",

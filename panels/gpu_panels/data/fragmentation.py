@@ -15,8 +15,7 @@ from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
 
-from .cells import Button, Cell, Column, Row, encoded
-from .row_parts import UNKNOWN, bytes_cell, if_awake, owner_cell
+from .cells import UNKNOWN, Button, Cell, Column, Row, bytes_cell, encoded, if_awake, owner_cell
 
 COLUMNS = (
     Column("Process"),

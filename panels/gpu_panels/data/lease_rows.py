@@ -1,19 +1,22 @@
-"""The rows of the tab Leases. They show how many bytes each process holds on each device.
+"""The rows of the tabs Models and Leases: every model, the bytes of each process on each device, and its variables.
 
-To add a column, add its name to LEASES and its value to the rows. The columns of `rt.leases()` are in
-`gpu_runtime/owner/dataframes.py`.
+To add a column, add its name to MODELS, LEASES or HOLDERS, and its value to the rows. The columns of `rt.leases()` are
+in `gpu_runtime/owner/dataframes.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gpu_runtime.facts import (
     HOST,
     KERNEL,
+    THIS_PROCESS,
     UNUSUAL,
     Event,
     Lease,
+    ModelSpec,
     Owner,
     Phase,
     Presence,
@@ -22,23 +25,190 @@ from gpu_runtime.facts import (
     Snapshot,
     Stranger,
 )
+from gpu_runtime.rendering import tables
+from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, clean, clock, strangers_bytes
+from gpu_runtime.units import show_bytes
 
 from .. import palette
-from .cells import Button, Cell, Column, Row
-from .model_rows import model_kind
-from .row_parts import (
+from .cells import (
     NO_ANSWER,
     NOTHING,
     UNKNOWN,
+    Button,
+    Cell,
+    Column,
+    Row,
     bytes_cell,
     if_awake,
+    importance_cell,
     lasting,
     lease_name_cell,
+    natural,
     notebook_cell,
+    owner_cell,
+    place,
     state_cell,
     stepped,
 )
+
+MODELS = (
+    Column("Model"),
+    Column("Where", hint="On a GPU, in host memory, or only at its source on disk"),
+    Column("Size", True),
+    Column("State"),
+    Column("Idle", True),
+    Column("Uses", True, "How often it was used"),
+    Column("Importance", hint="A more important model can evict a less important one"),
+    Column("Keep", hint="A pinned model is never evicted"),
+    Column("Owner", hint="The process that holds it"),
+)
+
+# The groups of the table, in their order. The rows of a group are sorted by name.
+ON_DEVICE, ON_HOST, NOT_LOADED, IN_CATALOGUE = range(4)
+SortKey = tuple[int, list[tuple[int, int, str]]]
+
+
+def models(
+    snapshot: Snapshot,
+    catalogue: Sequence[ModelSpec] = (),
+    styles: Mapping[str, palette.LeaseStyle] | None = None,
+) -> tuple[Row, ...]:
+    """A row for every model in `snapshot` or `catalogue`. The rows are grouped by the model's place, and sorted by
+    name.
+
+    `styles` has the style of each lease by its label.
+    """
+    found: list[tuple[SortKey, Row]] = []
+    known: set[str] = set()
+    for section in snapshot.sections.values():
+        found += _of_process(section, snapshot, styles or {})
+        known.update(lease.name for lease in section.leases)
+    for names in snapshot.names.values():
+        known.update(names)
+    me = snapshot.owner
+    if me.id not in snapshot.sections:  # this process has not published its models yet
+        for spec in snapshot.specs:
+            if spec.name not in known:
+                row = _unloaded_row(spec, f"{me.id}/{spec.name}", THIS_PROCESS, "registered")
+                found.append(((NOT_LOADED, natural(spec.name)), row))
+        known.update(spec.name for spec in snapshot.specs)
+    for spec in catalogue:
+        if spec.name not in known:
+            row = _unloaded_row(spec, f"/{spec.name}", "none yet", "in the catalogue")
+            found.append(((IN_CATALOGUE, natural(spec.name)), row))
+    found.sort(key=lambda pair: pair[0])
+    return tuple(row for _, row in found)
+
+
+def _of_process(
+    section: Section, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
+) -> Iterator[tuple[SortKey, Row]]:
+    """The rows of the models that the process of `section` holds, and of the models that it could load."""
+    held = {lease.name for lease in section.leases}
+    for lease in section.leases:
+        if lease.kind == "model":
+            group = ON_HOST if lease.on_host else ON_DEVICE
+            yield (group, natural(lease.name)), _held_row(lease, section.owner, snapshot, styles)
+    for name in snapshot.names.get(section.owner.id, ()):
+        if name not in held:
+            yield (NOT_LOADED, natural(name)), _loadable_row(name, section.owner, snapshot)
+
+
+def _held_row(
+    lease: Lease, owner: Owner, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
+) -> Row:
+    idle = lease.idle_seconds(snapshot.now)
+    is_idle = lease.last_used and not lease.pins
+    cells = (
+        lease_name_cell(lease, model_kind(lease), styles),
+        Cell(place(lease), None, lease.where),
+        Cell(show_bytes(lease.bytes), lease.bytes),
+        state_cell(lease, snapshot.now),
+        Cell(lasting(idle), stepped(idle)) if is_idle else NOTHING,
+        Cell(str(lease.uses), lease.uses),
+        importance_cell(lease.importance),
+        _keep_cell(lease.keep, "strong"),
+        owner_cell(owner, snapshot),
+    )
+    return Row(lease.id, cells, if_awake(buttons(lease, owner), owner.id, snapshot))
+
+
+def _keep_cell(keep: bool, kind: str = "") -> Cell:
+    return Cell("pinned", 1, "It is never evicted", kind) if keep else Cell("", 0)
+
+
+def buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
+    """The buttons of a model's `lease`. A button that cannot be pressed now shows the reason."""
+    pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
+    restore = Button("restore", "Restore", _moving(lease))
+    if lease.on_host:
+        return restore, pin
+    evict = Button("evict", "Evict", _why_not_evict(lease, owner))
+    return (restore, evict, pin) if lease.in_parts else (evict, pin)
+
+
+def _moving(lease: Lease) -> str:
+    return "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
+
+
+def _why_not_evict(lease: Lease, owner: Owner) -> str:
+    if moving := _moving(lease):
+        return moving
+    if lease.pins:
+        return f"In use by {owner.label}"
+    if lease.keep:
+        return "It is pinned; unpin it first"
+    return ""
+
+
+def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
+    """The row of a model that `owner` has registered and not loaded.
+
+    Whether the model is pinned is known only if `owner` is this process.
+    """
+    is_mine = owner == snapshot.owner
+    spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
+    declared = snapshot.declared.get(owner.id, {}).get(name)
+    size = declared.bytes if declared else 0
+    cells = (
+        Cell(clean(name)),
+        Cell("disk"),
+        Cell(show_bytes(size), size) if size else UNKNOWN,
+        Cell("not loaded", kind="soft"),
+        NOTHING,
+        NOTHING,
+        importance_cell(declared.importance) if declared else NOTHING,
+        _keep_cell(bool(spec and spec.keep)),
+        owner_cell(owner, snapshot),
+    )
+    preload = if_awake((Button("preload", "Preload"),), owner.id, snapshot)
+    return Row(f"{owner.id}/{name}", cells, preload)
+
+
+def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
+    """The row of a model of the catalogue, or of a model that is registered here but is not in the book yet."""
+    why_not = "" if spec.enabled else "Its catalogue entry has enabled: false"
+    cells = (
+        Cell(clean(spec.name), hint=clean(spec.source)),
+        Cell("disk"),
+        Cell(show_bytes(spec.size), spec.size) if spec.size else UNKNOWN,
+        Cell(state if spec.enabled else "disabled", kind="soft"),
+        NOTHING,
+        NOTHING,
+        importance_cell(spec.importance),
+        _keep_cell(spec.keep),
+        Cell(owner, kind="soft"),
+    )
+    return Row(id, cells, (Button("preload", "Preload", why_not),))
+
+
+def model_kind(lease: Lease) -> str:
+    """The backend, the type and the quantization of the model of `lease`, as far as they are known."""
+    model_type = "" if lease.model_type == "other" else lease.model_type
+    parts = (lease.backend, model_type, lease.quantization)
+    return ", ".join(clean(part) for part in parts if part)
+
 
 LEASES = (
     Column("Notebook", hint="The notebook or process that holds the memory"),
@@ -259,3 +429,69 @@ def kernel_cell(section: Section, now: float, presence: Presence | None = None) 
         seconds = now - section.idle_since
         return Cell(f"idle {lasting(seconds)}", -stepped(seconds), "It runs no cell")
     return Cell("–", None, "Unknown: it has run no cell yet, or it is no notebook", "soft")
+
+
+HOLDERS = (
+    Column("Name", hint="A variable, an output, an error, a thread or a model"),
+    Column("Kind"),
+    Column("Device"),
+    Column("Holds", True, "Bytes of everything that the name refers to"),
+    Column("Frees", True, "Bytes that come free if this name alone is deleted"),
+    Column("Cell", hint="The cell that assigned it"),
+    Column("What"),
+)
+
+
+class Variables(NamedTuple):
+    """The answer of a process to the request for its variables.
+
+    Until the process has answered, `frame` is None and `trouble` is empty.
+    """
+
+    owner: str  # the id of the process
+    label: str
+    frame: Any = None  # the DataFrame of `rt.who`
+    trouble: str = ""  # why there is no answer
+
+
+def heading(answer: Variables) -> str:
+    """The line of HTML above the table of variables."""
+    state = "" if answer.frame is not None or answer.trouble else "asking …"
+    return (
+        f'<div class="head"><span class="name">Variables of {esc(clean(answer.label))}</span>'
+        f'<span class="soft">{state}</span></div>'
+    )
+
+
+def holders(answer: Variables) -> tuple[Row, ...]:
+    """A row for each name that holds memory. If there is no answer yet, there are no rows."""
+    if answer.frame is None:
+        return ()
+    records = answer.frame.to_dict("records")
+    return tuple(Row(f"{number}", _cells(record)) for number, record in enumerate(records))
+
+
+def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
+    size, alone = int(record["bytes"]), int(record["alone_bytes"])
+    return (
+        Cell(clean(record["name"]), kind="strong"),
+        Cell(record["kind"]),
+        Cell(record["device"]),
+        Cell(show_bytes(size), size),
+        Cell(show_bytes(alone), alone),
+        Cell(clean(record["cell"]), kind="soft"),
+        Cell(tables.what(record), kind="soft"),
+    )
+
+
+def sums(answer: Variables) -> str:
+    """The sentences below the table of variables, as HTML.
+
+    The sentences state how many bytes the names in the table hold, or why there is no table.
+    """
+    if answer.trouble:
+        return f'<div class="alarm">{esc(answer.trouble)}</div>'
+    if answer.frame is None:
+        return ""
+    known = {**answer.frame.attrs, "process": ""}  # the heading names the process already
+    return "".join(f'<div class="soft">{esc(line)}</div>' for line in tables.sentences(known))

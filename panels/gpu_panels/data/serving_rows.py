@@ -7,8 +7,7 @@ from typing import Any
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_seconds
 
-from .cells import Cell, Column, Row
-from .row_parts import NOTHING, lasting, natural
+from .cells import NOTHING, Cell, Column, Row, lasting, natural
 
 MODELS = (
     Column("Model"),

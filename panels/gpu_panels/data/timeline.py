@@ -1,7 +1,8 @@
 """The timeline: the places of each model over time, the evictions, and the use of the cards.
 
-This module is pure. `widgets/timeline.js` draws the timeline. Times are rounded to thousandths of the
-shown range, so that values often stay equal. Equal values are not sent again.
+A moment is one record of a device's use, with the time at which the record begins. This module is pure;
+`widgets/timeline.js` draws the timeline. Times are rounded to thousandths of the shown range, so that values often stay
+equal. Equal values are not sent again.
 """
 
 from __future__ import annotations
@@ -9,17 +10,69 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
-from gpu_runtime.facts import HOST, KERNEL, Event, History, Moment, Snapshot
+from gpu_runtime.facts import HOST, KERNEL, Event, History, Moment, Share, Snapshot, notebooks_in
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import COLOURS, label_of
-from .history import MARKED, Span, devices_of, lease_titles, spans_of
-from .row_parts import natural
+from .cells import natural, notebook_name
+
+MARKED = ("offloaded", "unloaded")  # the evictions
+
+Span = tuple[Moment, float]  # a moment, and the time until which it holds
+
+
+def spans_of(moments: Sequence[Moment], end: float) -> list[Span]:
+    """Each of the `moments` of one device together with the time at which it ends.
+
+    A moment ends when the next moment begins. Before a gap in the record, a moment ends after the
+    usual step between moments. `end` is the end of the record.
+    """
+    steps = [later.wall - moment.wall for moment, later in zip(moments, moments[1:], strict=False)]
+    usual = median(steps) if steps else 0.0
+    longest = max(10 * usual, 60.0)  # a longer step is a gap: nothing was sampled
+    spans = []
+    for moment, step in zip(moments, steps, strict=False):
+        lasted = step if step <= longest else usual
+        spans.append((moment, moment.wall + lasted))
+    if moments:
+        last = moments[-1]
+        is_recent = end - last.wall <= longest
+        spans.append((last, end if is_recent else last.wall + usual))
+    return spans
+
+
+def devices_of(event: Event) -> set[str]:
+    """The devices on which the bytes of `event` are."""
+    shares = event.shares or (Share(event.device, event.bytes),)
+    return {share.device for share in shares}
+
+
+def lease_titles(
+    labels: Iterable[str], snapshot: Snapshot, events: Iterable[Event] = ()
+) -> dict[str, str]:
+    """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for a notebook's own code.
+
+    If the process is not in the `snapshot`, and none of the `events` is of it, the title is `qwen · pid 4121`.
+    """
+    ended = {label_of(id, ""): clean(name) for id, name in notebooks_in(events).items()}
+    notebooks = ended | {
+        label_of(section.owner.id, ""): notebook_name(section)
+        for section in snapshot.sections.values()
+    }
+    return {label: _title(label, notebooks) for label in labels}
+
+
+def _title(label: str, notebooks: Mapping[str, str]) -> str:
+    name, _, pid = label.rpartition("@")
+    process = notebooks.get(f"@{pid}", f"pid {pid}")
+    return process if name == KERNEL else f"{clean(name)} · {process}"
+
 
 WHOLE = 1000  # the length of the range in the drawing
 MOST_ROWS = 30  # models with a row; those that held the most for the longest time

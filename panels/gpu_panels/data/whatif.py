@@ -29,7 +29,7 @@ from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .row_parts import process_name
+from .cells import process_name
 
 
 class PlanAnswer(NamedTuple):

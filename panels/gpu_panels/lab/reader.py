@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
 
+from ..data.cells import ledger_title, without_password
 from ..data.confirmations import Proposal, changed, propose, question
-from ..data.problem_rows import FirstSeen
+from ..data.queue_rows import FirstSeen
 from . import view
 from .view import LabKernel, LedgerName
 
@@ -276,17 +277,8 @@ def key_of(directory: Path | None) -> str:
 
 
 def title_of(url: str) -> str:
-    """A short name of the ledger at `url`, without a password.
-
-    >>> title_of("keeper:///home/ann/.local/state/gpu-console/ledger/sim"), title_of("redis://u:pw@box:6379/0")
-    ('keeper …/ledger/sim', 'redis box:6379/0')
-    """
-    kind, _, rest = url.partition("://")
-    rest = rest.rpartition("@")[2].partition("?")[0]
-    parts = rest.rstrip("/").split("/")
-    if kind == "keeper" and len(parts) > 3:
-        rest = f"…/{'/'.join(parts[-2:])}"
-    return f"{kind.rstrip(':')} {rest}".strip()
+    """A short name of the ledger at `url`, without a password or another option."""
+    return ledger_title(without_password(url).partition("?")[0])
 
 
 def user() -> str:

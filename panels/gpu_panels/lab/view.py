@@ -25,15 +25,12 @@ from gpu_runtime.facts import (
 from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, cards, clean, fill, strangers_bytes
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
-from ..data.cells import Button, Row
+from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import ticket_title
-from ..data.device_words import level
-from ..data.lease_rows import kernel_buttons, kernel_state
-from ..data.model_rows import buttons as model_buttons
-from ..data.model_rows import model_kind
-from ..data.problem_rows import FirstSeen, pressed, problem_rows
-from ..data.queue_rows import end_wait
-from ..data.row_parts import if_awake, notebook_name, place, why_no_answer
+from ..data.devices import level
+from ..data.lease_rows import buttons as model_buttons
+from ..data.lease_rows import kernel_buttons, kernel_state, model_kind
+from ..data.queue_rows import FirstSeen, end_wait, pressed, problem_rows
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")

@@ -13,7 +13,7 @@ from ..actions import Actions
 from ..data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
 from ..palette import EDGE
 from ..poller import Poller
-from ..widgets.table import Table
+from ..widgets import Table
 from .base import Tab
 
 MAP_SECONDS = 0.5  # between two checks for new maps; unchanged maps are not read again

@@ -11,16 +11,11 @@ from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import GOVERNOR_OFF
 
 from ..actions import Actions
-from ..data.cells import encoded
-from ..data.device_rows import device_rows, labels, past_rows
-from ..data.device_rows import encoded as encoded_rows
-from ..data.device_totals import bars
+from ..data.cells import as_json, encoded
+from ..data.devices import device_rows, past_rows
 from ..data.queue_rows import QUEUE, queue
-from ..palette import SHARED
 from ..poller import Poller
-from ..widgets.devices import Devices
-from ..widgets.prose import Prose
-from ..widgets.table import Table
+from ..widgets import Devices, Prose, Table
 from .base import Tab
 
 # The length of the small history, its points for each device, and the seconds between two reads.
@@ -30,9 +25,7 @@ NOBODY_WAITS = "No request is waiting."
 
 def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
     """The rows of all devices of `snapshot` as JSON. If `may_act` is true, the rows have buttons."""
-    drawn = bars(snapshot)
-    styles = SHARED.styles(labels(drawn))
-    return encoded_rows(device_rows(snapshot, drawn, styles, may_act))
+    return as_json(device_rows(snapshot, may_act))
 
 
 def notices_html(snapshot: Snapshot) -> str:
@@ -87,5 +80,5 @@ class NowTab(Tab):
         if past is None:
             return "{}"
         return self.poller.once(
-            "now: past", past, lambda seen: encoded_rows(past_rows(seen, snapshot.wall))
+            "now: past", past, lambda seen: as_json(past_rows(seen, snapshot.wall))
         )

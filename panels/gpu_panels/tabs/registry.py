@@ -13,7 +13,7 @@ from .base import Tab
 TABS = {  # title -> module:class
     "Now": "now:NowTab",
     "Models": "tables:ModelsTab",
-    "Leases": "leases:LeasesTab",
+    "Leases": "tables:LeasesTab",
     "Timeline": "timeline:TimelineTab",
     "Fragmentation": "fragmentation:FragmentationTab",
     "What if": "whatif:WhatIfTab",

@@ -16,10 +16,8 @@ from ..actions import Actions
 from ..data import serving_rows
 from ..data.cells import encoded
 from ..poller import Poller
-from ..widgets.prose import Prose
-from ..widgets.table import Table
-from .base import Tab
-from .controls import SELECT
+from ..widgets import Prose, Table
+from .base import SELECT, Tab
 
 NO_LOG = "none"
 LOG_BYTES = 1 << 14  # the most bytes of a log that are shown

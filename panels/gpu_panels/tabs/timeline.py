@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import msgspec
 import panel as pn
 import panel_material_ui as pmui
 
@@ -18,12 +17,11 @@ from gpu_runtime.rendering.views import counters
 
 from ..actions import Actions
 from ..data import activity
+from ..data.cells import as_json
 from ..data.timeline import Range, timeline
 from ..poller import Poller
-from ..widgets.prose import Prose
-from ..widgets.timeline import MOST_SECONDS, Timeline
-from .base import Tab
-from .controls import BUTTONS, NO_CAPITALS
+from ..widgets import MOST_SECONDS, Prose, Timeline
+from .base import BUTTONS, NO_CAPITALS, Tab
 
 WINDOWS = {"15 min": 900.0, "1 h": 3600.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
 CUSTOM = "Custom"  # a range that the visitor has typed, or chosen by dragging
@@ -31,11 +29,6 @@ POINTS, MOST_POINTS = (
     240,
     5_000,
 )  # moments of each device in the shown range; the most that are read
-
-
-def encoded(value: Any) -> str:
-    """The `value` as JSON for the browser."""
-    return msgspec.json.encode(value).decode()
 
 
 class TimelineTab(Tab):
@@ -104,12 +97,12 @@ class TimelineTab(Tab):
         drawing = self.poller.once(
             f"timeline {key}",
             past,
-            lambda seen: encoded(timeline(seen, snapshot, self.shown(snapshot))),
+            lambda seen: as_json(timeline(seen, snapshot, self.shown(snapshot))),
         )
         found = self.poller.once(
             f"activity {key}",
             past if is_custom else snapshot,
-            lambda _: encoded(activity.lines(self._events(past, snapshot), snapshot)),
+            lambda _: as_json(activity.lines(self._events(past, snapshot), snapshot)),
         )
         self.chart.show(drawing, found)
 

@@ -18,15 +18,12 @@ from gpu_runtime.units import parse_room
 
 from ..actions import Actions
 from ..data import whatif
-from ..data.device_rows import Rows, device_rows, encoded, labels
-from ..data.device_totals import bars
+from ..data.cells import as_json
+from ..data.devices import Rows, device_rows
 from ..data.whatif import PlanAnswer
-from ..palette import SHARED
 from ..poller import Poller
-from ..widgets.devices import Devices
-from ..widgets.prose import Prose
-from .base import Tab
-from .controls import BUTTONS, SELECT
+from ..widgets import Devices, Prose
+from .base import BUTTONS, SELECT, Tab
 
 FETCH_SECONDS = 2.0  # between two computations of the shown plan
 NO_MODEL = "choose …"
@@ -87,21 +84,16 @@ def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
     """Rows, as JSON, of the devices that `steps` change. Each device has a row for now and a row for the time after."""
     touched = whatif.touched(steps)
     then = whatif.after(snapshot, steps)
-    drawn = {"now": bars(snapshot), "after": bars(then)}
-    styles = SHARED.styles(labels(bar for found in drawn.values() for bar in found))
-    both = {
-        when: device_rows(seen, drawn[when], styles, may_act=False)
-        for when, seen in (("now", snapshot), ("after", then))
-    }
+    now, after = device_rows(snapshot, may_act=False), device_rows(then, may_act=False)
     rows = [
         msgspec.structs.replace(row, id=f"{row.id} {when}", busy="", celsius="", watts="")
-        for pair in zip(both["now"].rows, both["after"].rows, strict=True)
-        for when, row in zip(both, pair, strict=True)
+        for pair in zip(now.rows, after.rows, strict=True)
+        for when, row in zip(("now", "after"), pair, strict=True)
         if row.id in touched
     ]
     has_card = any(device != HOST for device in touched)
-    ticks = both["now"].ticks if has_card else ()  # the ticks belong to the axis of the cards
-    return encoded(Rows(ticks, tuple(rows)))
+    ticks = now.ticks if has_card else ()  # the ticks belong to the axis of the cards
+    return as_json(Rows(ticks, tuple(rows)))
 
 
 class WhatIfTab(Tab):
