@@ -1,6 +1,4 @@
-"""Answers of the runtime that are no part of a snapshot: who holds memory, offers of hosts, the schedule of a notebook,
-recorded decisions, and maps of allocators.
-"""
+"""Answers of the runtime besides snapshots: holders of memory, offers, schedules, replays, maps of allocators."""
 
 from __future__ import annotations
 
@@ -30,10 +28,7 @@ class Holder(Value):
 
 
 class Holdings(Value):
-    """The device memory of one process: the names that refer to memory, and bytes without a name.
-
-    `held_bytes` is the sum of the next five fields.
-    """
+    """The device memory of one process, by names and without. `held_bytes` is the sum of the next five fields."""
 
     holders: tuple[Holder, ...]
     held_bytes: int = 0
@@ -197,19 +192,13 @@ class SegmentMap(Value, array_like=True):
 
     @property
     def in_use(self) -> bool:
-        """Whether the segment has a block that is neither inactive nor released.
-
-        Such a segment cannot be given back to the driver.
-        """
+        """Whether it has a block that is neither inactive nor released, so that the driver cannot get it back."""
         free = (BlockState.INACTIVE, BlockState.RELEASED)
         return any(block.state not in free for block in self.blocks)
 
 
 class AllocatorMap(Value):
-    """How the allocator of one process has divided the memory that it took from one card.
-
-    A field that is None is unknown, which is not the same as 0.
-    """
+    """How the allocator of one process has divided its memory of one card. None is unknown, which is not 0."""
 
     owner: str  # the id of the owner in the book
     device: str

@@ -22,11 +22,7 @@ from .leases import Lease, Owner, Phase, Section, Ticket
 
 
 class Ghost(Value):
-    """Memory that a process held on a real card when it died.
-
-    The memory stays claimed until a sample (a measurement of the card) shows that the driver has
-    freed it.
-    """
+    """Memory that a dead process held on a real card, claimed until a sample shows that the driver has freed it."""
 
     owner: str
     pid: int
@@ -140,10 +136,7 @@ class Book(Value):
         return self._waiting().by_key.get(key)
 
     def users_waiting(self) -> dict[tuple[str, str], int]:
-        """The number of users that wait for each model, by the model's owner and name.
-
-        The caller must not change the result, because later calls return the same object.
-        """
+        """The number of users that wait for each model, by owner and name. Later calls return the same object."""
         return self._waiting().users
 
     def _waiting(self) -> _Waiting:
@@ -160,10 +153,7 @@ class Book(Value):
         return last
 
     def owner(self, owner_id: str) -> Owner | None:
-        """The owner with the id `owner_id`; None if the book has no section of this owner.
-
-        An owner that has only a ticket is not found, because a ticket has only the owner's id.
-        """
+        """The owner with the id `owner_id`; None without a section of this owner, also if it has a ticket."""
         section = self.sections.get(owner_id)
         return section.owner if section else None
 
@@ -199,8 +189,7 @@ class Book(Value):
     def counted_twice(self) -> int:
         """The bytes of shared host memory that the sum of all claims counts too often.
 
-        Memory pages that several leases share must count once. If the leases claim different
-        numbers of bytes, the largest number counts.
+        Of the leases that share pages, the largest claim counts.
         """
         total, largest = 0, dict[str, int]()
         for section in self.sections.values():
@@ -214,19 +203,13 @@ class Book(Value):
         return replace(self, sections={**self.sections, section.owner.id: section})
 
     def with_lease(self, lease: Lease) -> Book:
-        """This book with `lease`, which replaces a lease of the same owner and name.
-
-        Raises KeyError if the lease's owner has no section.
-        """
+        """This book with `lease` in place of one of the same owner and name. KeyError if the owner has no section."""
         section = self.sections[lease.owner]
         others = [old for old in section.leases if old.name != lease.name]
         return self.with_section(replace(section, leases=(*others, lease)))
 
     def without_lease(self, owner: str, name: str) -> Book:
-        """This book without the lease called `name` of the owner with the id `owner`.
-
-        Raises KeyError if this owner has no section.
-        """
+        """This book without the owner's lease called `name`. KeyError if this owner has no section."""
         section = self.sections[owner]
         others = [lease for lease in section.leases if lease.name != name]
         return self.with_section(replace(section, leases=tuple(others)))
@@ -347,11 +330,7 @@ def _waits_to_return(book: Book, ticket: Ticket) -> bool:
 def _claims_after(
     old: Book, new: Book, changed: Collection[str], gone: Collection[str]
 ) -> dict[str, int]:
-    """The claims of the book `new`, computed from the claims of `old`.
-
-    `changed` are the ids of the sections that differ. `gone` are the ids of the sections that only
-    `old` has. All other sections are the same in both books.
-    """
+    """The claims of the book `new`, from those of `old`: the sections with the ids `changed` and `gone` differ."""
     if new.ghosts is not old.ghosts:
         return new.claims()
     touched = [book.sections[id] for book in (old, new) for id in changed if id in book.sections]
@@ -367,7 +346,6 @@ def _claims_after(
 
 
 def _promised(sections: Iterable[Section]) -> dict[str, int]:
-    """Bytes on each device that are reserved for leases still arriving or moving."""
     sums: dict[str, int] = {}
     for section in sections:
         for device, size in section.promises().items():

@@ -26,18 +26,12 @@ class Cap(Value):
     tables: dict[str, str] = {}  # key -> the table of the file that sets it, such as users.ann
 
     def named(self, key: str) -> str:
-        """The place where the cap on `key` is set, for users who want to look it up and discuss it.
-
-        For example `cap [users.ann] keep in /etc/gpu-console/config.toml`.
-        """
+        """Where the cap on `key` is set, such as `cap [users.ann] keep in /etc/gpu-console/config.toml`."""
         return f"cap [{self.tables.get(key, '')}] {key} in {self.file}"
 
 
 class Asker(Value):
-    """The user who wrote a ticket, and what this user may request of the process that receives it.
-
-    The ledger proves who the user is. The rights are from the machine's configuration.
-    """
+    """The user who wrote a ticket, as the ledger proves, and the user's rights by the machine's configuration."""
 
     user: str
     at_home: bool = False  # whether the process that receives the ticket has the same user

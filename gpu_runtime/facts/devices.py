@@ -99,9 +99,6 @@ def where(shares: Shares) -> str:
 
 
 def one_memory(devices: Iterable[Device]) -> frozenset[str]:
-    """The ids of the devices that share the machine's RAM: `host` and the cards without own memory.
-
-    The result is empty if every card has memory of its own.
-    """
+    """The ids of `host` and the cards that share the machine's RAM; empty if every card has its own memory."""
     cards = frozenset(device.id for device in devices if device.unified)
     return cards | {HOST} if cards else cards

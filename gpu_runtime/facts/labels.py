@@ -32,7 +32,6 @@ class LeaseState(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The state without a duration: the activity, `warm` or `parked`."""
         return self.away or self.activity
 
     def text(
@@ -69,9 +68,8 @@ def lease_state(lease: Lease, now: float) -> LeaseState:
 def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
     """The label of the process `owner`: `this process`, or `train.ipynb (pid 4121), ann`.
 
-    `viewer` is the process in which a person reads the label. If `owner` and `viewer` have the same
-    user, the label does not name the user. Without a `viewer`, the label is the same for every
-    reader.
+    Without a `viewer`, the process in which a person reads it, the label is the same for every reader. The viewer's own
+    user is not named.
     """
     if viewer is not None and owner.id == viewer.id:
         return THIS_PROCESS
@@ -81,10 +79,7 @@ def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
 
 
 def ended_label(owner_id: str, notebook: str = "") -> str:
-    """The label of a process that has left the book: `train.ipynb (pid 4121), ended`.
-
-    `owner_id` has its pid. `notebook` is the file name of its notebook, if it is known.
-    """
+    """The label of a process that has left the book: `train.ipynb (pid 4121), ended`. Its id has its pid."""
     pid = f"pid {owner_id.partition('.')[0]}"
     return f"{notebook} ({pid}), ended" if notebook else f"{pid}, ended"
 
@@ -165,10 +160,7 @@ def notebook_has_name(path: str, name: str) -> bool:
 
 
 def of_notebook(sections: Iterable[Section], name: str) -> list[Section]:
-    """The `sections` of the notebook with the file name or path `name`, one for each of its kernels.
-
-    Raises AmbiguousName if notebooks in several folders have the `name`.
-    """
+    """The kernels of the notebook with this file `name` or path. Raises AmbiguousName for several folders."""
     found = [section for section in sections if notebook_has_name(section.owner.notebook, name)]
     paths = tuple(sorted({section.owner.notebook for section in found}))
     if len(paths) > 1:

@@ -48,7 +48,6 @@ class Owner(Value):
 
     @property
     def file(self) -> str:
-        """The file name of the owner's notebook; empty for another program."""
         return self.notebook.rsplit("/", 1)[-1]
 
     @property
@@ -66,10 +65,9 @@ class Phase(enum.StrEnum):
 
 
 class LeaseId(NamedTuple):
-    """The address of a lease: the id of its owner in the book, and the model's name.
+    """The address of a lease: the id of its owner in the book, and the model's name. Its text is `owner/name`.
 
     Input such as `qwen@4121` is parsed into a LeaseId at once; all inner functions use a LeaseId.
-    The text of a LeaseId is `owner/name`, as in tickets.
     """
 
     owner: str
@@ -199,11 +197,7 @@ class Lease(Value):
 
     @property
     def must_return(self) -> bool:
-        """Whether bytes of the lease that exist nowhere else are in host memory.
-
-        They may return to where they were, if the device itself has room (law 16 in
-        docs/architecture.md).
-        """
+        """Whether bytes that exist nowhere else are in host memory: they may return if the device has room (law 16)."""
         return not self.droppable and self.kind != "block" and self.bytes_on(HOST) > 0
 
     @property
@@ -308,8 +302,7 @@ class Lease(Value):
     def offload_bytes(self) -> int:
         """The host memory that an offload of `leaving_bytes` needs beyond the lease's shadow.
 
-        A shadow may be a copy of only some bytes. If only a part of the model leaves, the shadow
-        may lack this part. In this case the shadow saves nothing.
+        If only a part of the model leaves, the shadow may lack this part, and then saves nothing.
         """
         size = self.leaving_bytes
         if not self.shadow_bytes or not self._uses_shadow(size):
@@ -318,11 +311,7 @@ class Lease(Value):
 
     @property
     def shadow_beyond_target(self) -> int:
-        """The bytes of the shadow that `target` does not include.
-
-        An offload may turn the shadow into the lease's share in host memory. In this case `target`
-        includes the shadow's bytes, and they must not count twice.
-        """
+        """The bytes of the shadow that `target` does not include: an offload may turn the shadow into a share."""
         if not self.shadow_bytes:
             return 0
         going = sum(share.bytes for share in self.target if share.device == HOST)
@@ -369,18 +358,14 @@ class Section(Value):
     idle_since: float = NEVER  # when the last cell ended; 0: unknown, or a cell runs
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: what `Lease.claims` yields for each lease, and residue.
+        """Bytes claimed on each device by the leases and as residue.
 
-        The result is computed once for each section, because a book has many sections and a write
-        changes only one section. The caller must not change the result.
+        Computed once for each section, since a write changes only one of many. The caller must not change the result.
         """
         return self._sums()[1]
 
     def promises(self) -> dict[str, int]:
-        """Bytes on each device that are reserved for leases still arriving or moving.
-
-        The result is computed once for each section. The caller must not change the result.
-        """
+        """Bytes on each device that are reserved for leases still arriving or moving. Do not change the result."""
         return self._sums()[2]
 
     def copies(self) -> tuple[tuple[str, int], ...]:
@@ -388,7 +373,6 @@ class Section(Value):
         return self._sums()[3]
 
     def staying_on(self, device: str) -> tuple[Staying, ...]:
-        """What cannot leave `device`, by reason."""
         return tuple(one for one in self.staying if one.device == device)
 
     def cache_on(self, device: str) -> int:
@@ -397,7 +381,6 @@ class Section(Value):
         return max(0, self.residue.get(device, 0) - stays)
 
     def _sums(self) -> _Sums:
-        """This section, its claims, its promises and its shared pages."""
         known = _known_sums.get(id(self))
         if known is not None and known[0] is self:
             return known

@@ -54,10 +54,7 @@ class Footprint(Value):
 
     @property
     def working_bytes(self) -> int:
-        """The bytes of the parts `for_use`, which stay claimed while the model is on a device.
-
-        The result is 0 if cache and working memory are allocated with the weights (`at_load`).
-        """
+        """The bytes of the parts `for_use`, claimed while the model is on a device; 0 for `at_load`."""
         if self.at_load:
             return 0
         return sum(part.bytes for part in self.parts if part.for_use)

@@ -109,10 +109,7 @@ def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _pressure(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem for each card over its budget, unless the governor is off.
-
-    With `GPU_RELIEF=always`, a card at the level CRITICAL is a problem too.
-    """
+    """Each card over its budget; with `GPU_RELIEF=always`, also each card at the level CRITICAL."""
     for view in seen.devices:
         id, over = view.device.id, view.claimed_bytes - view.limit_bytes
         if view.device.is_host or not seen.governed:
@@ -166,10 +163,7 @@ _STATES = {
 
 
 def _processes(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem for each stopped, crashed or silent process that holds memory.
-
-    No other process can move this memory.
-    """
+    """Each stopped, crashed or silent process that holds memory, which no other process can move."""
     for id, section in seen.sections.items():
         presence = seen.presences.get(id)
         size = sum(section.claims().values())
@@ -213,7 +207,6 @@ def _requested(seen: Snapshot, ticket: Ticket) -> str:
 
 
 def _over_cap(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem for each process of a user who holds more than the operator's cap."""
     for id, section in seen.sections.items():
         if not section.over_cap:
             continue
@@ -230,10 +223,7 @@ _ARRIVED = ("granted", "loaded", "restored")
 
 
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem if two models left a card alternately, such as A, B, A, B.
-
-    There is a problem after at least LEAST_TURNS such evictions in the last five minutes.
-    """
+    """Two models that left a card alternately, such as A, B, A, B, at least LEAST_TURNS times in five minutes."""
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     cards = [view for view in seen.devices if not view.device.is_host]
     for view in cards:
@@ -297,11 +287,7 @@ _OF_THE_CALLER = frozenset({"hopeless", "nested", "cap", "limit"})
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem for the newest refusal of each model that was not granted room later.
-
-    Refusals older than ten minutes, and refusals of owners that have left the book, are left out.
-    Refusals of the reasons in `_OF_THE_CALLER` are left out too.
-    """
+    """The newest refusal of each model that was not granted room later, unless it is old or `_OF_THE_CALLER`."""
     cards = {view.device.id: view.limit_bytes for view in seen.devices if not view.device.is_host}
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
@@ -325,7 +311,6 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
-    """The actions that evict the largest idle models on the `device`."""
     found = [lease for lease in _unused(seen) if not lease.keep and lease.bytes_on(device)]
     found.sort(key=lambda lease: lease.bytes_on(device), reverse=True)
     largest = found[:MOST_BUTTONS]

@@ -111,15 +111,11 @@ class Moment(Value):
 
     @property
     def claimed_bytes(self) -> int:
-        """The sum of `claims`."""
         return sum(self.claims.values())
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of claimed and measured bytes.
-
-        A summary of several moments keeps the moment with the highest peak.
-        """
+        """The larger of claimed and measured bytes. A summary of moments keeps the highest."""
         return max(self.claimed_bytes, self.measured_bytes or 0)
 
 
@@ -136,7 +132,6 @@ class History(Value):
         return f"history of {devices or 'no device'} over {show_seconds(self.seconds)}: {counts}"
 
     def of(self, device: str) -> tuple[Moment, ...]:
-        """The moments of the device with the id `device`."""
         return tuple(moment for moment in self.moments if moment.device == device)
 
 

@@ -1,5 +1,4 @@
-"""Draws the map of an allocator. The picture shows the allocator's memory as rows of equal length,
-divided into coloured pieces.
+"""Draws the map of an allocator: rows of equal length, divided into coloured pieces.
 
 This module is pure. The picture is the same for text, SVG and the console. All segments are laid
 end to end in the order of their addresses, and wrapped into rows like the words of a text. So the
@@ -66,11 +65,7 @@ def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
 
 
 class MapPiece(NamedTuple):
-    """A rectangle of a row.
-
-    `left` and `right` are positions in the row, in bytes. `low` and `high` are fractions of the
-    row's height.
-    """
+    """A rectangle: two positions in its row, in bytes, and two fractions of the row's height."""
 
     row: int
     left: float
@@ -108,11 +103,9 @@ class _Stretch(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of this stretch, of all kinds together."""
         return sum(self.sizes)
 
     def with_next(self, other: _Stretch) -> _Stretch:
-        """One stretch made of this stretch and of `other`, which follows this stretch."""
         sizes = tuple(one + more for one, more in zip(self.sizes, other.sizes, strict=True))
         where = other.where if self.where == other.where else "several segments"
         return _Stretch(self.start, sizes, self.blocks + other.blocks, where)
@@ -162,10 +155,7 @@ def verdict(map: AllocatorMap) -> str:
 
 
 def _inactive_future(stuck: int, releasable: int) -> str:
-    """What defrag does with the inactive bytes. The text is the end of a sentence.
-
-    `stuck` bytes are in segments that are partly in use. `releasable` bytes are in free segments.
-    """
+    """What defrag does with the inactive bytes, of which `stuck` are in segments partly in use. Ends a sentence."""
     if not stuck:
         return "defrag releases them"
     if not releasable:
@@ -211,11 +201,9 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretch]:
-    """Yields the stretches of all `segments`.
+    """Yields one block of memory, or several neighbours that together have at most `least` bytes.
 
-    A stretch is a single block of memory, or several neighbouring blocks that together have at most
-    `least` bytes. Blocks of a segment of 2 * `least` bytes or more are not joined with blocks of
-    another segment.
+    Blocks of a segment of 2 * `least` bytes or more are not joined with blocks of another segment.
     """
     pending: _Stretch | None = None
     start = group = 0  # the number of a large segment, or 0
@@ -300,10 +288,7 @@ _PATTERNS = (
 
 
 def as_svg(map: AllocatorMap, label: str, *, titles: bool = False) -> str:
-    """The `map` as an SVG without script or style sheet; screen readers read `label`.
-
-    With `titles`, a browser shows what a piece is when the mouse points at the piece.
-    """
+    """The `map` as an SVG without script or style sheet. Screen readers read `label`, and the mouse finds `titles`."""
     drawn = picture(map, _SVG_CELLS)
     if not drawn.rows:
         return ""
@@ -337,10 +322,9 @@ def _box(
 
 
 def _paths(drawn: Picture, titles: bool) -> Iterator[str]:
-    """Yields one path for each kind, and one path for all outlines.
+    """Yields one path for each kind, and one for all outlines.
 
-    A separate element for each piece is slower, since a picture can have thousands of pieces. So
-    there is one only if the pieces have `titles`.
+    An element for each of thousands of pieces is slower, so there is one only if they have `titles`.
     """
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
@@ -383,7 +367,7 @@ def keys(map: AllocatorMap) -> str:
 
 
 def _swatch(kind: str) -> str:
-    """A square that looks like the pieces of this `kind`, without the patterns of the SVG."""
+    """A square like the pieces of this `kind`, without the patterns of the SVG."""
     fill = COLOURS[kind] or "none"
     lines = {
         STUCK: '<path d="M0 5L5 0M0 11L11 0M6 11L11 6" stroke="#fff" stroke-opacity=".7"/>',

@@ -40,8 +40,7 @@ _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no la
 
 @functools.cache
 def style(body: str | None = None) -> str:
-    """The style sheet as one line of HTML. If `body` is given, the line has only the rules that
-    apply to this HTML.
+    """The style sheet as one line of HTML, with only the rules that apply to `body`, if it is given.
 
     A notebook stores the rules with every output, so rules without effect are left out.
     """
@@ -55,7 +54,6 @@ def _rules() -> list[str]:
 
 
 def _applies(rule: str, body: str) -> bool:
-    """Whether a `rule` of the style sheet has an effect on the HTML `body`."""
     names = re.findall(r"\.g-(\w[\w-]*)", rule)
     if names:
         return any(f"g-{name}" in body for name in names)
@@ -130,9 +128,7 @@ def simulated(snapshot: Snapshot) -> str:
 
 
 def bar(drawn: Bar) -> str:
-    """The HTML of the bar `drawn` of one device. Screen readers read a label with the bar's
-    segments.
-    """
+    """The HTML of the bar `drawn` of one device. Screen readers read its segments."""
     scale = drawn.scale_bytes
     segments = "".join(_segment(segment, segment.bytes / scale) for segment in drawn.segments)
     limit = ""
@@ -147,10 +143,7 @@ def bar(drawn: Bar) -> str:
 
 
 def track(stretches: str, label: str, over: str = "") -> str:
-    """A bar that contains the HTML in `stretches`. The HTML in `over` is drawn on top of the bar.
-
-    Screen readers read `label`.
-    """
+    """A bar with the HTML `stretches` in it and the HTML `over` on top. Screen readers read `label`."""
     return (
         f'<div role="img" aria-label="{esc(label)}" '
         f'style="position:relative;height:{_BAR_HEIGHT};background-color:{_TRACK}">'
@@ -185,11 +178,7 @@ def stretch(
     title: str = "",
     label: str = "",
 ) -> str:
-    """A segment of a bar in this `colour`, with the text `label` in the colour `ink`.
-
-    `part` is the segment's fraction of the bar's length, from 0 to 1. `title` is shown on hover.
-    `classes` are class names of style.css.
-    """
+    """A segment of a bar: a fraction `part` (0 to 1) of its length, the text `label`, and `title` on hover."""
     hover = f' title="{esc(title)}"' if title else ""
     # A segment that is too short for its label contains a space, which gives the segment its height.
     text = "&nbsp;" if ink == "transparent" else esc(label)
@@ -249,7 +238,6 @@ _EMPTY_CELL = re.compile("<td[^>]*></td>")
 
 
 def _used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The indices of the columns that have at least one non-empty cell."""
     if not rows:
         return []
     return [
@@ -262,10 +250,7 @@ def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
 
 
 def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
-    """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
-
-    `style` is inline style, which stays when JupyterLab removes the style sheet from a notebook.
-    """
+    """A `<td>` or `<th>` around the HTML `inner`. Inline `style` stays in a notebook that is not trusted."""
     classes = f' class="{kind}"' if kind else ""
     styles = f' style="{style}"' if style else ""
     return f"<{tag}{classes}{styles}>{inner}</{tag}>"

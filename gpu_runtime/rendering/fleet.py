@@ -49,12 +49,10 @@ def as_html(hosts: Sequence[Snapshot]) -> str:
 def as_chooser(
     hosts: Sequence[Snapshot], silent: Mapping[str, float], *, chosen: str, tab: str = ""
 ) -> str:
-    """One bar for each of the `hosts`. The name of a host is a link to the host's page in the
-    console.
+    """One bar for each of the `hosts`, whose name is a link to its page in the console, on the tab `tab`.
 
-    The linked page opens with the tab `tab`. `silent` maps each host that does not answer to the
-    time, in epoch seconds, since which it has not answered. The last figures of such a host are
-    grey. `chosen` is the host whose page is open.
+    `silent` maps each host that does not answer to the time, in epoch seconds, since which it has not
+    answered; its figures are grey. `chosen` is the host whose page is open.
     """
     rows = []
     for one in hosts:
@@ -97,7 +95,6 @@ def _fill(snapshot: Snapshot) -> str:
 
 
 def _notes(snapshot: Snapshot) -> str:
-    """The number of cards of the host, its number of waiting requests, and its unusual states."""
     cards = views.cards(snapshot)
     notes = [f"{len(cards)} card{'s' if len(cards) != 1 else ''}"]
     if snapshot.simulated:

@@ -1,7 +1,4 @@
-"""Renders facts as HTML pages: a snapshot, a plan, and the other answers. This module is pure.
-
-The elements (bars, tables, colours) are in `elements.py`, and the sentences are in `words.py`.
-"""
+"""Renders facts as HTML pages: a snapshot, a plan, and the other answers. This module is pure."""
 
 from __future__ import annotations
 
@@ -126,20 +123,17 @@ def _past(snapshot: Snapshot) -> str:
 
 
 def health(found: Health) -> str:
-    """The health `found`, as one line."""
     fullest = f'<span class="g-soft">{esc(found.fullest)}</span>'
     state = "healthy" if found.healthy else "not healthy"
     return page(line(pill(found.pressure), f"<b>{state}</b>", fullest, esc(found.message)))
 
 
 def outcome(done: Outcome) -> str:
-    """The outcome `done` of a verb, as one line."""
     head, _, detail = text.outcome(done).partition(": ")
     return page(line(f"<b>{'✓' if done.done else '✗'} {esc(head)}</b>", esc(detail)))
 
 
 def applied(done: Applied) -> str:
-    """The result `done` of applying a file of models, with its notes."""
     head, _, detail = text.applied_head(done).partition(": ")
     notes = "".join(f"<li>{esc(note)}</li>" for note in done.notes)
     return page(
@@ -149,11 +143,7 @@ def applied(done: Applied) -> str:
 
 
 def plan(found: Plan, snapshot: Snapshot) -> str:
-    """The plan `found`: its verdict, its reason, its steps, and the state of the devices after
-    these steps.
-
-    `snapshot` is the status for which the plan was made.
-    """
+    """The plan `found` for `snapshot`: its verdict, reason and steps, and the devices after them."""
     mark = "✓" if found.granted else "✗"
     head = (
         f'<div class="g-head"><b>{mark} {esc(views.verdict(found))}</b> {simulated(snapshot)}</div>'
@@ -212,10 +202,7 @@ def _plan_alternatives(found: Plan) -> str:
 
 
 def why(name: str, events: Sequence[Event], around: Snapshot | None = None) -> str:
-    """The `events` about the model `name` as a table of sentences. The newest event is first.
-
-    The snapshot `around` names the processes, if the events are of several.
-    """
+    """The `events` about the model `name` as a table of sentences, the newest first; see `text.why`."""
     if not events:
         return page(line(with_code(text.why(name, events))))
     rows = table(("when", f"why {name}".rstrip()), map(_event_row, views.titled(events, around)))
@@ -223,9 +210,7 @@ def why(name: str, events: Sequence[Event], around: Snapshot | None = None) -> s
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """A table of the recorded decisions. Each row states whether the scheduler decides the same
-    now.
-    """
+    """The recorded decisions, and whether the scheduler decides the same now."""
     return page(table(("when", "number", "decision", "decided again"), map(_replay_row, found)))
 
 
@@ -246,7 +231,6 @@ def _event_row(titled: tuple[str, Event]) -> tuple[str, str]:
 
 
 def config(rows: Sequence[Any]) -> str:
-    """The settings in `rows` as a table."""
     return page(table(("setting", "value", "set by", "meaning"), map(_setting_row, rows)))
 
 
@@ -260,5 +244,4 @@ def _setting_row(row: Any) -> tuple[str, ...]:
 
 
 def preset(settings: Mapping[str, str]) -> str:
-    """The `settings` as lines for a shell."""
     return page(pre(text.preset(settings)))

@@ -45,9 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def _fact(value: Value) -> dict[str, Any]:
-    """The fields of `value`. If `value` is a step of a plan, the field `step` names the kind of
-    step.
-    """
+    """The fields of `value`. For a step of a plan, the field `step` names its kind."""
     fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if not value.__struct_config__.tag:
         return fields

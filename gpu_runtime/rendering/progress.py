@@ -1,8 +1,4 @@
-"""Two lines about a load or a restore: one shows its progress, and the other one stays after its
-end.
-
-This module is pure. `kernel_ext/gpu/waiting.py` shows the lines.
-"""
+"""Two lines about a load or a restore: its progress, and what stays after its end. Pure."""
 
 from __future__ import annotations
 
@@ -18,22 +14,17 @@ STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
 
 
 def subject(name: str) -> str:
-    """The model `name`, or the words for the memory of the notebook itself."""
     return "this notebook" if name == KERNEL else clean(name)
 
 
 def running(arrival: Arrival, seconds: float, stop: str) -> str:
-    """The line of an `arrival` (a load or restore) after `seconds`: bar, bytes, rate, time left.
-
-    `stop` is the text that names the way to stop the load, such as STOP_IN_TERMINAL.
-    """
+    """The line of an `arrival` after `seconds`: bar, bytes, rate, time left, and how to `stop` it."""
     title = f"{arrival.verb} {subject(arrival.name)}"
     filled = "█" * round(_part(arrival, seconds) * text.BAR_CELLS)
     return f"{title}  {filled:·<{text.BAR_CELLS}}  {note(arrival, seconds, stop)}"
 
 
 def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
-    """The line of `running` as HTML, with a drawn bar."""
     title, words = f"{arrival.verb} {subject(arrival.name)}", esc(note(arrival, seconds, stop))
     part = _part(arrival, seconds)
     bar = track(stretch(part, COLOURS[2]) if part else "", note(arrival, seconds, stop))
@@ -56,10 +47,9 @@ def note(arrival: Arrival, seconds: float, stop: str) -> str:
 
 
 def seconds_left(arrival: Arrival, seconds: float) -> float | None:
-    """The seconds until the `arrival` (a load or restore) ends; None if they cannot be estimated.
+    """The seconds until the `arrival` ends, which began `seconds` ago; None if they are unknown.
 
-    The `arrival` began `seconds` ago. A restore does not report its bytes, so its duration is
-    estimated as the duration of the model's last restore.
+    A restore does not report its bytes: it is expected to take as long as the model's last restore.
     """
     if arrival.done_bytes:
         left_bytes = max(0, arrival.all_bytes - arrival.done_bytes)

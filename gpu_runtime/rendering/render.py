@@ -1,7 +1,4 @@
-"""Wraps the result of a verb in an object that Jupyter shows as HTML and a terminal as text.
-
-This module is pure.
-"""
+"""Wraps the result of a verb, so that Jupyter shows it as HTML and a terminal as text. Pure."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ EMPTY = {
 
 
 class Shown:
-    """A value with the functions that make its text and its HTML.
-
-    The attributes of the value are also attributes of this object: `(%gpu plan qwen).granted`.
-    """
+    """A value with the functions that make its text and its HTML, and the attributes of the value."""
 
     def __init__(
         self, value: Any, text_of: Callable[[Any], str], html_of: Callable[[Any], str]
@@ -72,11 +66,10 @@ def shown(
     around: Snapshot | None = None,
     prompt: str = "%gpu",
 ) -> Any:
-    """The `value` that a `verb` returned, wrapped with its text and its HTML.
+    """The `value` that a `verb` returned, wrapped with its text and its HTML. A DataFrame is unchanged.
 
     `subject` is the text that was typed after the verb. `around` is the snapshot of the host at the
-    time of the verb. Commands in the text begin with `prompt`. A DataFrame has its own display and
-    is returned unchanged.
+    time of the verb. Commands in the text begin with `prompt`.
     """
     if isinstance(value, str):
         return note(value)
@@ -124,10 +117,7 @@ _BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
-    """The `value` that a `verb` returned, prepared for display.
-
-    Allocator maps get their titles from `rt`. DataFrames show sizes and times for people.
-    """
+    """The `value` of a `verb` with the titles of maps from `rt`, and with tables in units for people."""
     if verb == "who":
         return tables.who(value)
     if is_frame(value):

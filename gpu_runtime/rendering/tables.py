@@ -27,15 +27,11 @@ _NOT_SHOWN = (
 
 
 def for_people(frame: Any) -> Any:
-    """The DataFrame `frame`, displayed in units for people."""
     return showing(frame, as_text, as_html)
 
 
 def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
-    """The DataFrame `frame`, displayed by `text_of` in a terminal and by `html_of` in Jupyter.
-
-    Selections and sorted copies of the result are plain DataFrames, without this display.
-    """
+    """The DataFrame `frame`, displayed by these functions. Selections of it are plain DataFrames."""
     shown = _class_that_shows(text_of, html_of)(frame)
     shown.attrs = dict(frame.attrs)
     return shown
@@ -115,14 +111,12 @@ def who(frame: Any) -> Any:
 
 
 def _who_text(frame: Any) -> str:
-    """The table and its sums as aligned text."""
     rows = _who_rows(frame)
     lines = [*text.table(rows, WHO, right=(3, 4)), ""] if rows else [_nothing(frame.attrs)]
     return "\n".join([*lines, *sentences(frame.attrs)])
 
 
 def _who_html(frame: Any) -> str:
-    """The table and its sums as HTML."""
     rows = _who_rows(frame)
     sums = "".join(elements.line(elements.esc(one), soft=True) for one in sentences(frame.attrs))
     if not rows:
@@ -173,10 +167,7 @@ def _nothing(sums: Mapping[str, Any]) -> str:
 
 
 def sentences(sums: Mapping[str, Any]) -> list[str]:
-    """Sentences under the table, made from `sums`, the attributes of the DataFrame of `rt.who()`.
-
-    If the search was incomplete, one of the sentences states this.
-    """
+    """Sentences under the table, made from `sums`, the attributes of the DataFrame of `rt.who()`."""
     if not sums:
         return []
     lines = [f"{clean(sums['process'])} holds this."] if sums["process"] else []
@@ -207,7 +198,6 @@ NO_CELL_WAITS = "No cell waits that uses a model. Run All, then look again:  %gp
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The models of the `schedule` as an aligned table, and the results of earlier predictions."""
     if not schedule.models:
         return "\n".join([NO_CELL_WAITS, *_notes(schedule)])
     lines = text.table(_scheduled(schedule), SCHEDULE, longest=100)
@@ -215,7 +205,6 @@ def schedule_text(schedule: Schedule) -> str:
 
 
 def schedule_html(schedule: Schedule) -> str:
-    """The models of the `schedule` as an HTML table, and the results of earlier predictions."""
     notes = [elements.line(elements.esc(note), soft=True) for note in _notes(schedule)]
     if not schedule.models:
         return elements.page(elements.line(elements.with_code(NO_CELL_WAITS)), *notes)
@@ -228,7 +217,6 @@ def _scheduled(schedule: Schedule) -> list[tuple[str, ...]]:
 
 
 def _state(model: ScheduledModel) -> str:
-    """A short text on the state of `model` in the schedule, such as `loaded ahead`."""
     if model.running:
         return "used by the running cell"
     if model.ahead:
@@ -243,7 +231,6 @@ def _state(model: ScheduledModel) -> str:
 
 
 def _notes(schedule: Schedule) -> list[str]:
-    """Sentences on how earlier predictions ended, and on whether look-ahead is off."""
     notes = []
     if schedule.mode == "never":
         notes.append("Look-ahead is off (GPU_PREFETCH=never).")

@@ -36,10 +36,7 @@ MOST_LEGEND = 8  # entries of a bar's legend
 
 
 def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` as text, which shows the devices, the holders, the queue and the last decision.
-
-    Commands in the text begin with `prompt`.
-    """
+    """The devices, the holders, the queue and the last decision. Commands begin with `prompt`."""
     sections = [
         [views.device_title(snapshot), *views.alarms(snapshot)],
         list(_devices(snapshot)),
@@ -51,14 +48,12 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` of one of several hosts, under the host's name. Commands in the text begin
-    with `prompt`.
-    """
+    """The `snapshot` of one of several hosts, under the host's name."""
     return f"── {views.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 
 def _devices(snapshot: Snapshot, aligned: bool = True) -> Iterator[str]:
-    """The lines of the devices. If they are `aligned`, their figures are columns."""
+    """The lines of the devices, whose figures may be `aligned`."""
     id_width = max((len(view.device.id) for view in snapshot.devices), default=0)
     fills = [len(views.fill(view)) for view in snapshot.devices] if aligned else []
     fill_width, pressure_width = max(fills, default=0), 5 if aligned else 0
@@ -114,10 +109,7 @@ def _past(snapshot: Snapshot) -> list[str]:
 
 
 def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
-    """The text that `status` shows while nothing is loaded: a command to type.
-
-    The command begins with `prompt`. If models are `registered`, the command uses one of them.
-    """
+    """What `status` shows while nothing is loaded: a command with a `registered` model, if there is one."""
     if registered:
         return (
             f"Nothing is loaded. Registered here: {clean(', '.join(registered))}. Load one:  "
@@ -204,11 +196,7 @@ def table(
     right: Sequence[int] = (),
     longest: int = LONGEST,
 ) -> list[str]:
-    """The `rows` as aligned lines under `headers`. Empty columns are left out.
-
-    The columns with the numbers in `right` are aligned to the right. Cells over `longest`
-    characters are shortened.
-    """
+    """The `rows` as aligned lines under `headers`, without empty columns; those of `right` are right-aligned."""
     cells = [[shorten(clean(cell), longest) for cell in row] for row in rows]
     columns = [n for n in range(len(headers)) if any(row[n] for row in cells)]
     widths = {n: max(width(row[n]) for row in (headers, *cells)) for n in columns}
@@ -228,10 +216,7 @@ def frame(
     columns: Sequence[str],
     owners: Mapping[str, str] | None = None,
 ) -> str:
-    """A DataFrame's `records` as an aligned table with the `columns`.
-
-    Sizes, durations and times are written in units for people. `owners`: see `cell`.
-    """
+    """A DataFrame's `records` as an aligned table with the `columns`; see `cell`."""
     numbers = [n for n, name in enumerate(columns) if is_number(name)]
     headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
     rows = [[cell(name, record[name], owners) for name in columns] for record in records]
@@ -239,15 +224,11 @@ def frame(
 
 
 def is_number(column: str) -> bool:
-    """Whether the values of the DataFrame's `column` are aligned to the right."""
     return column.endswith(("bytes", "_seconds", "uses", "pins", "pid", "percent", "_s"))
 
 
 def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> str:
-    """The text for a `value` of a DataFrame. The name of the `column` gives the unit of the value.
-
-    `owners` has the labels of known processes by their owner's id.
-    """
+    """A `value` of a DataFrame in the unit that its `column` names. `owners` labels processes by id."""
     is_missing = value is None or type(value).__name__ in ("NAType", "NaTType")
     if is_missing or value != value:  # NaN differs from itself
         return "unknown" if column.endswith("bytes") else ""
@@ -305,9 +286,7 @@ def applied_head(done: Applied) -> str:
 
 
 def block(used: Any) -> str:
-    """The memory that the leased block of code `used` has used. A value of None is shown as
-    unknown, never as zero.
-    """
+    """The memory that the leased block of code `used` has used. None is shown as unknown, never as zero."""
     leased = f"on {used.device.id}"
     if used.bytes:
         leased = f"{show_bytes(used.bytes)} leased {leased}"
@@ -318,10 +297,7 @@ def block(used: Any) -> str:
 
 
 def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The plan `found`: its verdict, its reason, its steps, and the bars after these steps.
-
-    `snapshot` is the status for which the plan was made. Commands in the text begin with `prompt`.
-    """
+    """The plan `found` for `snapshot`: its verdict, reason and steps, and the bars after them."""
     lines = [
         f"{clean(views.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
         clean(found.because),
@@ -364,9 +340,8 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
 def why(
     name: str, events: Sequence[Event], prompt: str = "%gpu", around: Snapshot | None = None
 ) -> str:
-    """The `events` about the model `name` as sentences. The newest event is first.
+    """The `events` about the model `name` as sentences, the newest first. Without one, a hint.
 
-    If there are no events, or no `name`, there is a hint with a command, which begins with `prompt`.
     The snapshot `around` names the processes, if the events are of several.
     """
     if not name:
@@ -392,9 +367,7 @@ def why_hint(events: Sequence[Event], prompt: str = "%gpu") -> str:
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions. A note at each decision states whether the scheduler decides the
-    same now.
-    """
+    """The recorded decisions, and whether the scheduler decides the same now."""
     return "\n".join(
         f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
         f"{'':10}{clean(one.result)}  (decision {one.id})"
@@ -406,7 +379,6 @@ CONFIG = ("SETTING", "VALUE", "SET BY", "MEANING")
 
 
 def config(rows: Sequence[Any]) -> str:
-    """The settings in `rows`: each with its value, its source and its meaning."""
     cells = [
         (row.name, row.value, "" if row.source == "default" else row.source, row.doc)
         for row in rows
@@ -415,7 +387,6 @@ def config(rows: Sequence[Any]) -> str:
 
 
 def preset(settings: Mapping[str, str]) -> str:
-    """The `settings` as lines for a shell."""
     return "\n".join(f"export {name}={value}" for name, value in settings.items())
 
 
@@ -424,11 +395,7 @@ _LEAST_WIDTH = 20
 
 
 def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
-    """The lines of a screen of `width` columns and `height` lines. `now` is the time of day.
-
-    Lines that do not fit are left out, from the bottom. The last line then has the number of these
-    lines.
-    """
+    """The lines of a screen of this size at the time of day `now`. If the last ones do not fit, they are counted."""
     width = max(width, _LEAST_WIDTH)
     lines = list(_lines(snapshot, now))
     if len(lines) > height:
@@ -438,7 +405,7 @@ def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
 
 
 def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
-    """The lines of the screen in their order, each with its colour."""
+    """The lines of the screen, each with its colour."""
     yield BOLD, f"{views.device_title(snapshot)} · {now} · Ctrl-C ends"
     for problem in views.alarms(snapshot):
         yield RED, f"! {problem}"
@@ -456,9 +423,7 @@ def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
 
 
 def _waiting(snapshot: Snapshot) -> Iterator[str]:
-    """The requests that wait for room, as sentences: the process, the time, the bytes and the
-    reason.
-    """
+    """The requests that wait for room: the process, the time and the reason."""
     for ticket in snapshot.tickets:
         if ticket.verb == "use":
             waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))

@@ -63,7 +63,6 @@ class BarSegment(NamedTuple):
 
     @property
     def is_lease(self) -> bool:
-        """Whether the bytes of this segment are leased."""
         return bool(self.lease)
 
     @property
@@ -82,15 +81,11 @@ class Bar(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.bytes for segment in self.segments)
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes that the full length of the bar stands for.
-
-        The result is the largest of the device's size, the bytes of all segments, and the limit.
-        """
+        """The bytes of the full length of the bar: the device's size, or more if more is used or allowed."""
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
 
@@ -192,10 +187,7 @@ def _bytes_on(shares: Iterable[Share], device: str) -> int:
 
 
 def strangers_bytes(view: DeviceView) -> int:
-    """The bytes that are in use without a lease on the device in `view`.
-
-    The result is 0 if the driver does not report the bytes in use.
-    """
+    """The bytes in use without a lease on the device in `view`; 0 if the driver reports no bytes."""
     if view.stranger_bytes is not None:
         return view.stranger_bytes
     return max(0, (view.measured_bytes or 0) - view.claimed_bytes)
@@ -245,9 +237,7 @@ def worst_level(snapshot: Snapshot) -> Level:
 
 
 def device_title(snapshot: Snapshot) -> str:
-    """A text about the cards of the `snapshot`, such as `1 simulated GPU`, `8 × NVIDIA H100` or `no
-    GPU`.
-    """
+    """The cards of the `snapshot`, such as `1 simulated GPU`, `8 × NVIDIA H100` or `no GPU`."""
     count = len(cards(snapshot))
     if not count:
         return "no GPU"
@@ -259,7 +249,7 @@ def device_title(snapshot: Snapshot) -> str:
 
 
 def fill(view: DeviceView) -> str:
-    """A text with the claimed and the usable bytes of the device in `view`: `14.0 of 21.6 GiB`."""
+    """The claimed and the usable bytes of the device in `view`: `14.0 of 21.6 GiB`."""
     claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
     if claimed.split()[1] == limit.split()[1]:
         claimed = claimed.split()[0]
@@ -282,7 +272,7 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 
 def warm_pool(snapshot: Snapshot) -> str:
-    """What is in host memory: `warm pool: 1 model`, or `warm pool: 1 model, 1 notebook` if one is parked."""
+    """What is in host memory: `warm pool: 1 model`, or `warm pool: 1 model, 1 notebook`."""
     kinds = [lease.kind for lease in snapshot.leases() if lease.on_host]
     models, notebooks = kinds.count("model"), kinds.count("kernel")
     parts = [f"{models} model{'s' if models != 1 else ''}"]
@@ -292,10 +282,7 @@ def warm_pool(snapshot: Snapshot) -> str:
 
 
 def _measured_remark(view: DeviceView) -> list[str]:
-    """The remark `measured 14.0 GiB`, if a real device's measured and claimed bytes differ.
-
-    For a card whose use is unknown, the remark is `not measured`. Else the list is empty.
-    """
+    """The remark `measured 14.0 GiB` if it differs from the claimed bytes, or `not measured`."""
     if view.measured_bytes is None:
         return [] if view.device.is_host else ["not measured"]
     if view.device.simulated or view.measured_bytes == view.claimed_bytes:
@@ -307,11 +294,7 @@ def _measured_remark(view: DeviceView) -> list[str]:
 
 
 def holdings(snapshot: Snapshot) -> list[Holding]:
-    """The rows of the table of holders for the `snapshot`.
-
-    The first rows are the leases, sorted by device and size. Then follow the bytes that owners hold
-    beyond their leases, and other programs.
-    """
+    """The rows of the table of holders: leases by device and size, bytes beyond leases, other programs."""
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
 
     def by_device_and_size(lease: Lease) -> tuple[int, int, str]:
@@ -339,7 +322,6 @@ def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
 
 
 def _residues(snapshot: Snapshot) -> Iterator[Holding]:
-    """Yields a row for each owner that holds bytes beyond its leases."""
     for section in snapshot.sections.values():
         for device, size in section.residue.items():
             if size:
@@ -366,7 +348,6 @@ def _stranger(size: int | None, device: str, program: str) -> Holding:
 
 
 def _program(stranger: Stranger) -> str:
-    """The known facts about a program without a lease, such as `python, bob, pid 4121`."""
     parts = (stranger.command, stranger.user, f"pid {stranger.pid}")
     return ", ".join(clean(part) for part in parts if part)
 
@@ -385,10 +366,9 @@ def _marks(lease: Lease) -> Iterator[str]:
 
 
 def holder(snapshot: Snapshot, owner_id: str, events: Iterable[Event] = ()) -> str:
-    """The label of the process with the id `owner_id`, for readers of the `snapshot`.
+    """The label of the process with the id `owner_id`, `this process` if it made the `snapshot`.
 
-    For the process that made the snapshot, the label is `this process`. `events` that are not in the snapshot may name
-    the notebook of an ended process.
+    `events` that are not in the snapshot may name the notebook of an ended process.
     """
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
@@ -416,9 +396,7 @@ MOST_CONSIDERED = 8  # alternatives that a plan lists
 
 
 def waiting(snapshot: Snapshot) -> list[str]:
-    """A sentence for each ticket of the `snapshot`: a request that waits for room, or a request to
-    an owner.
-    """
+    """A sentence for each ticket of the `snapshot`: a request for room, or a request to an owner."""
     return [_ticket_sentence(snapshot, ticket) for ticket in snapshot.tickets]
 
 
@@ -473,11 +451,7 @@ _EVENT_PHRASES = {
 
 
 def event_phrase(event: Event) -> str:
-    """The `event` as a phrase without the model's name and the reason: `was loaded, 14.0 GiB on
-    sim:0`.
-
-    The caller puts the name of the model before the phrase.
-    """
+    """The `event` after its model's name, without the reason: `was loaded, 14.0 GiB on sim:0`."""
     phrase = _EVENT_PHRASES.get(event.action, event.action)
     if not event.bytes:
         phrase = phrase.split(",")[0].replace(" {bytes}", "")
@@ -496,21 +470,16 @@ def event_sentence(event: Event) -> str:
 
 
 def event_subject(event: Event, snapshot: Snapshot) -> str:
-    """The name that goes before the sentence about `event`: the event's title, or the process.
-
-    The name is the process if the event is about no model, or about the own memory of a kernel
-    whose notebook is unknown.
-    """
+    """The name before the sentence about `event`: its title, or else the process."""
     if event.title and event.title != KERNEL:
         return event.title
     return holder(snapshot, event.owner)
 
 
 def titled(events: Sequence[Event], snapshot: Snapshot | None) -> list[tuple[str, Event]]:
-    """The `events` that are shown, each with its title.
+    """The `events` that are shown, each with its title, such as `qwen of train.ipynb (pid 4121)`.
 
-    If they are of several processes, a title names the process too: `qwen of train.ipynb (pid 4121)`.
-    Without a `snapshot`, the processes have no names.
+    The process is named if they are of several, and known by the `snapshot`.
     """
     is_of_several = snapshot is not None and len({event.owner for event in events}) > 1
     found = []
@@ -543,10 +512,7 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences that are shown first: the problems of the `snapshot`, and whether
-    ENABLE_MEMORY_GOVERNOR is off.
-    If the beginning of a problem is known, its sentence includes the time of the beginning.
-    """
+    """Sentences that are shown first: a governor that is off, and the problems with their beginnings."""
     found = [] if snapshot.governed else [GOVERNOR_OFF]
     for problem in problems(snapshot):
         since = f" Since {clock(problem.wall)}." if problem.wall else ""
@@ -570,10 +536,7 @@ def events_to_show(events: Sequence[Event]) -> list[Event]:
 
 
 def host_title(snapshot: Snapshot) -> str:
-    """The name of the machine on which the `snapshot` was made.
-
-    If no process of that machine has updated its book for a while, the text also says for how long.
-    """
+    """The machine of the `snapshot`, and for how long no process of it has updated its book."""
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
     if snapshot.seen_seconds <= QUIET_SECONDS:
@@ -585,7 +548,6 @@ def host_title(snapshot: Snapshot) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The verdict of the `plan` in a few words."""
     name = _plan_subject(plan)
     if plan.level is PlanLevel.NEVER:
         return f"{name} does not fit, even after a wait"
@@ -611,11 +573,7 @@ def _is_size(name: str) -> bool:
 
 
 def how_to_do_it(plan: Plan, prompt: str) -> str:
-    """A sentence with the command that does exactly what was planned, or with the reason why it
-    would fail.
-
-    The command begins with `prompt`. The result is empty if no command can carry out the plan.
-    """
+    """The command that does what was planned, after `prompt`, or why it would fail; empty if there is none."""
     if plan.obstacle:
         return f"It would not be loaded: {clean(plan.obstacle)}."
     command = clean(plan.command)
@@ -631,11 +589,7 @@ def how_to_do_it(plan: Plan, prompt: str) -> str:
 
 
 def step_sentence(snapshot: Snapshot, step: Step) -> str:
-    """One `step` in words: `move llama (8.0 GiB) from sim:0 to host`.
-
-    If the lease belongs to another process, the sentence names this process, with its label from
-    the `snapshot`.
-    """
+    """One `step` in words: `move llama (8.0 GiB) from sim:0 to host`. Another process is named."""
     owner_id, _, name = step.lease.partition("/")
     of_holder = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
     if name == KERNEL:
@@ -669,7 +623,7 @@ def others_considered(plan: Plan) -> list[tuple[str, str]]:
 
 
 def on_cards(plan: Plan) -> str:
-    """The cards of the `plan`, such as ` · GPUs: 0,1`. The result is empty if the plan uses a single card."""
+    """The cards of a `plan` that uses several, such as ` · GPUs: 0,1`; else empty."""
     return f" · {plan.cards}" if len(plan.shares) > 1 else ""
 
 
@@ -682,7 +636,7 @@ _PARTS = {
 
 
 def needs(plan: Plan) -> str:
-    """The total bytes that the `plan` needs. If the footprint has only one part, also its source."""
+    """The total bytes that the `plan` needs, with their source if the footprint has one part."""
     if plan.footprint is None:
         return ""
     total = show_bytes(plan.footprint.bytes)
@@ -692,10 +646,7 @@ def needs(plan: Plan) -> str:
 
 
 def parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """The footprint of the `plan` by part: the name, the size and the source of the number.
-
-    The result is empty if there is only one part, since the text of `needs` has that part.
-    """
+    """The footprint of the `plan` by part: the name, the size and the source; empty if `needs` has the only one."""
     if plan.footprint is None or len(plan.footprint.parts) < 2:
         return []
     return [
@@ -713,5 +664,4 @@ def _provenance(part: Part) -> str:
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """Further sentences about the size in the `plan`."""
     return plan.footprint.notes if plan.footprint else ()

@@ -1,7 +1,6 @@
-"""The extension for `%load_ext gpu`. It adds the magics `%gpu` and `%%gpu`, their completions, and `rt`.
+"""The extension for `%load_ext gpu`: the magics `%gpu` and `%%gpu`, their completions, and `rt`.
 
-Loading the extension prints nothing. It does not import torch, transformers or pandas; the first use of a model or a
-table imports them. The verbs are defined in `gpu_runtime.verbs`, not here.
+Loading the extension prints nothing, and imports neither torch, transformers nor pandas.
 """
 
 from __future__ import annotations

@@ -22,21 +22,14 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class CellSyntaxError(GpuError):
-    """Raised when the text of a cell is not valid Python.
-
-    The error has Python's own message. The error is raised, not printed, so that programs that test notebooks (such as
-    nbval) notice it.
-    """
+    """Raised, not printed, when a cell is not valid Python, so that nbval and other programs notice it."""
 
 
 class Compiled:
     """A cell that is ready to run: the code of its statements, and of its last expression, which is displayed."""
 
     def __init__(self, shell: InteractiveShell, cell: str) -> None:
-        """Compiles the `cell` for the `shell`.
-
-        Raises CellSyntaxError if the cell is not Python, and GpuError if the cell uses `await` at its top level.
-        """
+        """Compiles the `cell`. Raises CellSyntaxError, and GpuError if the cell uses `await` at its top level."""
         self._shell = shell
         # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
         source = "\n" + shell.transform_cell(cell)

@@ -61,17 +61,14 @@ class Scan:
     ) -> None:
         """`known` are the names of models, `names` the variables of the notebook.
 
-        `governed(value)` returns the name of the model that `value` is, or "" if `value` is no model.
+        `governed(value)` returns the name of the model that `value` is, or "".
         """
         self.known, self.names, self.governed = frozenset(known), names, governed
         self.bound: dict[str, tuple[Any, ...]] = {}  # variable -> the constants it may have
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
 
     def read(self, code: str) -> ScannedModels:
-        """The models of the cell with the text `code`.
-
-        A text that is not Python, is too long, or is nested too deeply has no models.
-        """
+        """The models of the cell `code`; none if it is not Python, is too long, or is nested too deeply."""
         if len(code) > MOST_CHARACTERS:
             return ScannedModels()
         tree, cell = _parsed(code), _Cell(self)
@@ -84,10 +81,7 @@ class Scan:
         return ScannedModels(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
 
     def values(self, node: ast.AST | None) -> Iterator[Any]:
-        """Yields the constants that may be the value of the expression `node`.
-
-        They are known from the texts of the cells and from the values of the notebook's variables.
-        """
+        """Yields the constants that may be the value of `node`, by the cells and the notebook's variables."""
         if isinstance(node, ast.Constant):
             yield node.value
         elif isinstance(node, ast.Name):
@@ -119,10 +113,7 @@ class Scan:
             yield value
 
     def _values_of_call(self, node: ast.Call) -> Iterator[Any]:
-        """Yields the constants that a call passes on from its arguments or from its object.
-
-        For example, `enumerate(names)` and `names.items()` both yield the constants of `names`.
-        """
+        """Yields the constants of `names` for calls such as `enumerate(names)` and `names.items()`."""
         function = node.func
         if isinstance(function, ast.Name) and function.id in PASS_ON:
             for item in node.args:
@@ -142,7 +133,6 @@ class _Cell(ast.NodeVisitor):
         self.followed = 0  # calls
 
     def use(self, names: Iterable[Any]) -> None:
-        """Adds each model among `names` to the models that the cell uses."""
         for name in names:
             if type(name) is str and name in self.scan.known and name not in self.uses:
                 self.uses.append(name)
@@ -277,8 +267,7 @@ class _Cell(ast.NodeVisitor):
         """Adds the models that the existing `function` uses when it is called.
 
         If `function` calls one of METHODS, the names of models are taken from its constants, from the arguments
-        `given`, and from the variables that it reads. The functions that it calls are followed too. `depth` is how
-        many calls led from the cell to `function`, at most DEEPEST_CALL.
+        `given`, and from the variables that it reads. The functions that it calls are followed too, to a `depth`.
         """
         self.followed += 1
         codes = [function.__code__]
@@ -338,10 +327,9 @@ class _Cell(ast.NodeVisitor):
 
 @functools.lru_cache(maxsize=MOST_PARSED)
 def _parsed(code: str) -> ast.AST | None:
-    """The syntax tree of the cell, or None if the cell is not Python.
+    """The syntax tree of the cell, or None. A waiting cell is read many times, so the result is cached.
 
-    The results are cached, because the text of a waiting cell is read many times. Plain Python is parsed without
-    IPython's transformation, which takes ten times as long as the parsing.
+    Plain Python is parsed without IPython's transformation, which takes ten times as long as the parsing.
     """
     try:
         return ast.parse(code)

@@ -33,15 +33,10 @@ _NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
 
 
 def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """A matcher for IPython's completer. `runtime()` returns the runtime with the models."""
-
     @context_matcher(identifier="gpu_matcher")
     @outside_modes
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
-        """The completions of a line with one of the magics, and of a model's name in `rt.use("`.
-
-        Any other line has no completions.
-        """
+        """The completions of a line with one of the magics, and of a model's name in `rt.use("`; else none."""
         call = _CALL.search(context.text_until_cursor.rpartition("\n")[2])
         if call is not None:
             return _completed(call["typed"], model_names(runtime()))
@@ -63,9 +58,8 @@ def _completed(
 ) -> SimpleMatcherResult:
     """The words among `offered` that begin with `fragment`, as a result for IPython.
 
-    `typed` returns a word as it is typed: in a magic, a name with a space needs quotes. IPython's
-    other matchers are suppressed even if no word matches, since files and Python names would be
-    wrong at this place.
+    `typed` returns a word as it is typed, such as with quotes. IPython's other matchers are suppressed,
+    since files and Python names would be wrong at this place.
     """
     matching = [word for word in offered if word.startswith(fragment)]
     return {
@@ -79,10 +73,9 @@ def _completed(
 def candidates(
     before: list[str], fragment: str, cell: bool, runtime: Callable[[], Any]
 ) -> Iterable[str] | None:
-    """The words that may replace the `fragment`, which follows the words `before`.
+    """The words that may replace the `fragment` after the words `before`, of `%%gpu` if `cell`.
 
-    `cell` is True for `%%gpu`. `runtime()` returns the runtime with the models. The result is None if another matcher
-    should complete the word, for example the path of a file.
+    None if another matcher should complete the word, for example the path of a file.
     """
     if cell:
         arguments, typed = verbs.CELL, before
@@ -117,10 +110,7 @@ def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
 
 
 def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
-    """The possible values of `argument`; None if it is the path of a file, which another matcher completes.
-
-    `runtime()` returns the runtime with the models and devices.
-    """
+    """The possible values of `argument`; None if it is the path of a file, which another matcher completes."""
     if argument.completes == "files":
         return None
     if argument.completes == "models":

@@ -64,7 +64,6 @@ class CellQueue:
             self._begin()
 
     def waiting(self) -> list[WaitingCell]:
-        """The requests that wait now, in the order in which they will run."""
         with self._lock:
             return list(self._seen.values())
 
@@ -88,7 +87,6 @@ class CellQueue:
             self._seen.clear()
 
     def remove(self) -> None:
-        """Stops watching the kernel, and restores the original receiver of messages."""
         if self._taps:
             vars(self._kernel).pop(_RECEIVER, None)
             if self._stream.receiving():  # type: ignore[union-attr]
@@ -96,10 +94,8 @@ class CellQueue:
         self.failed()
 
     def _begin(self) -> None:
-        """Puts the tap in front of the receiver of the kernel's stream.
-
-        Before the kernel has started, the stream has no receiver yet. In this case the tap replaces the kernel's
-        method that receives messages. When the kernel starts, it makes this method the receiver.
+        """Puts the tap in front of the receiver of the stream. Before the kernel has started, there is none:
+        the tap then replaces the kernel's method that becomes the receiver.
         """
         if self._stream.receiving():  # type: ignore[union-attr]
             self._receive_by(self._tap)
@@ -107,7 +103,7 @@ class CellQueue:
             vars(self._kernel)[_RECEIVER] = self._tap
 
     def _receive_by(self, receiver: Any) -> None:
-        """Makes `receiver` the receiver of all further messages. The change is made in the thread of the stream."""
+        """The change is made in the thread of the stream."""
         stream = self._stream
         self._loop.add_callback(lambda: stream.on_recv(receiver, copy=False))  # type: ignore[union-attr]
 
@@ -118,7 +114,7 @@ class CellQueue:
             self._changed()
 
     def _note(self, message: Any) -> bool:
-        """Remembers the request in `message`. Returns False if the message is no request to run a cell."""
+        """Remembers the request in `message`. Returns whether it is one to run a cell."""
         cell = self._read(message)
         if cell is None:
             return False
@@ -142,7 +138,7 @@ class CellQueue:
                 self._note(entry[-1][0])
 
     def _read(self, message: Any) -> WaitingCell | None:
-        """The request in `message`. None if `message` is of another kind or cannot be read."""
+        """The request in `message`; None if it is of another kind or cannot be read."""
         try:
             session = self._kernel.session
             _, frames = session.feed_identities(message, copy=False)
@@ -174,10 +170,9 @@ class FileCell(NamedTuple):
 
 
 def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str, bool]:
-    """The path of this kernel's notebook, and whether a program runs the notebook's cells one after another.
+    """The path of this kernel's notebook or "", and whether a program runs its cells one after another.
 
-    `names` are the notebook's variables, in which VS Code stores the path. `parent` is the process id of this kernel's
-    parent. If the path is unknown, the first result is empty.
+    `names` are the notebook's variables, in which VS Code stores the path. `parent` is the pid of the kernel's parent.
     """
     arguments = _arguments(os.getppid() if parent is None else parent)
     words = {os.path.basename(word) for word in arguments[:3]}
@@ -189,10 +184,7 @@ def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str
 
 
 def _arguments(process: int) -> list[str]:
-    """The words of a process's command line. The path of each notebook in these words is made absolute.
-
-    The result is empty if the process has ended or belongs to another user.
-    """
+    """The words of a process's command line, with absolute paths of notebooks; none for another user's process."""
     try:
         text = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
         folder = os.readlink(f"/proc/{process}/cwd")
@@ -203,10 +195,7 @@ def _arguments(process: int) -> list[str]:
 
 
 def code_cells(path: str) -> list[FileCell]:
-    """The code cells of the notebook at `path`, without empty cells.
-
-    The result is empty if the file cannot be read.
-    """
+    """The code cells of the notebook at `path`, without empty cells; none if it cannot be read."""
     try:
         if os.path.getsize(path) > MOST_BYTES:
             return []
@@ -232,12 +221,9 @@ class Position:
     def after(
         self, cells: list[FileCell], code: str, cell_id: str, now: float, by_program: bool
     ) -> list[FileCell]:
-        """The cells that will run after the cell with this `code` and `cell_id`.
+        """The cells of the file after the cell with this `code` and `cell_id`; none if it is not in the file.
 
-        `cells` are the notebook's code cells and `now` is the time in seconds. The result has all later cells of the
-        file. It is empty if this cell is not in the file.
-
-        If `by_program` is false, a person may have started only this cell. Then later cells are expected only if this
+        If not `by_program`, a person may have started only this cell. Then later cells are expected only if this
         cell began within PEOPLE_SECONDS after the end of the previous cell, and is the next cell in the file.
         """
         here = self._find(cells, code, cell_id)
@@ -250,7 +236,6 @@ class Position:
         return cells[here + 1 :] if follows else []
 
     def ended(self, now: float) -> None:
-        """Records that the running cell ended at the time `now`."""
         self._ended_at = now
 
     def failed(self) -> None:
@@ -258,10 +243,9 @@ class Position:
         self._ended_at = None
 
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
-        """The index in `cells` of the cell with this `cell_id`; None if there is no such cell.
+        """The index of the cell with this `cell_id`, or without an id, with this `code`; else None.
 
-        If `cell_id` is empty, the cell is found by its text `code`. Several cells may have this text. Then the result
-        is the first of them after the cell that was found last, or else the first in the file.
+        Of several cells with this text it is the first after the cell found last, or else the first in the file.
         """
         if cell_id:
             return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)
@@ -277,7 +261,6 @@ class CellSchedule:
     """The running and waiting cells of one shell. The shell reports when each cell begins and ends."""
 
     def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """Watches the kernel of `shell`. A shell without a kernel has no cells that wait."""
         self._shell, self._clock = shell, clock
         self._queue = CellQueue(shell.kernel, upcoming.changed) if _has_kernel(shell) else None
         self._position = Position()
@@ -302,9 +285,7 @@ class CellSchedule:
         upcoming.changed()
 
     def after_cell(self, result: Any) -> None:
-        """Called when a cell ended with IPython's `result`. After an error or an interrupt, no further cell is
-        expected.
-        """
+        """Called when a cell ended. After an error or an interrupt, no further cell is expected."""
         if self._queue is None:
             return
         self._running = [one for one in self._running if one[0] is not result.info]
@@ -316,7 +297,6 @@ class CellSchedule:
         upcoming.changed()
 
     def remove(self) -> None:
-        """Stops watching the cells of the shell."""
         if self._queue is not None:
             self._queue.remove()
             upcoming.read_by(None)
@@ -332,12 +312,10 @@ class CellSchedule:
         return [WaitingCell(cell.id, cell.code, cell.id) for cell in later]
 
     def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
-        """The running cell and the waiting cells, each with its models.
+        """The running cell and the waiting cells, each with its models; the runtime calls it through `upcoming`.
 
         If no cell runs, the first cell of the queue is about to begin, and counts as running: it loads its own models.
-
-        `known` are the names of models. `governed(value)` returns the name of the model that `value` is, or "".
-        The runtime calls this method through `upcoming`.
+        `governed(value)` returns the name of the model that `value` is, or "".
         """
         assert self._queue is not None
         with self._lock:
@@ -365,10 +343,10 @@ def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels
 
 
 def _number_of_cell(shell: Any) -> int:
-    """The number of the cell that begins. The output of the cell will show the same number.
+    """The number that the output of the beginning cell will show.
 
-    `execution_count` is not used, because some versions of IPython increase it before this function is called, and
-    others after it. The stored inputs are counted instead: every version stores the cell's input after this call.
+    Some versions of IPython increase `execution_count` before this function is called, and others after it. Every
+    version stores the cell's input after this call, so the stored inputs are counted.
     """
     history = shell.history_manager
     return len(history.input_hist_raw) if history else shell.execution_count
@@ -379,7 +357,6 @@ def _has_kernel(shell: Any) -> bool:
 
 
 def _sent_cell_id(kernel: Any) -> str:
-    """The id of the running cell in the notebook, or "" if the front end did not send it."""
     try:
         return kernel.get_parent("shell")["metadata"].get("cellId") or ""
     except (AttributeError, LookupError, TypeError):  # not ipykernel, or an old front end

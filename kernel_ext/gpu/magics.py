@@ -1,7 +1,6 @@
 """The magics `%gpu` and `%%gpu`, which read the typed line, call the runtime and return the result.
 
-Each result knows how to display itself. Only the code that IPython needs is here. The verbs, such as `plan` in
-`%gpu plan qwen`, are defined in `gpu_runtime/verbs.py`; a new verb is added in that file.
+Only the code that IPython needs is here. The verbs are defined in `gpu_runtime/verbs.py`.
 """
 
 from __future__ import annotations
@@ -61,12 +60,10 @@ class Parser(MagicArgumentParser):
     synopsis = ""
 
     def error(self, message: str) -> None:
-        """Raises UsageError with the `message` and the synopsis of the verb."""
         raise UsageError(f"{usage_error(message)}\n  Usage: {self.synopsis}")
 
 
 def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
-    """A parser for these `arguments`, which are typed as the `synopsis` shows."""
     parser = Parser(prog=MAGIC)
     parser.allow_abbrev = False  # IPython's constructor does not accept this option
     parser.synopsis = synopsis
@@ -74,9 +71,7 @@ def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
 
 
 def split(line: str) -> list[str]:
-    """The words of a `line`, without quotes and without a final `;` (which hides the output).
-
-    A size such as `2 GiB` is one word.
+    """The words of a `line`, without quotes and a final `;` (which hides the output). `2 GiB` is one word.
 
     Raises UsageError if a quote is not closed.
     """
@@ -91,7 +86,7 @@ class GpuMagics(Magics):
     """The magics of one shell."""
 
     def __init__(self, shell: Any, runtime: Callable[[], Any]) -> None:
-        """Makes the magics for `shell`; `runtime` returns the runtime, and opens it if necessary."""
+        """`runtime` returns the runtime, and opens it if necessary."""
         super().__init__(shell)
         self._runtime = runtime
         # Called after an out-of-memory error. It makes room on the card, and returns a sentence about
@@ -111,10 +106,7 @@ class GpuMagics(Magics):
     # -- %gpu ------------------------------------------------------------------------------------
 
     def line(self, words: list[str]) -> Any:
-        """Runs the verb with the arguments in `words`, and returns the result.
-
-        Raises UnknownVerb, UsageError for bad syntax, and the errors of the runtime.
-        """
+        """The result of the verb in `words`. Raises UnknownVerb, UsageError, and the errors of the runtime."""
         from gpu_runtime.rendering import render
 
         if words and words[0] in HELP:
@@ -139,10 +131,7 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        """Runs `verb` with `args`, and returns the result in the form that is displayed.
-
-        For the verb `console`, the result is the object that the runtime returns.
-        """
+        """The result of `verb` in the form that is displayed."""
         from gpu_runtime.rendering import plain, render
 
         if verb.name in IN_NOTEBOOK:
@@ -163,7 +152,7 @@ class GpuMagics(Magics):
         )
 
     def _opened(self, verb: verbs.Verb) -> Any:
-        """The runtime. The result is None if the runtime cannot be opened and `verb` does not need a runtime."""
+        """The runtime; None if it cannot be opened and `verb` does not need it."""
         try:
             return self._runtime()
         except GpuError:
@@ -174,10 +163,9 @@ class GpuMagics(Magics):
     # -- %%gpu -----------------------------------------------------------------------------------
 
     def cell(self, words: list[str], body: str) -> None:
-        """Runs the cell `body` with the lease and the model that `words` request.
+        """Runs the cell `body` with the lease and the model that `words` request, and shows what the lease used.
 
-        At the end, shows the memory that the lease used, if a lease was requested. With `--retry` the cell runs once
-        more after an out-of-memory error, if room was made for the cell. Raises UsageError for bad syntax.
+        With `--retry` the cell runs once more after an out-of-memory error, if room was made. Raises UsageError.
         """
         from gpu_runtime.rendering import render
 
@@ -201,7 +189,6 @@ class GpuMagics(Magics):
         return self._run(compiled, args)
 
     def _run(self, compiled: Any, args: argparse.Namespace) -> None:
-        """Runs the `compiled` cell once, with the lease and the model that `args` request."""
         from gpu_runtime.rendering import render
 
         rt = self._runtime()
@@ -250,7 +237,6 @@ class GpuMagics(Magics):
 
 
 def _help(verb: str | None) -> str:
-    """The help on the verb or error called `verb`, or on all verbs if `verb` is None."""
     if verb and (page := error_pages.page(verb, MAGIC)):
         return page
     if verb:
@@ -268,15 +254,12 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs,
 
 
 class Unopened:
-    """The notebook's `rt` until the runtime is opened.
+    """The notebook's `rt` until the runtime is opened, which the first cell with `rt` in its text does.
 
-    Opening the runtime takes a moment, and the devices and the ledger cannot be changed afterwards. So the runtime is
-    opened at its first use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The first cell whose text contains
-    `rt` opens the runtime, which then replaces this object.
+    Opening takes a moment, and fixes the devices and the ledger. So `%env GPU_DEVICES=…` works after `%load_ext`.
     """
 
     def __init__(self, opens: Callable[[], Any]) -> None:
-        """`opens` returns the runtime."""
         self._opens = opens
 
     def __getattr__(self, name: str) -> Any:
@@ -290,7 +273,7 @@ class Unopened:
 
 
 class _Loaded:
-    """The extension in one shell. This object remembers everything that it added to the shell, to remove it later."""
+    """The extension in one shell, with everything that it added to the shell, to remove it later."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -458,13 +441,12 @@ def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
 
 
 def load(shell: Any) -> None:
-    """Adds the magics, the completions and `rt` to the `shell`. Prints nothing."""
     unload(shell)
     _loaded[id(shell)] = _Loaded(shell)
 
 
 def unload(shell: Any) -> None:
-    """Removes from the `shell` what `load` added. The runtime and its models stay."""
+    """Removes what `load` added. The runtime and its models stay."""
     loaded = _loaded.pop(id(shell), None)
     if loaded is not None:
         loaded.remove()
@@ -483,11 +465,10 @@ class LogLines(logging.Handler):
         LOGGER.addHandler(self)
 
     def remove(self) -> None:
-        """Removes this handler. Log lines then appear again as they did before the handler was added."""
         LOGGER.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line of the main thread to the cell, and a line of any other thread to the kernel's log.
+        """Writes a line of the main thread to the cell, of another thread to the kernel's log.
 
         If the user has set up logging, only the user's handlers show the lines of the main thread.
         """

@@ -36,10 +36,7 @@ DEBUGGER_READS = frozenset(
 
 
 def current(kernel: Any) -> tuple[str, dict[str, Any]]:
-    """The type and the content of the message that `kernel` handles now.
-
-    The type and the content are empty if the message cannot be read.
-    """
+    """The type and the content of the message that `kernel` handles now; empty if it cannot be read."""
     try:
         message = kernel.get_parent("shell")
         return message["header"]["msg_type"], dict(message["content"])
@@ -48,9 +45,7 @@ def current(kernel: Any) -> tuple[str, dict[str, Any]]:
 
 
 def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether a message of the type `kind` with this `content` may read the memory of `kernel` without the hook
-    `pre_execute`.
-    """
+    """Whether a message may read the memory of `kernel` without the hook `pre_execute`."""
     if kind == "execute_request":  # an empty cell is not run, but its expressions are evaluated
         return bool(content.get("user_expressions")) and not content.get("code", "").strip()
     if kind in ("comm_open", "comm_close"):
@@ -60,18 +55,17 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 
 
 def reads_nothing(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether a comm's message is for a console that this notebook shows, or is sent by each page that is loaded.
-
-    The console reads no tensor. A page asks ipywidgets for the state of all widgets.
+    """Whether a comm's message is for a console that this notebook shows, which reads no tensor, or is sent by
+    each page that is loaded, which asks ipywidgets for the state of all widgets.
     """
     callback = _comm_callback(kernel, kind, content) if kind.startswith("comm_") else None
     return _is_of_console(callback) or _is_of_page(callback, content)
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Calls `work` in a thread of `gpu_runtime.threads` and returns its result; None if `work` raises.
+    """Calls `work` in a thread of `gpu_runtime.threads`, since another would be an obstacle to a move.
 
-    A thread that gpu_runtime did not start would prevent a move of the kernel's memory; see `obstacles.py`.
+    Returns its result, or None if `work` raises.
     """
     loop = asyncio.get_running_loop()
     result = loop.create_future()
@@ -100,10 +94,7 @@ def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
 
 
 def _is_of_page(callback: Any, content: dict[str, Any]) -> bool:
-    """Whether `callback` belongs to ipywidgets and only reports the state of widgets, none of a class of the user's.
-
-    JupyterLab sends such messages by itself whenever its page is loaded.
-    """
+    """Whether `callback` only reports the state of ipywidgets, none of the user's, as when a page is loaded."""
     module = sys.modules.get("ipywidgets.widgets.widget")
     if module is None or not isinstance(callback, (MethodType, FunctionType)):
         return False

@@ -54,10 +54,8 @@ class EndsByItself(str):
 
 
 def why_not_modules() -> str:
-    """The reason why the memory must not be moved now, or "" if no module is a reason.
-
-    Reasons are a library that holds memory of a card, since it may have stored addresses of tensors, and a connection
-    to other processes.
+    """Why libraries are a reason not to move: they hold memory of a card and maybe addresses of tensors, or a
+    connection to other processes.
     """
     for one in other_libraries.held():
         return f"{one}, and may keep addresses of tensors"
@@ -93,7 +91,7 @@ def _why_not_groups() -> str:
 
 
 def why_not_timers(own: Own | None = None) -> str:
-    """The reason why the memory must not be moved now: an armed timer, or a function that each collection calls."""
+    """Why an armed timer, or a function that each collection calls, is a reason."""
     for name, number in TIMERS.items():
         if hasattr(signal, name) and signal.getitimer(getattr(signal, name))[0]:
             handler = signal.getsignal(getattr(signal, number))
@@ -113,7 +111,7 @@ class Own:
     """The objects of one running kernel application: its loops, streams, sockets and threads."""
 
     def __init__(self, kernel: Any = None) -> None:
-        """Collects the objects of `kernel`. A kernel of another version may lack some of them."""
+        """A kernel of another version may lack some of them."""
         app, shell = getattr(kernel, "parent", None), getattr(kernel, "shell", None)
         channel = getattr(kernel, "shell_channel_thread", None)
         self.subshells = getattr(channel, "_manager", None)
@@ -145,7 +143,6 @@ class Own:
         return self.subshells.list_subshell() if self.subshells is not None else []
 
     def has(self, value: Any) -> bool:
-        """Whether `value` is one of the objects."""
         return id(value) in self._ids
 
     def runs(self, coroutine: Any) -> bool:
@@ -286,11 +283,11 @@ def _is_ours(variables: dict[str, Any] | None) -> bool:
 
 
 def why_not_loop(kernel: Any, own: Own | None = None) -> str:
-    """The reason why the memory must not be moved now, or "" if no event loop of the `kernel` is a reason.
+    """Why an event loop of the `kernel`, or of a subshell, is a reason: it has tasks, callbacks, servers or connections
+    that are not the kernel's own.
 
-    Reasons are tasks, callbacks, servers and connections in the main thread's event loop, or in the loop of a subshell,
-    that are not the kernel's own. JupyterLab opens a subshell for the messages of widgets. Before a message to a
-    subshell is handled, parked memory comes back, as before a message to the main thread.
+    JupyterLab opens a subshell for the messages of widgets. Before a message to a subshell is handled, parked memory
+    comes back, as before a message to the main thread.
     """
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
@@ -358,7 +355,7 @@ def _watches(called: tuple[Any, ...]) -> str:
 
 
 def why_not_threads(main: int | None, own: Own | None = None) -> str:
-    """The reason why the memory must not be moved now, with the name of a thread; or "" if no thread is a reason.
+    """Why a thread is a reason, with its name; or "".
 
     A thread prevents the move if it runs. It also prevents the move if it will wake by itself, and its stack refers to
     code of the user or to a tensor. Threads of the kernel and of gpu_runtime never prevent it. `main` is the identifier
@@ -420,7 +417,6 @@ def _threads(own: Own, but: set[int | None]) -> dict[int, FrameType]:
 
 
 def stack(frame: FrameType | None) -> list[FrameType]:
-    """The frames of a thread, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -479,9 +475,8 @@ def _named(ident: int, frames: list[FrameType], found: Any = None) -> str:
 
 
 def users(roots: Iterable[Any], own: Own) -> Any:
-    """The nearest object of the user's that the objects `roots` refer to, or None.
+    """The nearest object of the user's that the objects `roots` refer to; None, or UNKNOWN for too many objects.
 
-    If they refer to more than MOST_OBJECTS objects, and none of the nearest is the user's, this is UNKNOWN.
     Such an object is a function, a class or a frame whose code is in no installed package, or a tensor of torch.
     """
     torch = sys.modules.get("torch")

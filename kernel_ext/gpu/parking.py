@@ -129,7 +129,6 @@ class Parking:
     """Follows the cells of one kernel, and lets the kernel's memory be moved between two cells."""
 
     def __init__(self, shell: Any, opens: Callable[[], Any], show: Callable[[str], None]) -> None:
-        """Follows the kernel of `shell`. `opens` returns the runtime, and `show` displays a line."""
         self._shell, self._kernel = shell, shell.kernel
         self._opens, self._show = opens, show
         self._runtime: Any = None
@@ -156,7 +155,6 @@ class Parking:
             self._handlers[DEBUG] = self.on_debug_request
 
     def remove(self) -> None:
-        """Removes everything that was added."""
         self._preceding.restore()
         events = self._shell.events
         for name, callback in (("pre_execute", self.before), ("post_execute", self.after)):
@@ -219,10 +217,7 @@ class Parking:
 
     @hook
     def _hold(self) -> Any:
-        """Brings parked memory back to the card. The memory stays on the card until the returned object is dropped.
-
-        See `Reading.hold`.
-        """
+        """Brings parked memory back to the card, until the returned object is dropped; see `Reading.hold`."""
         lease = self._lease
         if lease is None:
             return None
@@ -351,7 +346,6 @@ class Parking:
             self._ended()
 
     def _ended(self) -> None:
-        """Notes that the last cell that began in this thread has ended, and counts the bytes that the kernel holds."""
         self._mark += 1
         if self._cells_here:
             self._cells_here.pop()
@@ -369,10 +363,7 @@ class Parking:
                     self._show(news)
 
     def _attach(self) -> bool:
-        """Opens the runtime, and registers this kernel with the runtime. Returns whether both succeeded.
-
-        If the ledger cannot be opened, the command `%gpu` reports the reason.
-        """
+        """Opens the runtime, and registers this kernel with it. Returns whether both succeeded."""
         with contextlib.suppress(GpuError):  # `%gpu` reports it
             rt = self._opens()
             if rt is not self._runtime:
@@ -381,10 +372,7 @@ class Parking:
 
     @outside_modes
     def make_room_to_retry(self, error: BaseException) -> str:
-        """Makes room after a failed `%%gpu --retry` cell, and returns a sentence about what was evicted.
-
-        The result is empty if the cell must not run again.
-        """
+        """Makes room after a failed `%%gpu --retry` cell. Returns what was evicted; "": the cell must not run again."""
         if self._lease is None and not self._attach():
             return ""
         return self._lease.make_room_to_retry(error)
@@ -404,7 +392,6 @@ class Parking:
 
     @property
     def refusal(self) -> GpuError | None:
-        """The error with the reason why the cell must not run, or None if the cell may run."""
         if self._lease is None or self._here.touches_nothing:
             return None
         return self._lease.refusal
@@ -412,7 +399,7 @@ class Parking:
     # -- the protocol Stillness
 
     def why_not(self) -> str:
-        """The reason why the kernel's memory must not be moved now, or "" if it may be moved.
+        """Why the kernel's memory must not be moved now, or "".
 
         A reason that ends by itself is waited for, except in the kernel's loop, which ends some of them.
         """
@@ -439,11 +426,10 @@ class Parking:
         return self._mark
 
     def change(self, mark: object, act: Callable[[], None]) -> str:
-        """Calls `act` while no other thread runs.
+        """Calls `act` while no other thread runs. Returns why it was not called, or "".
 
-        Returns the reason why `act` was not called, or "" if it was called. `mark` is an earlier result
-        of the method `mark`. A thread of the kernel's own may run for a moment, in a `send` of ZeroMQ for
-        example, so it is waited for.
+        `mark` is an earlier result of the method `mark`. A thread of the kernel's own may run for a moment, in a `send`
+        of ZeroMQ for example, so it is waited for.
         """
         return _waited_for(lambda: self._change_once(mark, act), LOOP_SECONDS)
 
@@ -529,10 +515,7 @@ def _bind(
     stand_in: Callable[[Any], Any],
     until_the_end: contextlib.ExitStack,
 ) -> None:
-    """Binds the `names` in `values` to CPU tensors with the same bytes until the cell ends.
-
-    A name that the cell has bound or deleted meanwhile stays as it is.
-    """
+    """Binds the `names` to CPU tensors with the same bytes until the cell ends. One that the cell sets stays so."""
     for name in names:
         value = values[name]
         shown = stand_in(value)
@@ -561,10 +544,7 @@ class _Refusing(ast.NodeTransformer):
 
 
 def _rejecting(why: GpuError) -> GpuError:
-    """The error `why`, as an error of the same name that IPython accepts from a syntax-tree transformer.
-
-    After any other error IPython would remove the transformer, and run the cell.
-    """
+    """The error `why` as one of the same name after which IPython does not remove the transformer and run the cell."""
     kind = type(why)
     rejected = type(kind.__name__, (kind, InputRejected), {"__module__": kind.__module__})
     return rebuilt(rejected, str(why), why.facts)

@@ -244,7 +244,7 @@ def _is_plain(value: Any, depth: int = 2) -> bool:
 
 
 def _reads(shell: Any, line: str, verbs: frozenset[str] = READS) -> bool:
-    """Whether the `line` is a `%gpu` line with one of these `verbs`, and `%gpu` is gpu-console's magic in this `shell`.
+    """Whether the `line` is one of gpu-console's magic `%gpu` in this `shell`, with one of these `verbs`.
 
     `park never` is no such line with the verbs READS, because it brings the memory back.
     """
@@ -293,10 +293,7 @@ def has_hooks(shell: Any) -> bool:
 
 
 def runs_before_hooks(shell: Any) -> bool:
-    """Whether code of the user runs with each cell before IPython's first hook.
-
-    Such code transforms the text of the cell, or observes a trait of the shell, such as its number of cells.
-    """
+    """Whether code of the user transforms the text of each cell, or observes a trait of the shell."""
     manager = getattr(shell, "input_transformer_manager", None)
     names = ("cleanup_transforms", "line_transforms", "token_transformers")
     found = [function for name in names for function in getattr(manager, name, ())]

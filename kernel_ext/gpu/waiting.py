@@ -1,10 +1,8 @@
 """The line that a cell shows while its model waits for memory, is loaded, or is restored.
 
-While the model waits, the line names the holder of the memory, how long the holder has used the memory,
-and how many requests are ahead in the queue. While the model is loaded, the line shows the progress.
-Then one line stays, such as `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a
-second shows nothing. A load of less than half a second (GPU_PROGRESS_SECONDS) shows nothing either, unless a wait was
-shown before it.
+A wait shows the holder of the memory and the place in the queue, and a load its progress. Then one line stays, such as
+`qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a second shows nothing, and no load after it of less
+than half a second (GPU_PROGRESS_SECONDS).
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ TOLD_AFTER_SECONDS = 5.0  # the notebook that holds the memory shows nothing abo
 
 
 def sentence(name: str, wait: Wait, seconds: float) -> str:
-    """Sentences about the `wait` for the model `name`, or for this notebook's own memory if `name` is `kernel`.
-
-    `seconds` is how long the wait has lasted.
+    """Sentences about the `wait` of these `seconds` for the model `name`, or for this notebook's own memory (`kernel`).
 
     For example `You have waited 7 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use
     by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status`.
@@ -51,7 +47,6 @@ def sentence(name: str, wait: Wait, seconds: float) -> str:
 
 
 def _ordinal(number: int) -> str:
-    """The `number` as an ordinal, such as `2nd`."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if 10 < number % 100 < 14 else ending}"
 
@@ -62,7 +57,6 @@ class Line:
     count = 0  # lines made in this process, for their display ids; a notebook's file has no such id
 
     def __init__(self, notebook: bool) -> None:
-        """A line in a notebook if `notebook` is true, else in a terminal."""
         self._notebook, self._handle = notebook, None
         self.visible = False
 
@@ -108,10 +102,7 @@ class WaitLine:
         progress_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Shows the lines in a notebook if `notebook` is true, else in a terminal.
-
-        A load that takes longer than `progress_seconds` shows its progress. `clock` returns seconds.
-        """
+        """A load of more than `progress_seconds` shows its progress. `clock` returns seconds."""
         self._notebook, self._clock = notebook, clock
         self._progress_seconds = progress_seconds
         self._began: float | None = None  # when the present wait began; None without a wait
@@ -164,10 +155,7 @@ class WaitLine:
 
 
 def _summary(arrival: Any, waited: float) -> str:
-    """The line that stays after the `arrival`, which had to wait for `waited` seconds.
-
-    The line is empty for a notebook's own memory, because its return already has another line.
-    """
+    """The line that stays after the `arrival`; empty for a notebook's own memory, whose return has another line."""
     from gpu_runtime.rendering import progress
 
     return "" if arrival.name == progress.KERNEL else progress.summary(arrival, waited)
@@ -214,19 +202,13 @@ class _Redrawing:
 
 
 class OthersWait:
-    """Makes the line that this notebook shows if another process waits for memory of this notebook.
-
-    Each waiting request is reported once.
-    """
+    """Makes the line about another process that waits for memory of this notebook, once for each request."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()  # keys of the requests
 
     def news(self, snapshot: Snapshot) -> str:
-        """A sentence about new requests in `snapshot` that wait for a card on which this process holds memory.
-
-        A request counts after a wait of 5 s. The result is empty if no new request waits.
-        """
+        """A sentence about new requests that have waited 5 s for a card on which this process holds memory; or ""."""
         me = snapshot.owner.id
         held = [one for one in snapshot.leases() if one.owner == me and one.on_device]
         cards = {share.device for lease in held for share in lease.shares}
@@ -242,11 +224,9 @@ class OthersWait:
 
 
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
-    """A sentence on the request `ticket`, which waits for the memory of the leases `held`.
+    """Which process waits with `ticket`, for which of the leases `held`, and the command that frees this one.
 
-    The sentence names the process that waits, and the largest lease on the card that the request needs. It also names
-    the command that frees this lease, unless it is the lease of a running block of code. `more` is the number of
-    further requests.
+    `more` is the number of further requests. The lease of a running block of code has no command.
     """
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
@@ -269,8 +249,8 @@ _told: set[str] = set()
 def hook(act: Callable[..., T]) -> Callable[..., T | None]:
     """Wraps a method that IPython or the kernel calls: it runs outside the user's modes of torch.
 
-    A limit of the system, or an upgrade of gpu-console under this kernel, is told once in a line. It
-    would be a traceback under every cell.
+    A limit of the system, or an upgrade of gpu-console under this kernel, is told once in a line. It would be a
+    traceback under every cell.
     """
 
     @functools.wraps(act)
@@ -291,5 +271,4 @@ def hook(act: Callable[..., T]) -> Callable[..., T | None]:
 
 
 def quiet_line(line: str) -> None:
-    """Shows one `line` in small italics above the output of the cell."""
     Line(notebook=True).keep(line)

@@ -18,10 +18,9 @@ ANSWER_SECONDS = 30.0  # the longest wait for an owner's answer
 
 
 def attempt(rt: Any, proposal: Proposal, name: str) -> tuple[str, str]:
-    """Carries out `proposal` with the runtime `rt`, unless something has changed since the click.
+    """Carries out `proposal`, unless something has changed since the click. Returns `done` or `failed`, and a sentence.
 
-    The journal records `name` as the person who acts. Returns `done` or `failed`, and a sentence. The call waits for
-    the answer of the model's process, so call this function in a thread.
+    The journal records `name` as the person who acts. The call waits for the model's process, so call it in a thread.
     """
     try:
         difference = changed(proposal, rt.status())
@@ -37,10 +36,7 @@ def attempt(rt: Any, proposal: Proposal, name: str) -> tuple[str, str]:
 
 
 def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
-    """Carries out `proposal` with the runtime `rt` for the person `name`. Returns the outcome.
-
-    Raises the errors of the runtime's method.
-    """
+    """Carries out `proposal` for the person `name`. Returns or raises what the runtime's method does."""
     with rt.on_behalf_of(name):
         special = _SPECIAL.get(proposal.verb)
         if special is not None:
@@ -54,7 +50,6 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
 
 
 def _evict_idle(rt: Any, proposal: Proposal) -> Outcome:
-    """Evicts the idle models on a card, one after the other. If one model cannot be evicted, the next one is tried."""
     leases, failed, freed = idle_leases(rt.status(), proposal.name), [], 0
     for lease in leases:
         try:

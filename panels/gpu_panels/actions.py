@@ -82,14 +82,10 @@ class Actions:
 
     @property
     def may_act(self) -> bool:
-        """Whether the visitor may act now."""
         return bool(self.visitor.may_act)
 
     def propose(self, verb: str, target: str) -> None:
-        """Opens the dialog for `verb` on `target`, which is the id of a lease.
-
-        The id has the form `owner id/name`. `data.confirmations.propose` describes the targets of other actions.
-        """
+        """Opens the dialog for `verb` on `target`; see `data.confirmations.propose`."""
         snapshot = self.poller.result.snapshot
         if not self.may_act or snapshot is None or verb.partition(" ")[0] not in VERBS:
             return
@@ -123,10 +119,7 @@ class Actions:
             self._start(lambda: self._act(proposal, report))
 
     def _act(self, proposal: Proposal, report: ActionReport) -> None:
-        """Checks that nothing has changed, carries out the action, and queues the outcome.
-
-        This method runs in a thread, and changes nothing on the page.
-        """
+        """Carries out the action and queues its outcome. Runs in a thread, and changes nothing on the page."""
         state, words = attempt(self.poller.rt, proposal, f"{self.visitor.name}, console")
         self._finished.put(report._replace(state=state, words=words, wall=self._wall()))
         self.poller.nudge()
@@ -140,10 +133,7 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes of finished actions, and the processes that do not answer according to `snapshot`.
-
-        If `snapshot` is None, the poller's last snapshot is used.
-        """
+        """Shows the outcomes of finished actions, and the processes that do not answer according to `snapshot`."""
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(
@@ -163,10 +153,7 @@ class Actions:
 
 
 def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
-    """The newest of `reports`: at most MOST_REPORTS, or more if more actions are in progress.
-
-    The report of an action in progress is always kept, because the outcome must be shown later.
-    """
+    """The newest of `reports`: at most MOST_REPORTS, and all in progress, whose outcomes must be shown later."""
     found = list(reports)
     finished = [report for report in found if report.state != "waiting"]
     too_many = max(0, len(found) - MOST_REPORTS)
@@ -175,10 +162,7 @@ def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
 
 
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
-    """A sentence that says since when a process has not answered the request of `report`.
-
-    The sentence is empty if the action is not in progress, or if `snapshot` does not list its request as unanswered.
-    """
+    """Since when a process has not answered the request of `report`, as a sentence; empty if it has, or need not."""
     if snapshot is None or report.state != "waiting":
         return ""
     silent_since = [one.since for one in snapshot.unanswered if one.ticket.name == report.target]

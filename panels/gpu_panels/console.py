@@ -173,10 +173,7 @@ class Console:
         return page
 
     def preview(self) -> str:
-        """HTML that shows the first figures until the browser has drawn the page.
-
-        Empty if there are no figures yet, or if the page shows a fleet.
-        """
+        """HTML with the first figures, shown until the page is drawn; empty without figures, and for a fleet."""
         title = self._titles[self._tabs.active]
         tab = self._made.get(title)
         if tab is None or self._chooser:
@@ -244,10 +241,7 @@ class Console:
             self._problems.param.update(rows=rows, visible=rows != "[]")
 
     def _update(self, snapshot: Snapshot) -> None:
-        """Updates the tab in front. If this tab was just opened for the first time, it is created.
-
-        If the tab raises an error, the error is shown in place of the tab.
-        """
+        """Updates the tab in front, which is made when it is first opened. An error is shown in its place."""
         if not self._titles:
             return
         title = self._titles[self._tabs.active]
@@ -285,10 +279,7 @@ class Console:
         self.status_bar.address = urlencode(shown | (tab.address() if tab else {}))
 
     def _theme_wanted(self, dark: bool) -> None:
-        """Sets the theme that the browser wants, once Panel has loaded the page.
-
-        A change before this moment would not be sent to the browser.
-        """
+        """Sets the theme that the browser wants, once Panel has loaded the page: an earlier change is not sent."""
         pn.state.onload(lambda: self.page.param.update(dark_theme=dark))
 
     def _theme_changed(self, _: Any) -> None:
@@ -378,10 +369,7 @@ def query_of_page() -> dict[str, str]:
 
 
 def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
-    """The page for the authenticated `visitor`. The `chooser` of a fleet, if given, is above the tabs.
-
-    The page shows the results of `poller` while its session lives.
-    """
+    """The page for the authenticated `visitor`. The `chooser` of a fleet, if given, is above the tabs."""
     # If a browser connects after Bokeh has dropped its session, it gets a new session without a page. Without this
     # line, that session would load Panel's style sheets from its CDN.
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)

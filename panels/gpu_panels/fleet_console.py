@@ -47,10 +47,9 @@ class Overview(NamedTuple):
 
 
 class HostRuntime(FarRuntime):
-    """The runtime of one host. All sessions that show this host share it.
+    """The runtime of one host, shared by all sessions that show this host.
 
-    At most one request for the host's snapshot is unanswered. So a frozen host gets one request, and its answer is
-    found when the host runs again.
+    At most one request for the snapshot is unanswered. A frozen host answers it when it runs again.
     """
 
     def __init__(self, hosts: FleetHosts, host: str) -> None:
@@ -67,7 +66,6 @@ class HostRuntime(FarRuntime):
         """Does nothing: the host's agent removes dead owners."""
 
     def overview(self) -> Overview:
-        """All hosts of the fleet; see `FleetHosts.read`."""
         return self._hosts.read()
 
     def status(self) -> Snapshot:
@@ -75,10 +73,7 @@ class HostRuntime(FarRuntime):
         return seen_from_outside(self.__getattr__("status")(), self.host)
 
     def last_status(self) -> Snapshot:
-        """The last snapshot of the host, for the poller. Raises FleetUnavailable.
-
-        The call waits for a new snapshot for BRIEF_SECONDS at most.
-        """
+        """The last snapshot of the host, after at most BRIEF_SECONDS for a new one. Raises FleetUnavailable."""
         self._hosts.question([self])
         if self.seen is None or self.is_silent():
             raise self._silence()
@@ -95,7 +90,6 @@ class HostRuntime(FarRuntime):
                 self._failed = True
 
     def brief_left(self, now: float) -> float:
-        """The seconds for which a reader still waits for the answer to the last request."""
         return self._asked_at + BRIEF_SECONDS - now
 
     def take(self, now: float) -> None:
@@ -142,10 +136,7 @@ class HostRuntime(FarRuntime):
 
 
 def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
-    """The `snapshot` from the fleet's agent on `host`, changed for readers in other processes.
-
-    In the result the agent's process is called `agent of HOST`, because `this process` would be wrong.
-    """
+    """The `snapshot` for readers in other processes: the agent on `host` is no longer `this process`."""
     agent = snapshot.owner
     sections = dict(snapshot.sections)
     if agent.id in sections:
@@ -176,10 +167,10 @@ class FleetHosts:
         self._lock = threading.Lock()
 
     def read(self) -> Overview:
-        """Every host, with its last figures. This method requests the figures at most once a second.
+        """Every host, with its last figures, which are requested at most once a second.
 
-        After a request, the call waits for BRIEF_SECONDS at most, so a silent host delays no other host. A silent host
-        is listed until it answers, or until it leaves the fleet.
+        The call waits for BRIEF_SECONDS at most, so a silent host delays no other host. A silent host is listed until
+        it answers, or until it leaves the fleet.
         """
         with self._lock:
             if is_due := self.clock() >= self._next_read:
@@ -228,10 +219,7 @@ class FleetHosts:
         return self._runtimes.setdefault(host, HostRuntime(self, host))
 
     def runtime(self, host: str) -> HostRuntime | None:
-        """The runtime of `host`. If the fleet has no host of this name, the runtime of the first host.
-
-        Each call returns the same object for a host. If the fleet has no hosts, the result is None.
-        """
+        """The one runtime of `host`, else of the first host; None without hosts."""
         if not self._listed:
             self.read()
         names = [rt.host for rt in self._listed]
@@ -244,7 +232,6 @@ class HostChooser:
     """The bars of all hosts. The name of a host is a link to the console of that host."""
 
     def __init__(self, host: str) -> None:
-        """The chooser on the page of `host`."""
         self._host = host
         self.panel = Prose(margin=(12, 0, 0, 0))
 

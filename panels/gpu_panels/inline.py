@@ -92,10 +92,7 @@ class Inline(pn.Column):
         return any(shown is not self._console.page for shown in self.objects)
 
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
-        """The root model of the page. Panel's own method makes it from `doc`, `comm` and `preprocess`.
-
-        Raises NotAllowed for a served document, since this console checks no token.
-        """
+        """The root model of the page. Raises NotAllowed for a served document: this console checks no token."""
         if getattr(doc or state.curdoc, "session_context", None) is not None:
             raise NotAllowed(
                 "this console is for the notebook's own user; for others, serve it with a token.\n"
@@ -131,10 +128,7 @@ class Inline(pn.Column):
         return nullcontext() if all_are_ready else block_comm()
 
     def _send(self) -> None:
-        """Sends all changes that the browsers do not have yet.
-
-        Panel sends changes of its own objects only. Changes of Bokeh's objects are sent here.
-        """
+        """Sends all changes that the browsers do not have yet. Panel sends changes of its own objects only."""
         late, self._late = self._late, []
         for ref in list(self._models):
             _, _, doc, comm = state._views[ref]
@@ -163,7 +157,7 @@ class Inline(pn.Column):
     def _settle(self, resources: inline_assets.Resources, refs: set[str]) -> None:
         """Removes the `resources` from the output once the browsers of the views `refs` have them.
 
-        A browser that does not connect in time is dropped. The page in such a browser shows the static status.
+        A browser that does not connect in time is dropped, and shows the static status.
         """
         pause, waited = threading.Event(), 0.0
         while waited < OPENING_SECONDS and self._unready(refs):

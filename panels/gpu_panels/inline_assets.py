@@ -33,9 +33,9 @@ SIGHT_TRIES = 36_000  # number of waits of 0.1 s each, until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """Replaces Panel's cache of a document's style sheets. Here each of Panel's style sheets has its text in its URL.
+    """Panel's cache of a document's style sheets, with the text of each sheet in its URL.
 
-    With Panel's own cache, the browser fetches these sheets from Panel's CDN at every change of an HTML pane.
+    With Panel's own cache, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
     """
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
 
 
 def _local(url: str) -> Path | None:
-    """The file of the style sheet at `url`, if this is one of Panel's style sheets. None for any other URL."""
+    """The file of the style sheet at `url`, if it is one of Panel's; else None."""
     path = url.partition("?")[0]
     for root in (CDN_DIST, LOCAL_DIST):
         file = PANEL_DIR / "dist" / path[len(root) :]
@@ -109,10 +109,9 @@ class Resources:
 
 
 def split(page: str, still: str) -> tuple[str, dict[str, str]]:
-    """The HTML `page` of Panel, in which references replace the long texts, and a dict of these texts by key.
+    """The HTML `page` of Panel, in which references replace the long texts, and these texts by key.
 
-    The browser shows the HTML `still` until the texts arrive, or for ever if they do not arrive. If `page` does not
-    have the expected format, it is returned unchanged.
+    The browser shows the HTML `still` until the texts arrive. A `page` of an unknown format is returned unchanged.
     """
     at = page.find(_DOCUMENT)
     begin = page.find(_BEGIN)
@@ -137,10 +136,7 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
-    """The JSON value `document`, in which `@KEY@` replaces each long text, and a dict of these texts by key.
-
-    All keys begin with `name`.
-    """
+    """The JSON value `document` with `@KEY@` for each long text, and these texts. All keys begin with `name`."""
     texts: dict[str, str] = {}
     keys: dict[str, str] = {}
 
@@ -160,10 +156,7 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
 
 
 def _gate(name: str, place: re.Match[str] | None) -> str:
-    """The beginning of the page's script. It waits for the long texts of the page `name`.
-
-    `place` is the element in which the page is drawn, if this element is known. The script waits for the element too.
-    """
+    """The beginning of the page's script, which waits for the texts of the page `name`, and for the element `place`."""
     # JupyterLab removes cells that are out of view from its page. If our script drew at that time,
     # Bokeh would put our page over everything else.
     is_placed = f'document.getElementById("{place[1]}")' if place else "true"

@@ -14,10 +14,7 @@ from typing import Any
 
 
 def tile() -> dict[str, Any]:
-    """The description of the server that jupyter-server-proxy starts for the tile.
-
-    The proxy finds this function through the entry points of `jupyter_serverproxy_servers`.
-    """
+    """What jupyter-server-proxy starts for the tile; an entry point of `jupyter_serverproxy_servers` names it."""
     return {
         "command": [
             sys.executable,

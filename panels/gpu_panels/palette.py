@@ -40,7 +40,6 @@ class LeaseStyle(NamedTuple):
 
 
 def label(lease: Lease) -> str:
-    """The label of `lease`, such as `qwen@4121`. The style and the history of the lease are stored under this label."""
     return label_of(lease.owner, lease.name)
 
 
@@ -51,17 +50,14 @@ def label_of(owner_id: str, name: str) -> str:
 
 
 def style_of(slot: int) -> LeaseStyle:
-    """The style with the number `slot`: a colour and a texture."""
     texture = TEXTURES[slot // len(COLOURS) % len(TEXTURES)]
     return LeaseStyle(COLOURS[slot % len(COLOURS)], texture=texture)
 
 
 def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
-    """A slot (the number of a style) for each of `labels`.
+    """A slot (the number of a style) for each of `labels`. A label keeps its slot in `kept`, the newest last.
 
-    `kept` has the slots assigned so far, with the most recently seen label last. A label keeps its old slot. A new
-    label gets a slot that no other shown or recently seen label has. If all slots are taken, the new label gets the
-    least used slot.
+    A new label gets a slot that no other shown or recently seen label has, or else the least used slot.
     """
     wanted = list(dict.fromkeys(labels))
     recent = list(kept)[-SLOTS:]
@@ -80,20 +76,14 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
 
 
 def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot. Among several such slots, the slot with the least used colour, then the lowest number.
-
-    Slots with low numbers have no texture, so they are most legible.
-    """
+    """The least used slot, then the least used colour, then the lowest number, which is the most legible."""
     return min(
         range(SLOTS), key=lambda slot: (slot_uses[slot], colour_uses[slot % len(COLOURS)], slot)
     )
 
 
 class Palette:
-    """Remembers the style of each process, so that the process keeps its colour over time and across tabs.
-
-    A palette is thread-safe.
-    """
+    """Remembers the style of each process, over time and across tabs. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: dict[str, int] = {}

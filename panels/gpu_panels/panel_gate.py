@@ -58,13 +58,9 @@ def visitor() -> Visitor:
 
 
 class PanelGate(Gate):
-    """The gate in front of one Bokeh application.
-
-    If Panel's own login is used, the name of a visitor decides the role, and tokens are ignored.
-    """
+    """The gate in front of one Bokeh application. With Panel's own login, the name decides the role, not a token."""
 
     def __init__(self, app: Any, rules: AccessRules) -> None:
-        """The gate of the Bokeh application `app` under these `rules`."""
         super().__init__(app, rules)
         self.prefix = app.prefix
         self.home = next(iter(app.applications))
@@ -88,10 +84,7 @@ class PanelGate(Gate):
         return {*self._app.websocket_origins, *(settings.allowed_ws_origin() or ())}
 
     def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
-        """Whether the session that `request` names was made for this `visitor`.
-
-        If a page could join another visitor's session, it could act with the rights of this other visitor.
-        """
+        """Whether the session that `request` names was made for this `visitor`, whose rights a page in it has."""
         words = request.headers.get("Sec-WebSocket-Protocol", "").split(",")
         if len(words) != 2:
             return True  # Bokeh refuses such a request itself
@@ -114,10 +107,7 @@ class PanelGate(Gate):
         return super()._admit(request, credentials)
 
     def _admit_by_name(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        """Admits a visitor whose name was proved by Panel's login, if this name has a role.
-
-        All other visitors get only the login page.
-        """
+        """Admits a visitor whose proved name has a role. All others get only the login page."""
         name = self._name(credentials.cookies)
         role = auth.role_of_name(name, self.rules)
         if role is not None:
@@ -190,10 +180,7 @@ SECRET_OPTIONS = {
 
 
 def objection(app: Any, rules: AccessRules) -> str:
-    """The reason why the Bokeh application `app` must not serve the console under these `rules`.
-
-    The result has one or two sentences. It is empty if `app` may serve the console.
-    """
+    """Why the Bokeh application `app` must not serve the console under these `rules`; empty if it may."""
     # sys.argv is not used, because Bokeh replaces it while a script runs.
     return next(_objections(app, rules, sys.orig_argv), "")
 

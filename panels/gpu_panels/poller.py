@@ -56,7 +56,7 @@ class _Fetched:
     error: str = ""  # why the last fetch failed; empty if it did not
 
     def is_due(self, now: float) -> bool:
-        """Whether to fetch at the time `now`: never fetched yet, or old and still requested by some session."""
+        """Whether it was never fetched, or is old and still requested by some session."""
         if self.fetched_at is None:
             return True
         is_old = now - self.fetched_at >= self.every
@@ -76,10 +76,7 @@ class Poller:
         wall: Callable[[], float] = time.time,
         start: Callable[[Callable[[], None]], Any] = threads.start,
     ) -> None:
-        """`rt` is the runtime, and `read` returns its snapshot; the default is `rt.status`.
-
-        `clock` and `wall` return seconds; `start` starts a thread.
-        """
+        """`read` returns the snapshot of `rt`, by default `rt.status`. `clock` and `wall` return seconds."""
         self.rt, self._read = rt, read or (lambda: rt.status())
         self.result = PollResult()
         self.first_seen = FirstSeen()  # all sessions show these times of problems
@@ -119,16 +116,14 @@ class Poller:
         return self.result
 
     def nudge(self) -> None:
-        """Polls at once, for example after an action."""
         self._due.set()
 
     # -- what sessions read
 
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
-        """The last value of `fetch(rt)`, or None before the first value. This method never waits.
+        """The last value of `fetch(rt)`, or None before the first one. This method never waits.
 
-        All sessions share the value under `key`. While any session requests this value, it is fetched again after
-        `every` seconds. After a new value has arrived, the tabs are updated.
+        All sessions share the value of `key`. It is fetched every `every` seconds while a session requests it.
         """
         with self._lock:
             fetched = self._fetched.get(key)
@@ -139,10 +134,7 @@ class Poller:
             return fetched.value
 
     def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
-        """The result of `compute(source)`. It is computed once for all sessions, until `source` is another object.
-
-        The result is stored under `key`, and the caller must not change it. `source` is usually a snapshot.
-        """
+        """The result of `compute(source)`, kept under `key` until `source` is another object. Do not change it."""
         known = self._once.get(key)
         if known is None or known[0] is not source:
             known = self._once[key] = (source, compute(source))
@@ -252,10 +244,7 @@ def _urgent_part_of_lease(lease: Lease) -> Any:
 
 
 def _error_text(failure: Exception) -> str:
-    """The text of the `failure`, for the page.
-
-    A `failure` that is neither a GpuError nor an OSError is a defect, and is logged with its traceback.
-    """
+    """The text of the `failure`, for the page. A defect (no GpuError or OSError) is logged with its traceback."""
     if not isinstance(failure, (GpuError, OSError)):
         log.exception("the console could not read its data")
     return f"{failure}".strip() or type(failure).__name__

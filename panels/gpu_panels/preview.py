@@ -27,10 +27,7 @@ _EXPORTED = re.compile(r"^export (?=function (\w+))", re.MULTILINE)
 def html(
     status_bar: StatusBar, problems: Table, tab: Any, titles: Sequence[str], front: str
 ) -> str:
-    """The preview of a page as HTML: its status bar, its strip of problems, its tabs, and the tab in front.
-
-    `tab` is the panel of the tab in front, whose title is `front`. `titles` are the titles of all tabs.
-    """
+    """The preview of a page as HTML: its status bar, problems and `titles`, and `tab`, the one in `front`."""
     page = {
         "bar": _piece(status_bar, chooses=False, announces=False, silence="Connecting"),
         "problems": [_piece(widget) for widget in _widgets(problems)],
@@ -67,7 +64,6 @@ def _piece(widget: JSComponent, **instead: Any) -> dict[str, Any]:
 
 @functools.cache
 def _style() -> str:
-    """The style of the preview, with the font and the colours of the page."""
     style = string.Template((WIDGETS / "preview.css").read_text())
     (light, light_bar), (dark, dark_bar) = palette.LIGHT, palette.DARK
     return style.substitute(

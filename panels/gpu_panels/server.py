@@ -53,10 +53,7 @@ class PanelServer(WebServer):
     """A server with a page at "/" and the routes of a service, made by Panel."""
 
     def __init__(self, page: Page, service: Service, rules: AccessRules, address: Address) -> None:
-        """Binds the `address` and installs the gate with these `rules`. Raises OSError if the address cannot be bound.
-
-        `page` makes the console's page for a visitor; `service` has the other routes.
-        """
+        """Binds the `address` and installs the gate. Raises OSError."""
         where: dict[str, Any] = {"port": address.port, "address": address.host}
         if address.socket_path is not None:
             where = {"unix_socket": os.fspath(address.socket_path)}
@@ -80,16 +77,13 @@ class PanelServer(WebServer):
             installed.connections = Connections(self._server._http)
 
     def start(self) -> None:
-        """Starts Bokeh's background tasks."""
         self._server.start()
 
     def stop_listening(self) -> None:
-        """Stops accepting new connections."""
         if self._server._http is not None:
             self._server._http.stop()
 
     def stop(self) -> None:
-        """Ends Bokeh's background tasks and sessions."""
         self._server.stop(wait=False)
 
 
@@ -102,9 +96,7 @@ def run(
     browser: bool = True,
     page: Page | None = None,
 ) -> None:
-    """Serves the console until the process is interrupted, and prints the URL to open.
-
-    Raises GpuError if the server cannot listen.
+    """Serves the console until the process is interrupted, and prints the URL to open. Raises GpuError.
 
     The server listens on `socket_path`, else on `port` of `host`, else on the first free port from 8211 on. With
     `read_only` no visitor may act. With `browser` a browser opens the URL. `page` replaces the console's page.
@@ -135,9 +127,9 @@ def with_console(rt: Any) -> MakeServer:
 
 
 def serve_page(page: Page | None = None) -> None:
-    """Makes the page of the session that `panel serve` is opening, for a visitor whom the gate admitted.
+    """Makes the page of the session that `panel serve` is opening. Raises GpuError in another server.
 
-    `page` replaces the console's page. Raises GpuError in a server other than `panel serve`.
+    `page` replaces the console's page.
     """
     context = getattr(pn.state.curdoc, "session_context", None)
     if context is None or context.server_context is None:  # `--warm`: no server exists yet
@@ -187,10 +179,7 @@ def _warm_up() -> None:
 
 
 def _servers() -> list[BaseServer]:
-    """Bokeh's servers in this process.
-
-    The servers are found among the objects of the garbage collector, since a session has no reference to its server.
-    """
+    """Bokeh's servers in this process, from the garbage collector: a session has no reference to its server."""
     return [thing for thing in gc.get_objects() if isinstance(thing, BaseServer)]
 
 
@@ -210,10 +199,7 @@ def _install_gates(exit_when_closed: bool) -> None:
 
 
 def _install_gate(server: BaseServer) -> str:
-    """Installs the gate of `server`. Prints the URL, or the reason why the gate admits nobody.
-
-    Returns the reason why the gate admits nobody, or "" if the gate is open.
-    """
+    """Installs the gate, and prints the URL, or the reason why the gate admits nobody, which is returned too."""
     app = server._tornado
     _guarded.update(app.applications.values())
     if gate.COOKIE in app.settings:

@@ -84,10 +84,9 @@ def _process(event: Event, snapshot: Snapshot, notebooks: Mapping[str, str]) -> 
 
 
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
-    """The events in `past` and `recent` without duplicates. The newest event is first.
+    """The events in `past` (of the journal) and `recent` (of the snapshot) without duplicates, the newest first.
 
-    `past` events are from the journal and `recent` events from the snapshot. If an event is in both, the journal's copy
-    is returned, since only the journal's copy has the candidates that were not chosen.
+    Of an event in both, the journal's copy stays: only it has the candidates that were not chosen.
     """
     known = {(event.wall, event.seq): event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
@@ -110,10 +109,7 @@ CSV_HEADER = (
 
 
 def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
-    """The `events` as CSV, with times in UTC and the process names of `snapshot`.
-
-    No cell is a formula, even if a model's name looks like one.
-    """
+    """The `events` as CSV, with times in UTC. No cell is a formula, even if a model's name looks like one."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(CSV_HEADER)

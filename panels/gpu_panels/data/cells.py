@@ -1,7 +1,7 @@
 """The parts of a table as plain values: columns, rows, cells and buttons; and the cells that several tables share.
 
-`widgets` shows a table in the browser. The shown durations change in steps of five seconds. So a table of idle models
-changes twelve times a minute instead of sixty times.
+The shown durations change in steps of five seconds. So a table of idle models changes twelve times a minute instead
+of sixty times.
 """
 
 from __future__ import annotations
@@ -87,20 +87,14 @@ NO_ANSWER = (
 
 
 def place(lease: Lease) -> str:
-    """The place of `lease`: its cards, such as `GPU: 0`, or `host` if it is on no card.
-
-    For a lease in parts, the result has the bytes on the card and in host memory.
-    """
+    """The cards of `lease`, such as `GPU: 0`, or `host`. For a lease in parts, the bytes in each place."""
     if lease.in_parts:
         return place_label(lease)
     return cards_label(lease.shares or lease.target, lease.backend) or lease.where
 
 
 def state_cell(lease: Lease, now: float) -> Cell:
-    """A cell with the state of `lease`, without its idle time, because the idle time has its own column.
-
-    `now` is a time of the snapshot's clock.
-    """
+    """The state of `lease` without its idle time, which has its own column."""
     state = lease_state(lease, now)
     if state.activity == "in use":
         return Cell(state.text(lasting, least_seconds=5.0), state.seconds, kind="strong")
@@ -141,11 +135,7 @@ def stepped(seconds: float) -> float:
 
 
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The file name of the `owner`'s notebook. The path of the notebook is shown on hover.
-
-    If the owner has no notebook, the cell is `this process` for the process that read the `snapshot`, and `no notebook`
-    for any other process.
-    """
+    """The file name of the `owner`'s notebook, with its path on hover; `this process` or `no notebook` without one."""
     if owner.notebook:
         return Cell(clean(owner.file), None, clean(owner.notebook))
     is_this_process = owner.id == snapshot.owner.id
@@ -153,9 +143,7 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """A cell with the label of the process `owner`. If the `snapshot` was read by a process of another user, the
-    label has the name of the owner's user.
-    """
+    """The label of the process `owner`, with its user if another user's process read the `snapshot`."""
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
     return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
 
@@ -181,15 +169,12 @@ def importance_cell(importance: int) -> Cell:
 
 
 def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
-    """A cell with the `size` in bytes. If `size` is None, the result is the cell `otherwise`."""
+    """The `size` in bytes, or the cell `otherwise` if `size` is None."""
     return otherwise if size is None else Cell(show_bytes(size), size)
 
 
 def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
-    """A cell with the time for which a request has waited. On hover, it shows the time of day at which the wait began.
-
-    `arrived` is a time of the snapshot's clock.
-    """
+    """How long a request has waited since `arrived`. On hover, it shows the time of day at which the wait began."""
     waited = max(0.0, snapshot.now - arrived)
     return Cell(lasting(waited), stepped(waited), f"since {clock(snapshot.wall - waited)}")
 

@@ -76,10 +76,7 @@ class Proposal(NamedTuple):
 
     @property
     def subject(self) -> LeaseId | str:
-        """The argument of the runtime's method for this action.
-
-        The result is the id of the lease, or the model's name if no process has the model.
-        """
+        """What the runtime's method takes: the id of the lease, or the name of a model that no process has."""
         return LeaseId(self.owner, self.name) if self.owner else self.name
 
 
@@ -135,10 +132,7 @@ def ticket_title(ticket: Ticket, snapshot: Snapshot) -> str:
 
 
 def question(proposal: Proposal, snapshot: Snapshot) -> Question:
-    """The text to confirm `proposal`: the model, its bytes, its process, and the effects of the action.
-
-    `snapshot` gives the process and the use of the model.
-    """
+    """The text to confirm `proposal`: the model, its bytes, its process, and the effects of the action."""
     process = _process(proposal, snapshot)
     if proposal.verb in ON_CARDS:
         return _question_card(proposal, snapshot)
@@ -246,10 +240,7 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
 
 
 def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
-    """The question before a notebook is parked or unparked.
-
-    Parking moves the memory of the notebook's own code from its card to host memory.
-    """
+    """The question before the memory of a notebook's own code moves to host memory, or returns."""
     lease = _lease(proposal, snapshot)
     size, title = show_bytes(proposal.bytes), clean(proposal.title)
     if proposal.verb == "unpark":
@@ -309,7 +300,7 @@ def _whereabouts(proposal: Proposal) -> str:
 
 
 def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
-    """A sentence about the process that holds the model, and whether the model is in use."""
+    """The process that holds the model, and whether the model is in use."""
     if lease is not None and lease.pins:
         seconds = snapshot.now - lease.pinned_since
         since = f" for {show_seconds(seconds)}" if lease.pinned_since else ""
@@ -321,10 +312,7 @@ def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
 
 
 def _after_eviction(lease: Lease | None) -> str:
-    """A sentence about the place of the model after its eviction, and how the model returns.
-
-    The sentence is empty if the lease is gone.
-    """
+    """The place of the model after its eviction, and how it returns; empty if the lease is gone."""
     if lease is None:
         return ""
     seconds = lease.restore_seconds or lease.reload_seconds
@@ -338,10 +326,7 @@ def _after_eviction(lease: Lease | None) -> str:
 
 
 def changed(proposal: Proposal, snapshot: Snapshot) -> str:
-    """A sentence about the changes in `snapshot` since the click that made `proposal`.
-
-    The sentence is empty if the `proposal` may be carried out.
-    """
+    """What has changed in `snapshot` since the click that made `proposal`; empty if it may be carried out."""
     difference = _difference(proposal, snapshot)
     return f"{difference} {NOTHING_DONE}" if difference else ""
 
@@ -392,7 +377,7 @@ def _card_difference(proposal: Proposal, snapshot: Snapshot) -> str:
 
 
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
-    """A sentence about what has changed in the `lease` since the click, or "" if nothing has changed."""
+    """What has changed in the `lease` since the click, or "" if nothing has."""
     name, verb = clean(proposal.title), proposal.verb
     if verb == "park" and lease.pins:
         return f"{process} runs a cell now."
@@ -418,9 +403,6 @@ def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:
 
 
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:
-    """The name of the process that holds the lease of `proposal`.
-
-    The words "this process" are not used, because a visitor of a served page is not in the server's process.
-    """
+    """The process that holds the lease of `proposal`; never `this process`, in which the visitor is not."""
     section = snapshot.sections.get(proposal.owner)
     return process_name(section) if section else "no process yet"

@@ -1,8 +1,7 @@
 """The rows of the devices on the tabs Now and What if: bars of the bytes that each process holds, texts and buttons.
 
-This module is pure. `widgets/devices.js` draws its values. The first stretches of a bar are the claims in the book (all
-leases and requests of the host), exact to the byte. The last stretches are the measured memory outside all leases. The
-totals of a device are computed in `scheduler.pressure.views` and `scheduler.transitions.totals`, and read from
+This module is pure. The first stretches of a bar are the claims in the book (all leases and requests of the host),
+exact to the byte. The last stretches are the measured memory outside all leases. The totals of a device are those of
 `owner.status.snapshot`. Positions are in percent of the axis, which all cards share.
 """
 
@@ -57,10 +56,7 @@ from .timeline import MARKED, devices_of, spans_of
 
 
 def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
-    """A short text on the bytes that can still be leased on the device of `view`.
-
-    Of the bytes that can be leased, `kept_bytes` are reserved for requests that wait.
-    """
+    """The bytes that can still be leased on the device of `view`, without the `kept_bytes` of requests that wait."""
     if view.room_bytes is None:
         return f"free memory unknown: {view.blind}" if view.blind else "free memory unknown"
     if view.room_bytes < 0:
@@ -70,10 +66,7 @@ def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
 
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """Facts about the device of `view` for an operator. The most important fact is first.
-
-    `snapshot` gives the leases on the device.
-    """
+    """Facts about the device of `view` for an operator. The most important fact is first."""
     found = [room_words(view), f"{fill(view)} leased"]
     if view.device.is_host:
         found.append(warm_pool(snapshot))
@@ -87,7 +80,7 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 
 def level(view: DeviceView) -> tuple[str, str]:
-    """The level of pressure on the card of `view`, such as `HIGH`, and what it means. Empty texts if it is unknown."""
+    """The level of pressure on the card of `view`, such as `HIGH`, and what it means; empty if it is unknown."""
     if view.device.is_host or view.level is Level.UNKNOWN:
         return "", ""
     percent = f"{100 * view.pressure:.0f} %"
@@ -209,10 +202,7 @@ def _lease_stretch(snapshot: Snapshot, part: LeasePart) -> Stretch:
 def lease_tooltip(
     snapshot: Snapshot, section: Section, lease: Lease, size: int, kind: str = "settled"
 ) -> str:
-    """Lines about the `lease` of a `section`: its bytes, its process, its use and its importance.
-
-    `size` is the bytes of this stretch, and `kind` is `settled`, `arriving` or `leaving`.
-    """
+    """Lines about the `lease`: its bytes, of which `size` are in this stretch, its process, use and importance."""
     moving = f", {kind}" if kind in ("arriving", "leaving") else ""
     is_part = size != lease.bytes and not moving
     whole = f" of {show_bytes(lease.bytes)} on {lease.where}" if is_part else ""
@@ -242,11 +232,7 @@ def _purpose(lease: Lease) -> str:
 
 
 def _use(lease: Lease, now: float, notebook: str) -> str:
-    """A text on how the `lease` is used, for a tooltip.
-
-    The durations in the text change in steps of five seconds, so that a bar of idle models is not sent
-    every second.
-    """
+    """How the `lease` is used. Its durations change in steps, so that a bar of idle models is not sent every second."""
     state = lease_state(lease, now)
     text = state.text(lasting, least_seconds=5.0)
     if state.activity != "in use":
@@ -256,10 +242,7 @@ def _use(lease: Lease, now: float, notebook: str) -> str:
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
-    """The stretches `leases`, but those that are too thin are combined into one stretch, such as `12 others`.
-
-    The largest of `leases` is first. `scale` is the bytes of the whole bar. A single thin lease keeps its own stretch.
-    """
+    """The `leases`, the largest first. Those too thin in a bar of `scale` bytes become one, such as `12 others`."""
     thin = {
         n
         for n, lease in enumerate(leases)
@@ -370,10 +353,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 def device_rows(snapshot: Snapshot, may_act: bool = True) -> Rows:
-    """A row for each device of `snapshot`. Without `may_act`, no row has a button.
-
-    The cards share one axis. The host has its own axis, since host memory is much larger.
-    """
+    """A row for each device. The host has its own axis, since host memory is much larger."""
     drawn = bars(snapshot)
     # The palette gets the labels in a stable order.
     labels = sorted({one.label for bar in drawn for one in bar.segments if one.label})
@@ -529,7 +509,6 @@ def _card_buttons(view: DeviceView) -> tuple[Button, ...]:
 
 
 def _buttons(stretch: Stretch, drawing: _Drawing) -> tuple[Button, ...]:
-    """The buttons of the lease of a `stretch`, and of the lease's process."""
     lease, snapshot = stretch.lease, drawing.snapshot
     if lease is None or stretch.kind == "arriving" or lease.kind not in ("model", KERNEL):
         return ()
@@ -541,10 +520,7 @@ def _buttons(stretch: Stretch, drawing: _Drawing) -> tuple[Button, ...]:
 
 
 def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterator[Button]:
-    """All buttons of the `lease` of a model in the process `owner`, including Drop, Move and Compact.
-
-    `room` is the result of `room_after`.
-    """
+    """All buttons of a model's `lease`, including Drop and Move. `room` is the result of `room_after`."""
     common = {button.verb: button for button in model_buttons(lease, owner)}
     evict = common.get("evict")
     if lease.keep and lease.on_device and not lease.pins and lease.phase is Phase.SETTLED:
@@ -561,8 +537,7 @@ def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterat
 def room_after(snapshot: Snapshot, kept: Mapping[str, Kept]) -> dict[str, int]:
     """The free bytes of each card that takes new leases, without the bytes that are `kept` for requests.
 
-    The result is computed once for all leases. To compute it for each of 200 leases on 8 cards took 100 ms at each
-    change.
+    Computed once for all leases: for each of 200 leases on 8 cards it took 100 ms at each change.
     """
     return {
         view.device.id: view.room_bytes - sum(size for _, size in kept[view.device.id])
@@ -584,10 +559,7 @@ def _targets(lease: Lease, room: Mapping[str, int]) -> list[str]:
 
 
 class Past(msgspec.Struct, frozen=True):
-    """The use of one device in the last minutes, for a drawing that is 100 wide and 100 high.
-
-    The height of a span is the part of the device that was in use. A gap in the record has no span.
-    """
+    """The use of one device in the last minutes, for a drawing that is 100 wide and high. A gap has no span."""
 
     spans: tuple[tuple[float, float, float], ...]  # start, end, height
     limit: float  # the height of the budget

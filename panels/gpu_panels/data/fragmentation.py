@@ -1,8 +1,4 @@
-"""The contents of the tab Fragmentation: bytes that an allocator holds on a card and cannot use.
-
-This module is pure. It turns allocator maps and a Snapshot into table rows and a report.
-`gpu_runtime.rendering.allocator_map` draws one map.
-"""
+"""The contents of the tab Fragmentation: bytes that an allocator holds on a card and cannot use. Pure."""
 
 from __future__ import annotations
 
@@ -57,20 +53,15 @@ class ProcessMemory(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The id of the table row of this process and card."""
         return f"{self.owner}/{self.device}"
 
     @property
     def inactive_bytes(self) -> int:
-        """The reserved bytes that are not in use, or 0 if they are unknown."""
         return (self.map.inactive_bytes or 0) if self.map else 0
 
 
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-    """Every process of `snapshot` that has memory on a card. Each card of a process gives one entry.
-
-    The entry with the most inactive bytes is first, and entries without a map in `maps` are last.
-    """
+    """Each process of `snapshot` with memory on a card, once for each card, the most inactive bytes first."""
     cards: dict[str, DeviceView] = {
         view.device.id: view for view in snapshot.devices if not view.device.is_host
     }
@@ -97,11 +88,7 @@ def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[
 def rows(
     memories: Iterable[ProcessMemory], snapshot: Snapshot, may_act: bool, chosen: str = ""
 ) -> tuple[Row, ...]:
-    """A row for each of `memories`, with a button that draws the map.
-
-    If the visitor `may_act`, there is also a button that defragments the process. `chosen` is the id of the row whose
-    map is drawn.
-    """
+    """A row for each of `memories`, with buttons that draw the map and defragment. `chosen` is the row drawn now."""
     return tuple(
         Row(memory.id, _cells(memory, snapshot), _buttons(memory, snapshot, may_act, chosen))
         for memory in memories
@@ -154,7 +141,7 @@ def _buttons(
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
-    """The text above the map of `memory` as HTML: the name of the process, from `snapshot`, and the verdict."""
+    """The text above the map of `memory` as HTML: the name of the process, and the verdict."""
     section = snapshot.sections.get(memory.owner)
     process = (section.owner if section else snapshot.owner).label
     title = f'<div class="title">{esc(f"{clean(process)} on {memory.device}")}</div>'
@@ -185,14 +172,12 @@ class FetchedMaps:
         self._rows: dict[tuple[bool, str], str] = {}
 
     def memories(self, snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-        """Every process of `snapshot` that has memory on a card."""
         if snapshot is not self._snapshot:
             self._memories = process_memories(self.maps, snapshot)
             self._rows, self._snapshot = {}, snapshot
         return self._memories
 
     def rows(self, snapshot: Snapshot, may_act: bool, chosen: str) -> str:
-        """The table as JSON for the browser. The function `rows` describes `may_act` and `chosen`."""
         memories = self.memories(snapshot)
         key = (may_act, chosen)
         if key not in self._rows:
@@ -200,7 +185,7 @@ class FetchedMaps:
         return self._rows[key]
 
     def drawing(self, map: AllocatorMap) -> str:
-        """The picture and the legend of `map` as HTML. `map` must be one of the fetched maps."""
+        """The picture and the legend of `map`, one of the fetched maps, as HTML."""
         key = map.owner, map.device
         if key not in self._drawings:
             svg = allocator_map.as_svg(map, allocator_map.sentences(map), titles=True)

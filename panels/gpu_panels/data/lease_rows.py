@@ -74,11 +74,7 @@ def models(
     catalogue: Sequence[ModelSpec] = (),
     styles: Mapping[str, palette.LeaseStyle] | None = None,
 ) -> tuple[Row, ...]:
-    """A row for every model in `snapshot` or `catalogue`. The rows are grouped by the model's place, and sorted by
-    name.
-
-    `styles` has the style of each lease by its label.
-    """
+    """A row for every model in `snapshot` or `catalogue`, grouped by the model's place, and sorted by name."""
     found: list[tuple[SortKey, Row]] = []
     known: set[str] = set()
     for section in snapshot.sections.values():
@@ -104,7 +100,7 @@ def models(
 def _of_process(
     section: Section, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
 ) -> Iterator[tuple[SortKey, Row]]:
-    """The rows of the models that the process of `section` holds, and of the models that it could load."""
+    """The models that the process of `section` holds, and those that it could load."""
     held = {lease.name for lease in section.leases}
     for lease in section.leases:
         if lease.kind == "model":
@@ -163,10 +159,7 @@ def _why_not_evict(lease: Lease, owner: Owner) -> str:
 
 
 def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
-    """The row of a model that `owner` has registered and not loaded.
-
-    Whether the model is pinned is known only if `owner` is this process.
-    """
+    """The row of a model that `owner` has registered and not loaded. Only this process knows its own pins."""
     is_mine = owner == snapshot.owner
     spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
     declared = snapshot.declared.get(owner.id, {}).get(name)
@@ -232,11 +225,7 @@ _HINTS = {
 def leases(
     snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle] | None = None
 ) -> tuple[Row, ...]:
-    """A row for each share of each lease in `snapshot`.
-
-    Further rows show the bytes that processes hold beyond their leases, and memory without a lease. `styles` has the
-    style of each lease by its label.
-    """
+    """A row for each share of each lease, for the bytes of processes beyond their leases, and for memory without."""
     rows: list[Row] = []
     for section in sorted(snapshot.sections.values(), key=_largest_first):
         process = _process_cells(section, snapshot)
@@ -253,7 +242,6 @@ def _largest_first(section: Section) -> tuple[int, str]:
 
 
 def _process_cells(section: Section, snapshot: Snapshot) -> tuple[Cell, ...]:
-    """The first four cells of a row: notebook, user, pid and kernel."""
     owner = section.owner
     return (
         notebook_cell(owner, snapshot),
@@ -306,11 +294,7 @@ def _share_rows(
 
 
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
-    """A cell with the state of the memory of a notebook's own code. `lease` is the lease of this memory.
-
-    Examples are `parked` (moved to host memory) and `in use for 2 min`. If an attempt to park the notebook has failed,
-    the cell shows the reason until the next attempt is due.
-    """
+    """The state of the memory of a notebook's own code, such as `parked`, and why an attempt to park it has failed."""
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
         hint = "In host memory{}. It returns before the notebook's next cell"
@@ -323,10 +307,7 @@ def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
 
 
 def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
-    """The reason why the last attempt to move the memory of `lease` to host memory failed; "" if unknown.
-
-    `lease` is the lease of a notebook's own code. The notebook's process recorded the reason in `events`.
-    """
+    """Why the last attempt to move the memory of a notebook's own code failed, from `events`; "" if unknown."""
     for event in reversed(events):
         if event.answers:  # the answer to an order, which may fail for another reason
             continue
@@ -349,7 +330,6 @@ def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
-    """A row for each device on which the process of `section` holds bytes beyond its leases."""
     buttons = () if section.lease(KERNEL) else (VARIABLES,)  # else that lease's row has it
     for device in section.residue:
         for number, one in enumerate(section.staying_on(device)):
@@ -411,11 +391,7 @@ _UNUSUAL_HINTS = {
 
 
 def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
-    """A cell with the state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`.
-
-    The cell is `–` if the process is no kernel, or has run no cell yet. `now` is a time of the snapshot's clock.
-    `presence` is the state of the process, or None if it is unknown.
-    """
+    """The state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`; `–` if it is unknown."""
     if presence is not None and presence.state in UNUSUAL:
         seconds = now - presence.since if presence.since else 0.0
         text = presence.text(now)
@@ -443,10 +419,7 @@ HOLDERS = (
 
 
 class Variables(NamedTuple):
-    """The answer of a process to the request for its variables.
-
-    Until the process has answered, `frame` is None and `trouble` is empty.
-    """
+    """The answer of a process to the request for its variables; without a frame and trouble, it has not answered."""
 
     owner: str  # the id of the process
     label: str
@@ -464,7 +437,7 @@ def heading(answer: Variables) -> str:
 
 
 def holders(answer: Variables) -> tuple[Row, ...]:
-    """A row for each name that holds memory. If there is no answer yet, there are no rows."""
+    """A row for each name that holds memory."""
     if answer.frame is None:
         return ()
     records = answer.frame.to_dict("records")
@@ -485,10 +458,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 def sums(answer: Variables) -> str:
-    """The sentences below the table of variables, as HTML.
-
-    The sentences state how many bytes the names in the table hold, or why there is no table.
-    """
+    """The sentences below the table of variables as HTML: what the names hold, or why there is no table."""
     if answer.trouble:
         return f'<div class="alarm">{esc(answer.trouble)}</div>'
     if answer.frame is None:

@@ -40,10 +40,7 @@ QUEUE = (
 
 
 def queue(snapshot: Snapshot) -> tuple[Row, ...]:
-    """The requests in `snapshot` that wait for memory, in the order of the queue, each with its reason.
-
-    The last rows are requests to other processes.
-    """
+    """The requests that wait for memory, in the order of the queue, then the requests to other processes."""
     silent: dict[str, list[Unanswered]] = {}
     for one in snapshot.unanswered:
         silent.setdefault(one.ticket.key, []).append(one)
@@ -89,7 +86,7 @@ def _waiting_row(
 
 
 def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
-    """The button that ends the wait of `ticket`. If the process is stopped, the button is disabled and shows why."""
+    """The button that ends the wait of `ticket`, disabled if its process is stopped."""
     is_asleep = snapshot.now - ticket.refreshed > ASLEEP_SECONDS
     why_not = "Its process is stopped, and cannot end its wait" if is_asleep else ""
     return Button("cancel", VERBS["cancel"], why_not)
@@ -141,10 +138,9 @@ class Since(NamedTuple):
 
 
 class FirstSeen:
-    """When each problem was first seen. These times are shown if the snapshot does not give a problem's beginning.
+    """When each problem was first seen, for problems whose beginning the snapshot does not give.
 
-    If no snapshot was read for a while before, a problem may have begun long before it was first seen. Its time is then
-    marked with `is_before`.
+    If no snapshot was read for a while before, a problem may have begun long before: its time has `is_before`.
     """
 
     def __init__(self) -> None:
@@ -159,7 +155,7 @@ class FirstSeen:
 
 
 def problem_rows(snapshot: Snapshot, first_seen: FirstSeen) -> tuple[Row, ...]:
-    """A row for each problem in `snapshot`. `first_seen` has the times of earlier snapshots, and is updated."""
+    """A row for each problem in `snapshot`. `first_seen` is updated."""
     found = problems(snapshot)
     first_seen.update([problem.key for problem in found], snapshot.wall)
     return tuple(_row(problem, snapshot, first_seen.times[problem.key]) for problem in found)
@@ -177,10 +173,7 @@ def _row(problem: Problem, snapshot: Snapshot, seen: Since) -> Row:
 
 
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
-    """The button for `verb` on the lease, the waiting request or the process `target`.
-
-    A press of the button sends the text `VERB TARGET`, which `pressed` reads.
-    """
+    """The button for `verb` on a lease, a waiting request or a process. It sends `VERB TARGET`; see `pressed`."""
     if verb == "resume":
         return Button(f"{verb} {target}", VERBS[verb])
     if verb == "cancel":

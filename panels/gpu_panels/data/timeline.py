@@ -1,8 +1,7 @@
-"""The timeline: the places of each model over time, the evictions, and the use of the cards.
+"""The timeline: the places of each model over time, the evictions, and the use of the cards. Pure.
 
-A moment is one record of a device's use, with the time at which the record begins. This module is pure;
-`widgets/timeline.js` draws the timeline. Times are rounded to thousandths of the shown range, so that values often stay
-equal. Equal values are not sent again.
+A moment is one record of a device's use, with the time at which the record begins. Times are rounded to thousandths of
+the shown range, so that values often stay equal. Equal values are not sent again.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ Span = tuple[Moment, float]  # a moment, and the time until which it holds
 
 
 def spans_of(moments: Sequence[Moment], end: float) -> list[Span]:
-    """Each of the `moments` of one device together with the time at which it ends.
-
-    A moment ends when the next moment begins. Before a gap in the record, a moment ends after the
-    usual step between moments. `end` is the end of the record.
-    """
+    """Each of the `moments` of one device with its end: the next moment, or the usual step later before a gap."""
     steps = [later.wall - moment.wall for moment, later in zip(moments, moments[1:], strict=False)]
     usual = median(steps) if steps else 0.0
     longest = max(10 * usual, 60.0)  # a longer step is a gap: nothing was sampled
@@ -56,10 +51,7 @@ def devices_of(event: Event) -> set[str]:
 def lease_titles(
     labels: Iterable[str], snapshot: Snapshot, events: Iterable[Event] = ()
 ) -> dict[str, str]:
-    """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for a notebook's own code.
-
-    If the process is not in the `snapshot`, and none of the `events` is of it, the title is `qwen · pid 4121`.
-    """
+    """The title of each label: `qwen · train.ipynb`, `train.ipynb` for its own code, else `qwen · pid 4121`."""
     ended = {label_of(id, ""): clean(name) for id, name in notebooks_in(events).items()}
     notebooks = ended | {
         label_of(section.owner.id, ""): notebook_name(section)
@@ -238,7 +230,6 @@ def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[
 
 
 def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[float, float], ...]:
-    """The times in which no device was recorded."""
     seen = sorted((moment.wall, end) for of_device in spans.values() for moment, end in of_device)
     gaps, covered = [], shown.start
     for start, end in (*seen, (shown.end, shown.end)):
@@ -252,8 +243,7 @@ def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[floa
 
 
 def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arrow, ...]:
-    """The arrows of the evictions within the range `shown`. An arrow leads from the evicted lease to the lease that
-    needed the room; both must be in `labels`.
+    """The arrows of the evictions in `shown`, from the evicted lease to the one that needed the room, both of `labels`.
 
     Several evictions of the same two leases, each soon after the previous one, become one arrow.
     """
@@ -273,11 +263,7 @@ def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arr
 
 
 def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
-    """The label of the lease that `event` evicted, and the label of the lease that needed the room.
-
-    The result is None if one of them is not in `labels`, or if both are the same. It is also None if `event` is not an
-    eviction from a card.
-    """
+    """The label of the lease that `event` evicted from a card, and of the lease that needed the room; or None."""
     victim = label_of(event.owner, event.model)
     needed_by = _RECALLED_FOR.search(event.because) or _FOR.search(event.because)
     if event.action not in MARKED or victim not in labels or HOST in devices_of(event):

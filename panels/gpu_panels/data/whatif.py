@@ -1,7 +1,4 @@
-"""The contents of the tab What if: the snapshot after the steps of a plan, and a description of the plan.
-
-This module is pure.
-"""
+"""The contents of the tab What if: the snapshot after the steps of a plan, and a description of the plan. Pure."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ class PlanAnswer(NamedTuple):
 
 
 def model_choices(snapshot: Snapshot) -> list[str]:
-    """The names of the models in `snapshot` for which a plan can be made, in alphabetical order.
-
-    A plan can be made for a model that is registered here, that another process can load, or that has a lease. If
-    several processes have a model of this name, it is listed once for each process, as `qwen@4121`.
-    """
+    """The models for which a plan can be made: registered, loadable or leased; `qwen@4121` if several have it."""
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
     for id, section in snapshot.sections.items():
         held = [lease.name for lease in section.leases if lease.kind == "model"]
@@ -60,10 +53,7 @@ def model_choices(snapshot: Snapshot) -> list[str]:
 
 
 def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
-    """The `snapshot` as it would be if the `steps` had been done.
-
-    Models that the steps load, or move to a card, are shown as arriving. A move to host memory is shown as done.
-    """
+    """The `snapshot` after the `steps`. What they load or move to a card is arriving; a move to host memory is done."""
     sections = dict(snapshot.sections)
     for step in steps:
         owner_id, _, name = step.lease.partition("/")
@@ -80,7 +70,6 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
 
 
 def _after_step(lease: Lease, step: Step) -> Lease | None:
-    """The `lease` after one `step`, or None if the step unloads its model."""
     if isinstance(step, Drop):
         return None
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
@@ -102,10 +91,7 @@ def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
 
 
 def _after_change(view: DeviceView, more: int) -> DeviceView:
-    """The device of `view` after `more` bytes were claimed on it. If `more` is negative, bytes were freed.
-
-    Figures that are unknown in `view` stay unknown.
-    """
+    """The device of `view` after `more` bytes were claimed on it. Figures that are unknown stay unknown."""
     used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
     room = None if view.room_bytes is None else view.room_bytes - more
     claimed = view.claimed_bytes + more
@@ -125,7 +111,6 @@ def touched(steps: Iterable[Step]) -> list[str]:
 
 
 def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
-    """A sentence for each model of `snapshot` that `plan` evicts."""
     return [
         _eviction_words(snapshot, step, step.lease in plan.asked)
         for step in plan.steps
@@ -151,10 +136,7 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> st
 
 
 def _return_words(lease: Lease | None, step: Move | Drop) -> str:
-    """The end of a sentence about an evicted model. It states how long the model takes to return.
-
-    The result is empty if the time is unknown or 0.
-    """
+    """How long an evicted model takes to return, as the end of a sentence; empty if it is unknown."""
     if lease is None:
         return ""
     is_move = isinstance(step, Move)
@@ -165,15 +147,11 @@ def _return_words(lease: Lease | None, step: Move | Drop) -> str:
 
 
 def places(shares: Shares) -> str:
-    """The devices of `shares` as text, such as `sim:0 + sim:1`."""
     return " + ".join(share.device for share in shares)
 
 
 def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The verdict as HTML: whether the plan in `found` fits, the reason, and the models that it evicts.
-
-    `snapshot` gives the names of processes.
-    """
+    """The verdict as HTML: whether the plan in `found` fits, the reason, and the models that it evicts."""
     plan = found.plan
     if plan is None:
         return f'<div class="alarm">{_lines(found.error)}</div>'
@@ -224,10 +202,7 @@ def host_choices(snapshot: Snapshot) -> tuple[int, int, int]:
 
 
 def ram_sentence(rows: Sequence[Mapping[str, Any]], days: float) -> str:
-    """A sentence on what more host memory would have changed in the last `days`.
-
-    `rows` are the rows of `rt.backtest` for two sizes of host memory.
-    """
+    """What more host memory would have changed in the last `days`, from `rt.backtest` for two sizes."""
     of_ours = [row for row in rows if row["engine"] == "full"]
     now = min(of_ours, key=lambda row: row["host_bytes"])
     more = max(of_ours, key=lambda row: row["host_bytes"])
@@ -244,10 +219,7 @@ def ram_sentence(rows: Sequence[Mapping[str, Any]], days: float) -> str:
 
 
 def details(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The details of the plan in `found` as HTML: its steps, its needs, and the other places that were considered.
-
-    `snapshot` gives the names of processes.
-    """
+    """The details of the plan as HTML: its steps, its needs, and the other places that were considered."""
     plan = found.plan
     if plan is None:
         return ""

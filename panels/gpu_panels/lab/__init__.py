@@ -14,14 +14,12 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
-    """The module that Jupyter Server loads as an extension. The server calls this function to find
-    it.
-    """
+    """The module that Jupyter Server loads as an extension, by which it is found."""
     return [{"module": "gpu_panels.lab"}]
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    """Adds the routes to the running `server`. Jupyter Server calls this function."""
+    """Jupyter Server calls this when it loads the extension."""
     from . import routes
 
     make_command_found()
@@ -29,11 +27,7 @@ def _load_jupyter_server_extension(server: Any) -> None:
 
 
 def make_command_found() -> None:
-    """Lets terminals and notebooks of this server find the command `gpu`.
-
-    If the server was started without activating its environment, PATH lacks the directory of `gpu`.
-    In this case, this function adds the directory at the end of PATH.
-    """
+    """Lets terminals and notebooks find the command `gpu`, if the server's environment is not activated."""
     directory = os.path.dirname(sys.executable)
     path = os.environ.get("PATH") or os.defpath
     if not shutil.which("gpu", path=path) and shutil.which("gpu", path=directory):

@@ -73,10 +73,7 @@ class Reader:
     # -- what the tabs show
 
     def status(self, kernels: Sequence[LabKernel], front: str = "") -> Answer:
-        """The answer to a tab's status request. `front` is the id of the kernel of the notebook in front.
-
-        Raises GpuError or OSError if the ledger cannot be opened or read.
-        """
+        """The answer to a tab, with the kernel of the notebook in `front`. Raises GpuError or OSError."""
         tile = self._of_tile()
         ledgers = self._ledgers(kernels)
         shown = self._shown_ledger(ledgers.get(front, ()), tile)
@@ -140,10 +137,8 @@ class Reader:
         return known
 
     def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
-        """The ledger that is shown for the notebook in front. `ledgers` are those that the notebook has open.
-
-        The result is the ledger `tile` if the notebook has the ledger `tile` open, or has no ledger open. In all other
-        cases it is the ledger that the notebook opened last.
+        """The ledger shown for the notebook in front, which has `ledgers` open: `tile` if it has that or none open,
+        else the one that it opened last.
         """
         from gpu_runtime import watching
 
@@ -164,9 +159,7 @@ class Reader:
         return [LedgerName(key_of(directory), title_of(url)) for directory, url in found.items()]
 
     def _every(self, seconds: float, key: str, make: Callable[[], Any]) -> Any:
-        """The last result of `make()`, stored under `key`. If this result is older than `seconds`, `make` is called
-        again.
-        """
+        """The last result of `make()` under `key`; it is made again if it is older than `seconds`."""
         with self._lock:
             now = self._clock()
             known = self._cached.get(key)
@@ -205,12 +198,11 @@ class Reader:
     # -- actions
 
     def ask(self, ledger: str, verb: str, target: str) -> dict[str, Any]:
-        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`). For `cancel`, `target` is the key of a waiting
-        request. `ledger` is the key of the ledger.
+        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`); for `cancel`, on the key of a request.
 
         The result has the texts of the dialog, and `question`, the number that `act` expects. The dialog for
         `interrupt` has no number, because Jupyter interrupts the kernel. If the action is not possible any more, the
-        result has only `refused`, the reason. Raises GpuError for an unknown ledger or verb.
+        result has only `refused`, the reason. Raises GpuError for an unknown `ledger` (a key) or verb.
         """
         from ..acting import asked_process
 
@@ -238,10 +230,7 @@ class Reader:
         return {**text._asdict(), "lines": lines, "question": number, "process": process}
 
     def act(self, number: str) -> dict[str, Any]:
-        """Carries out the action of the question `number`. Returns whether it is `done`, and a sentence (`because`).
-
-        Each question can be answered once. Raises GpuError if there is no such question.
-        """
+        """Carries out the action of the question `number`, once: whether it is `done`, and why. Raises GpuError."""
         from ..acting import attempt
 
         with self._lock:
@@ -255,10 +244,7 @@ class Reader:
         return {"done": state == "done", "because": words}
 
     def variables(self, ledger: str, owner: str) -> dict[str, Any]:
-        """The names that hold the memory of the process `owner`. Raises GpuError.
-
-        The process answers only between two cells, so the answer may take seconds.
-        """
+        """The names that hold the memory of the process `owner`. It answers between two cells. Raises GpuError."""
         rt = self._known(ledger).rt
         with rt.on_behalf_of(f"{user()}, JupyterLab"):
             return view.variables(rt.who(owner))

@@ -41,10 +41,7 @@ class LabService:
         self._answered: dict[str, tuple[float, Answer]] = {}  # kernel in front -> last answer
 
     async def kernels(self, handler: APIHandler) -> tuple[LabKernel, ...]:
-        """The kernels of the Jupyter server that run on this machine, with their notebooks.
-
-        `handler` is a request handler of this server.
-        """
+        """The kernels of the server of `handler` that run on this machine, with their notebooks."""
         if time.monotonic() - self._looked_at >= SESSIONS_SECONDS:
             self._looked_at = time.monotonic()
             sessions = await ensure_async(handler.session_manager.list_sessions())
@@ -58,10 +55,9 @@ class LabService:
         return self._kernels
 
     async def status(self, handler: APIHandler, front: str) -> Answer:
-        """The answer for a tab. `front` is the kernel of the notebook in front. Raises GpuError, OSError.
+        """The answer for a tab with this kernel in `front`. Raises GpuError, OSError.
 
-        Requests for the same `front` within a second get the same answer. It is stored here, because a call of the
-        reader in a thread would cost more than the answer itself.
+        It is kept for a second, because a call of the reader in a thread costs more than the answer itself.
         """
         now = time.monotonic()
         self._answered = {
@@ -76,11 +72,9 @@ class LabService:
         return self._answered[front][1]
 
     def forget(self) -> None:
-        """Makes the next request read the ledger again, because an action has just ended."""
         self._answered.clear()
 
     async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
-        """Runs `work` in one of the `threads`, and returns its result. Raises the errors of `work`."""
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
@@ -106,9 +100,7 @@ def _with_families(pids: dict[str, int], paths: dict[str, str]) -> tuple[LabKern
 
 
 class _Handler(APIHandler):
-    """A route of this package. An error of gpu_runtime becomes an answer with status 409 and one
-    sentence.
-    """
+    """A route of this package. An error of gpu_runtime becomes an answer with status 409 and one sentence."""
 
     auth_resource = "gpu-console"
     _track_activity = False  # an open page must not keep an idle server alive
@@ -122,7 +114,7 @@ class _Handler(APIHandler):
         work: Callable[[], Any],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sends the result of `work`, which runs in one of the `threads`. Calls `after` if `work` raised no error."""
+        """Sends the result of `work`, which runs in one of the `threads`. Calls `after` if there was no error."""
         try:
             found = await self.service.run(threads, work)
             after()
@@ -144,16 +136,11 @@ class _Handler(APIHandler):
 
 
 class StatusRoute(_Handler):
-    """`GET status?kernel=ID&seen=DIGEST`: what the status bar and the side panel show.
-
-    `seen` is the digest of the answer that the browser has. If the new answer has the same digest, only the status 204
-    is sent.
-    """
+    """`GET status?kernel=ID&seen=DIGEST`: the status bar and the side panel; status 204 if the digest is the same."""
 
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        """Answers with the values of `view.shown`."""
         service, front = self.service, self.get_argument("kernel", "")
         try:
             found = await service.status(self, front)
@@ -175,7 +162,6 @@ class VariablesRoute(_Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        """Answers with the values of `view.variables`."""
         ledger, owner = self.get_argument("ledger"), self.get_argument("owner")
         service = self.service
         await self.answer(service.actors, lambda: service.reader.variables(ledger, owner))
@@ -187,7 +173,6 @@ class QuestionRoute(_Handler):
     @web.authenticated
     @authorized
     async def post(self) -> None:
-        """Answers with the values of `Reader.ask`."""
         ledger, verb, target = self.body("ledger", "verb", "target")
         service = self.service
         await self.answer(service.readers, lambda: service.reader.ask(ledger, verb, target))
@@ -199,14 +184,12 @@ class ActionRoute(_Handler):
     @web.authenticated
     @authorized
     async def post(self) -> None:
-        """Answers with the values of `Reader.act`."""
         [number] = self.body("question")
         service = self.service
         await self.answer(service.actors, lambda: service.reader.act(number), service.forget)
 
 
 def add(app: Any) -> None:
-    """Adds the routes to Jupyter's web application `app`."""
     base = app.settings["base_url"]
     service = {"service": LabService()}
     routes = {

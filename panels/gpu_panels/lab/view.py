@@ -1,8 +1,6 @@
-"""Computes the content of JupyterLab's status bar and panel from one snapshot, as plain values for JSON. This module is
-pure.
+"""The content of JupyterLab's status bar and panel, from one snapshot, as plain values for JSON. Pure.
 
-Times are epoch seconds, so that the values stay equal while nothing changes. The browser computes durations from these
-times.
+Times are epoch seconds, so that the values stay equal while nothing changes; the browser computes durations.
 """
 
 from __future__ import annotations
@@ -60,11 +58,10 @@ def shown(
     tile: LedgerName | None = None,
     first_seen: FirstSeen | None = None,
 ) -> dict[str, Any]:
-    """The content of the status bar and of the side panel for `snapshot`.
+    """The content of the status bar and of the side panel, for the `kernels` of this server.
 
-    `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the other active
-    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. `first_seen` has the times at
-    which problems of this ledger were first seen; the caller keeps it between calls.
+    `ledger` is the ledger of the snapshot, `others` are the other active ones, and `tile` is the one that the console's
+    tile opens. `first_seen` has the times at which problems were first seen; the caller keeps it between calls.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
     found = [_problem(row) for row in problem_rows(snapshot, first_seen or FirstSeen())]
@@ -137,7 +134,6 @@ def _rounded(value: float) -> str:
 
 
 def _problem(row: Row) -> dict[str, Any]:
-    """The problem in `row`, with its beginning, and with the buttons that may help."""
     text, since, _ = row.cells
     actions = []
     for button in row.buttons:
@@ -149,10 +145,7 @@ def _problem(row: Row) -> dict[str, Any]:
 
 
 def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[str, Any]]:
-    """The processes that hold memory, each with its rows. The process with the most bytes on cards is first.
-
-    `kernels` maps pids to the kernels of this server.
-    """
+    """The processes that hold memory, each with its rows, the most bytes on cards first. `kernels` are by pid."""
     sections = [
         section
         for section in snapshot.sections.values()
@@ -210,7 +203,6 @@ def _sum_words(leases: Sequence[Lease], residue: int) -> str:
 
 
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
-    """The row of one lease: its name, its place, its size, its state, and the possible actions."""
     is_kernel = lease.kind == KERNEL
     state = lease_state(lease, snapshot.now)
     is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
@@ -320,17 +312,12 @@ def _waiting(
 
 
 def _epoch(stamp: float, snapshot: Snapshot) -> int | None:
-    """Converts `stamp`, a time of the snapshot's clock, to epoch seconds. The stamp 0 means unknown: the result is
-    None.
-    """
+    """Converts `stamp`, a time of the snapshot's clock, to epoch seconds; None for 0, which means unknown."""
     return round(snapshot.wall - (snapshot.now - stamp)) if stamp else None
 
 
 def variables(frame: Any) -> dict[str, Any]:
-    """The names that hold a notebook's memory, the largest first. `frame` is the result of `rt.who`.
-
-    Models are left out, because the panel has separate rows for them.
-    """
+    """The names that hold a notebook's memory, the largest first, without models, which have rows of their own."""
     rows = [
         {
             "name": clean(record["name"]),
@@ -346,7 +333,6 @@ def variables(frame: Any) -> dict[str, Any]:
 
 
 def question_interrupt(section: Section, snapshot: Snapshot) -> dict[str, Any]:
-    """The text to confirm that the kernel of `section` is interrupted."""
     title = notebook_name(section)
     running = "It runs no cell now."
     if section.busy_since:

@@ -31,10 +31,7 @@ MOST_TYPED = 200  # characters of a text in the URL
 
 
 class Tab:
-    """One tab in one session.
-
-    The buttons of a tab call `actions`, which first asks for a confirmation. A viewer gets no buttons.
-    """
+    """One tab in one session. Its buttons call `actions`, which asks for a confirmation. A viewer gets no buttons."""
 
     title: ClassVar[str]
     panel: Any  # the Panel object that is shown; set by __init__
@@ -45,17 +42,13 @@ class Tab:
         self.address_changed: Callable[[], None] = lambda: None  # set by the console
 
     def in_address(self, **widgets: Any) -> None:
-        """Stores the values of the `widgets` in the page's URL, under the names of the keywords.
-
-        The URL changes while a person types in a text field. A default value is left out of the URL.
-        """
+        """Keeps the values of the `widgets`, also while a person types, in the page's URL under these names."""
         for key, widget in widgets.items():
             parameter = "value_input" if "value_input" in widget.param else "value"
             self._addressed[key] = widget, parameter, getattr(widget, parameter)
             widget.param.watch(lambda _: self.address_changed(), parameter)
 
     def address(self) -> dict[str, str]:
-        """The part of the URL that opens the present view of the tab. It has the values of the tab's widgets."""
         found = {}
         for key, (widget, parameter, default) in self._addressed.items():
             value = getattr(widget, parameter)
@@ -76,11 +69,7 @@ class Tab:
                 setattr(widget, parameter, value)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows `snapshot`.
-
-        This method is called when the tab comes to the front. While the tab is in front, it is called about
-        once a second, and at once after an urgent change.
-        """
+        """Shows `snapshot`. Called when the tab comes to the front, then once a second, and at urgent changes."""
 
     def update_again(self) -> None:
         """Updates the tab with the last snapshot, for example after a change of a filter."""
@@ -88,10 +77,7 @@ class Tab:
             self.update(self.poller.result.snapshot)
 
     def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme, or of the light theme if `on` is False.
-
-        This method is called before the first update, and at each change of the theme.
-        """
+        """Switches to the dark or the light theme. Called before the first update, and at each change."""
 
 
 _FINGER = {"minWidth": 44, "minHeight": 44}  # pixels, for a finger

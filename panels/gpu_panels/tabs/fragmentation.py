@@ -28,10 +28,7 @@ HINT = (
 
 
 class MapFetcher:
-    """Fetches the maps of all allocators.
-
-    As long as no map changes, each call returns the same object, so that nothing is drawn again.
-    """
+    """Fetches the maps of all allocators. As long as no map changes, it returns the same object."""
 
     def __init__(self) -> None:
         self._last = FetchedMaps()
@@ -44,10 +41,7 @@ class MapFetcher:
 
 
 class FragmentationTab(Tab):
-    """The tab that shows the memory that allocators hold and cannot use.
-
-    The tab draws the map that the visitor chose. At first it draws the map with the most inactive bytes.
-    """
+    """The memory that allocators hold and cannot use, and the chosen map; at first the one with the most of it."""
 
     title = "Fragmentation"
 
@@ -61,7 +55,6 @@ class FragmentationTab(Tab):
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the table for `snapshot` and the chosen map. Before the first fetch the tab is empty."""
         fetched = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
         if fetched is None:
             return
@@ -88,10 +81,7 @@ class FragmentationTab(Tab):
             self._below[:] = parts
 
     def _pressed(self, verb: str, id: str) -> None:
-        """Handles a press of the button `verb` in the row `id`.
-
-        The browser sends the id, so this method checks that the id names a process in the book.
-        """
+        """Handles a press in the row `id`, which the browser sends and which is checked here."""
         snapshot = self.poller.result.snapshot
         if snapshot is None:
             return

@@ -24,7 +24,6 @@ NOBODY_WAITS = "No request is waiting."
 
 
 def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
-    """The rows of all devices of `snapshot` as JSON. If `may_act` is true, the rows have buttons."""
     return as_json(device_rows(snapshot, may_act))
 
 
@@ -47,7 +46,7 @@ def notices_html(snapshot: Snapshot) -> str:
 
 
 class NowTab(Tab):
-    """The tab that shows the use of each device, the memory of each process, and the waiting requests."""
+    """The use of each device, the memory of each process, and the waiting requests."""
 
     title = "Now"
 
@@ -61,7 +60,6 @@ class NowTab(Tab):
         self.panel = pn.Column(self._notices, self.devices, self.queue, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the notices, the devices and the queue of `snapshot`."""
         once, may_act = self.poller.once, self.actions.may_act
         self._notices.show(once("notices", snapshot, notices_html))
         rows = once(f"now {may_act}", snapshot, lambda seen: shown_rows(seen, may_act))
@@ -70,8 +68,6 @@ class NowTab(Tab):
         self.queue.show(waiting)
 
     def _past(self, snapshot: Snapshot) -> str:
-        """The last minutes of all devices as JSON, computed once for all sessions."""
-
         def fetch(rt: Any) -> History:
             """The last minutes of the runtime `rt`."""
             return rt.history(PAST_SECONDS, points=PAST_POINTS)

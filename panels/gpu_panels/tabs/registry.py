@@ -1,6 +1,4 @@
-"""The tabs of the console, in their order. The module of a tab is imported when the tab is first
-opened.
-"""
+"""The tabs of the console, in their order. The module of a tab is imported when the tab is first opened."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ def titles() -> list[str]:
 
 
 def kind(title: str) -> type[Tab]:
-    """The class of the tab with that `title`."""
     module, _, name = TABS[title].partition(":")
     import_whole(f"{__package__}.{module}")
     return getattr(import_module(f".{module}", __package__), name)

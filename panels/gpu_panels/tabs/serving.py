@@ -63,7 +63,6 @@ class ServingTab(Tab):
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the figures of the server. For each `snapshot`, the figures are read once for all sessions."""
         figures = self.poller.serving
         if figures is None:
             return
@@ -80,10 +79,7 @@ class ServingTab(Tab):
             self._show_log()
 
     def _show_log(self) -> None:
-        """Shows the end of the chosen engine's log as it is now.
-
-        A viewer gets no log, because a log may have texts of calls.
-        """
+        """Shows the end of the chosen engine's log. A viewer gets no log, because it may have texts of calls."""
         if self.actions.may_act:
             self.log.show(_end_of_log(self.engine.value))
 

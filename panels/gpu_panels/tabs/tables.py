@@ -1,7 +1,4 @@
-"""The tabs Models and Leases, each a table that is encoded once for all sessions.
-
-Below the table of leases are the variables of the last selected notebook.
-"""
+"""The tabs Models and Leases, each a table, and the variables of one notebook below the leases."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class TableTab(Tab):
         raise NotImplementedError
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows for `snapshot`. The buttons are shown only to a visitor who may act."""
         may_act = self.actions.may_act
         rows = self.poller.once(
             f"{self.title} {may_act}", snapshot, lambda seen: encoded(self.rows(seen), may_act)
@@ -70,11 +66,9 @@ class ModelsTab(TableTab):
     )
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        """The rows for `snapshot` and the catalogue."""
         return models(snapshot, self._catalogue(), lease_styles(snapshot))
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows for `snapshot` and the catalogue."""
         self._catalogue()  # while a session requests the catalogue, the poller reads it again
         super().update(snapshot)
 
@@ -129,11 +123,9 @@ class LeasesTab(TableTab):
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        """The rows for `snapshot`."""
         return leases(snapshot, lease_styles(snapshot))
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows for `snapshot`, and the answers of notebooks that have arrived."""
         super().update(snapshot)
         while not self._answers.empty():
             answer = self._answers.get()
@@ -141,10 +133,7 @@ class LeasesTab(TableTab):
                 self._show(answer)
 
     def _pressed(self, verb: str, id: str) -> None:
-        """Handles a press of the button `verb` in the row `id`.
-
-        The browser sends the id, so this method checks that the id names a process in the book.
-        """
+        """Handles a press in the row `id`, which the browser sends and which is checked here."""
         snapshot = self.poller.result.snapshot
         owner = id.partition("/")[0]
         if snapshot is None or owner not in snapshot.sections or not self.actions.may_act:
@@ -158,7 +147,7 @@ class LeasesTab(TableTab):
         threads.start(lambda: self._ask(rt, owner, name))
 
     def _ask(self, rt: Any, owner: str, name: str) -> None:
-        """Requests the variables of the process `owner`, and waits for the answer. Call this method in a thread."""
+        """Requests the variables of the process `owner`, and waits for the answer. Runs in a thread."""
         snapshot = self.poller.result.snapshot
         section = snapshot.sections.get(owner) if snapshot else None
         label = section.owner.label if section else ""

@@ -1,7 +1,4 @@
-"""The tab Timeline: the place of each model over time, the evictions, and all events.
-
-The whole tab shows one range of time: one of WINDOWS, or a range that the visitor has chosen.
-"""
+"""The tab Timeline: the place of each model, the evictions, and all events, in one range of time."""
 
 from __future__ import annotations
 
@@ -70,9 +67,7 @@ class TimelineTab(Tab):
             self.window.value = CUSTOM
 
     def shown(self, snapshot: Snapshot) -> Range:
-        """The range of time that the tab shows. If the visitor has typed a range that is not valid, the
-        result is the last 15 minutes.
-        """
+        """The range of time that the tab shows; the last 15 minutes if the typed range is not valid."""
         now = snapshot.wall
         seconds = WINDOWS.get(self.window.value)
         if seconds is None:
@@ -84,7 +79,6 @@ class TimelineTab(Tab):
         return Range(now - seconds, now)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the timeline and the activity up to the time of `snapshot`."""
         self._counters.show(
             f'<div class="soft">{esc(counters(snapshot))} since this machine started</div>'
         )

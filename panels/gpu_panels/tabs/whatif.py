@@ -37,10 +37,7 @@ HINT = (
 
 
 class PlanWish(NamedTuple):
-    """A visitor's wish for a plan: the model or the size, and the options.
-
-    The texts are from a browser. `request_plan` checks them.
-    """
+    """A visitor's wish for a plan, in texts from a browser that `request_plan` checks."""
 
     subject: str
     cards: str = ANY
@@ -55,10 +52,9 @@ class PlanWish(NamedTuple):
 
 
 def request_plan(rt: Any, wish: PlanWish, models: Collection[str]) -> PlanAnswer:
-    """The plan of the runtime `rt` for the `wish`, which names one of `models` or a size such as `14 GiB`.
+    """The plan for the `wish`, which names one of `models` or a size such as `14 GiB`; else an error.
 
-    Any other text gives an error. The text is never used as the path of a file, since a visitor must not make the
-    server read files.
+    The text is never used as the path of a file, since a visitor must not make the server read files.
     """
     try:
         wanted = wish.subject if wish.subject in models else parse_room(wish.subject)
@@ -153,7 +149,6 @@ class WhatIfTab(Tab):
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the plan for the chosen model or typed size, and its effect on `snapshot`."""
         models = self._offer_models(snapshot)
         subject = self._subject()
         wish = PlanWish(subject, self.cards.value, self.layout.value, self.importance.value)
@@ -189,7 +184,6 @@ class WhatIfTab(Tab):
         return models
 
     def _preload(self) -> None:
-        """Opens the dialog for a preload of the chosen model."""
         snapshot, subject = self.poller.result.snapshot, self._subject()
         if snapshot is not None and subject in whatif.model_choices(snapshot):
             self.actions.propose("preload", whatif.preload_target(subject, snapshot))
@@ -217,7 +211,6 @@ class WhatIfTab(Tab):
         return "" if self.model.value == NO_MODEL else self.model.value
 
     def _plan(self, wish: PlanWish, models: list[str]) -> PlanAnswer | None:
-        """The plan for `wish`, or None while it is being computed."""
         return self.poller.latest(
             f"what if: {wish}", lambda rt: request_plan(rt, wish, models), FETCH_SECONDS
         )

@@ -1,7 +1,4 @@
-"""Our own browser components. Each component has a JavaScript and a CSS file in this folder.
-
-The components only display values. The tabs decide which values these are.
-"""
+"""Our own browser components, each with a JavaScript and a CSS file. The tabs decide what they display."""
 
 from __future__ import annotations
 
@@ -52,11 +49,10 @@ class _WithButtons(_Wide):
 
 
 class Prose(_Wide, JSComponent):
-    """Shows `html`. The caller must escape every name in `html` that is from a person or a file.
+    """Shows `html`, in which the caller has escaped every name from a person or a file.
 
-    Panel's HTML pane loses a text that is set after the pane was made and before the browser has drawn the pane. The
-    browser then reports an error. On a busy machine this happened on every second page. This component always draws its
-    latest text.
+    Panel's HTML pane loses a text that is set after the pane was made and before the browser has drawn the pane. On a
+    busy machine this happened on every second page.
     """
 
     html = param.String("", doc="What is shown.")
@@ -68,17 +64,15 @@ class Prose(_Wide, JSComponent):
         super().__init__(html=html, **params)
 
     def show(self, html: str) -> None:
-        """Shows `html`."""
         self.send(html=html)
 
 
 class Table(_WithButtons, JSComponent):
-    """A table that is cheap to update. The browser sorts and filters the rows.
+    """A table that the browser sorts and filters.
 
-    The rows are encoded once for all sessions. Each session sends the encoded text if it has changed, and the browser
-    updates the cells that differ. A button sends the id of its row instead of a position. So a click never acts on
-    another row that has just moved to this position. Panel's Tabulator took 13 ms of the server's CPU for one change in
-    one session; this table takes 0.2 ms.
+    The rows are encoded once for all sessions, and the browser updates the cells that differ. A button sends the id of
+    its row instead of a position, so a click never acts on another row that has just moved there. Panel's Tabulator
+    took 13 ms of the server's CPU for one change in one session; this table takes 0.2 ms.
     """
 
     columns = param.List(doc="[title, numeric, hint] of each column.")
@@ -97,16 +91,13 @@ class Table(_WithButtons, JSComponent):
         super().__init__(pressed, columns=encoded_columns, **{"margin": (0, 10)} | params)
 
     def show(self, rows: str) -> None:
-        """Shows the encoded `rows`."""
         self.send(rows=rows)
 
 
 class Devices(_WithButtons, JSComponent):
-    """A row for each device, built from plain HTML elements instead of a drawing.
+    """A row for each device, of HTML elements: each part has a name for screen readers, and the keyboard reaches it.
 
-    With HTML elements, each part of a row has a name for screen readers, and can be reached with the keyboard. A Bokeh
-    chart for each device needed 25 Bokeh objects per device, and the page had to send, lay out and keep all of these
-    objects.
+    A Bokeh chart for each device needed 25 Bokeh objects, all of which the page had to send, lay out and keep.
     """
 
     rows = param.String('{"ticks":[],"rows":[]}', doc="The rows as JSON, `data.devices.Rows`.")
@@ -117,7 +108,6 @@ class Devices(_WithButtons, JSComponent):
     _stylesheets = ["devices.css"]
 
     def show(self, rows: str, past: str = "{}") -> None:
-        """Shows the encoded `rows` and `past`, the encoded last minutes."""
         self.send(rows=rows, past=past)
 
 
@@ -139,7 +129,6 @@ class Timeline(_Wide, JSComponent):
         self._ranged = ranged
 
     def show(self, drawing: str, lines: str) -> None:
-        """Shows the encoded `drawing` and `lines`."""
         self.send(drawing=drawing, lines=lines)
 
     def _handle_msg(self, data: Any) -> None:
@@ -153,10 +142,7 @@ class Timeline(_Wide, JSComponent):
 
 
 class ConfirmationForm(_Wide, JSComponent):
-    """The contents of the dialog before an action: a text, the button Cancel, and the button that confirms.
-
-    A press of a button calls `answered` with `confirm` or `cancel`, and with the number of the question.
-    """
+    """A text and two buttons. A press calls `answered` with `confirm` or `cancel`, and the number of the question."""
 
     lines = param.List([], doc="The text, one paragraph each.")
     confirm = param.String("", doc="Label of the button that confirms.")
