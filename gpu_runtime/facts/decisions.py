@@ -196,24 +196,20 @@ class Move(Value, tag=True):
     by: str = ""  # who requested it, if another process did
 
 
-class Drop(Value, tag=True):
+class _Freeing(Value):
+    lease: str
+    source: Shares
+    because: str = ""
+    reason: str = "request"
+    by: str = ""  # who requested it, if another process did
+
+
+class Drop(_Freeing, tag=True):
     """Free a model's bytes at `source`. The bytes can be loaded again from the file or the hub."""
 
-    lease: str
-    source: Shares
-    because: str = ""
-    reason: str = "request"
-    by: str = ""  # who requested it, if another process did
 
-
-class Shed(Value, tag=True):
+class Shed(_Freeing, tag=True):
     """Free the shadow of a model: the copy in host memory of bytes that stay on their card."""
-
-    lease: str
-    source: Shares
-    because: str = ""
-    reason: str = "request"
-    by: str = ""  # who requested it, if another process did
 
 
 Step = Load | Move | Drop | Shed

@@ -459,6 +459,16 @@ class Ticket(Value):
     # this field is only for display.
     said_by: str = ""
 
+    @property
+    def need_bytes(self) -> int:
+        """The bytes for which it waits, on all devices."""
+        return sum(share.bytes for share in self.need)
+
+    @property
+    def need_text(self) -> str:
+        """The room for which it waits, such as `2.0 GiB on sim:0`."""
+        return " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in self.need)
+
     def bytes_recalled(self, lease_id: str) -> int:
         """The bytes of the recalled lease `lease_id` that should leave; 0 stands for all bytes."""
         place = self.recalls.index(lease_id)

@@ -14,7 +14,6 @@ from ..safe_text import lines
 from ..units import show_bytes
 from .base import HOST, KERNEL, Value
 from .book import Event
-from .labels import lease_title
 from .leases import Lease, Phase, Ticket
 from .snapshot import DeviceView, Level, ProcessState, Snapshot
 
@@ -137,8 +136,7 @@ def _programs(seen: Snapshot, view: DeviceView) -> str:
     found = []
     for program in seen.strangers:
         if program.device == view.device.id:
-            parts = (program.command, program.user, f"pid {program.pid}")
-            found.append(", ".join(filter(None, parts)))
+            found.append(program.label)
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return "; ".join(found[:2]) + more
 
@@ -184,26 +182,21 @@ def _long_waits(seen: Snapshot) -> Iterator[Problem]:
     for ticket in seen.tickets:
         if ticket.verb != "use" or seen.now - ticket.arrived < LONG_WAIT_SECONDS:
             continue
-        size = sum(share.bytes for share in ticket.need)
-        need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
+        need = ticket.need_text or "memory"
         because = f": {ticket.because}" if ticket.because else "."
         minutes = int(LONG_WAIT_SECONDS // 60)
-        text = (
-            f"{_requested(seen, ticket)} waits for {need or 'memory'}, over {minutes} min{because}"
-        )
+        text = f"{_requested(seen, ticket)} waits for {need}, over {minutes} min{because}"
         kept = _kept(seen, {share.device for share in ticket.need})
         wall = _wall(seen, ticket.arrived)
         actions = (*kept, ("cancel", ticket.key))
-        yield Problem(ProblemKind.LONG_WAIT, ticket.key, text, size, wall, actions)
+        yield Problem(ProblemKind.LONG_WAIT, ticket.key, text, ticket.need_bytes, wall, actions)
 
 
 def _requested(seen: Snapshot, ticket: Ticket) -> str:
     section = seen.sections.get(ticket.owner)
     if section is None:
         return ticket.name
-    lease = section.lease(ticket.name)
-    title = lease_title(lease, section.owner) if lease else ticket.name
-    return f"{title} of {section.owner.label}"
+    return f"{seen.title(ticket.owner, ticket.name)} of {section.owner.label}"
 
 
 def _over_cap(seen: Snapshot) -> Iterator[Problem]:
@@ -273,8 +266,7 @@ def _lease_of(event: Event) -> str:
 
 
 def _settled(seen: Snapshot, event: Event) -> Lease | None:
-    section = seen.sections.get(event.owner)
-    lease = section.lease(event.model) if section else None
+    lease = seen.lease(event.owner, event.model)
     if lease is None or lease.kind != "model" or lease.keep or lease.phase is not Phase.SETTLED:
         return None  # a person can pin models only
     return lease

@@ -11,7 +11,7 @@ from .base import NEVER, Value
 from .book import Drain, Event
 from .decisions import Rules
 from .devices import Device, Sample
-from .labels import bytes_label
+from .labels import bytes_label, lease_title
 from .leases import Lease, Owner, Section, Ticket
 from .models import Declared, ModelSpec
 
@@ -34,6 +34,11 @@ class Stranger(Value):
     bytes: int | None  # None if the driver gives no number
     user: str = ""  # user and command are empty if they are not visible from this process
     command: str = ""
+
+    @property
+    def label(self) -> str:
+        """What is known about it, such as `python, bob, pid 4121`."""
+        return ", ".join(filter(None, (self.command, self.user, f"pid {self.pid}")))
 
 
 class DeviceView(Value):
@@ -212,6 +217,16 @@ class Snapshot(Value):
         """Every lease of every owner."""
         for section in self.sections.values():
             yield from section.leases
+
+    def lease(self, owner_id: str, name: str) -> Lease | None:
+        """The lease called `name` of the owner with this id, or None."""
+        section = self.sections.get(owner_id)
+        return section.lease(name) if section else None
+
+    def title(self, owner_id: str, name: str) -> str:
+        """The name of a lease for people; `name` if there is no such lease."""
+        lease = self.lease(owner_id, name)
+        return lease_title(lease, self.sections[owner_id].owner) if lease else name
 
     def __str__(self) -> str:
         """One line for each device and each lease, for `print`."""

@@ -30,7 +30,6 @@ from gpu_runtime.facts import (
     Share,
     Snapshot,
     Step,
-    Stranger,
     Ticket,
     ended_label,
     holder_label,
@@ -177,11 +176,6 @@ def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
         yield BarSegment(STRANGERS, unleased, "strangers")
 
 
-def _title(snapshot: Snapshot, lease: Lease) -> str:
-    section = snapshot.sections.get(lease.owner)
-    return lease_title(lease, section.owner if section else None)
-
-
 def _bytes_on(shares: Iterable[Share], device: str) -> int:
     return sum(share.bytes for share in shares if share.device == device)
 
@@ -221,9 +215,7 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
 def _step_title(snapshot: Snapshot, step: Step) -> str:
     """The name of the lease that `step` moves. The lease of a new model is not in the snapshot."""
     owner_id, _, name = step.lease.partition("/")
-    section = snapshot.sections.get(owner_id)
-    lease = section.lease(name) if section else None
-    return _title(snapshot, lease) if lease else name
+    return snapshot.title(owner_id, name)
 
 
 def cards(snapshot: Snapshot) -> list[DeviceView]:
@@ -311,7 +303,7 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
 
 def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
     return Holding(
-        _title(snapshot, lease),
+        snapshot.title(lease.owner, lease.name),
         lease.bytes,
         _where(lease),
         holder(snapshot, lease.owner),
@@ -338,18 +330,13 @@ def _strangers(snapshot: Snapshot) -> Iterator[Holding]:
     for view in cards(snapshot):
         known = [one for one in snapshot.strangers if one.device == view.device.id]
         for one in known:
-            yield _stranger(one.bytes, one.device, _program(one))
+            yield _stranger(one.bytes, one.device, clean(one.label))
         if not known and strangers_bytes(view):
             yield _stranger(strangers_bytes(view), view.device.id, "unknown")
 
 
 def _stranger(size: int | None, device: str, program: str) -> Holding:
     return Holding(STRANGERS, size, device, program, "not governed", "strangers")
-
-
-def _program(stranger: Stranger) -> str:
-    parts = (stranger.command, stranger.user, f"pid {stranger.pid}")
-    return ", ".join(clean(part) for part in parts if part)
 
 
 def _where(lease: Lease) -> str:
@@ -407,10 +394,9 @@ def _ticket_sentence(snapshot: Snapshot, ticket: Ticket) -> str:
         owner_id, _, name = ticket.name.partition("/")
         owner = holder(snapshot, owner_id)
         return f"{requester} requested: {ticket.verb} {name} of {owner}, {waited} ago"
-    need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     level = "" if ticket.importance == NORMAL else f" ({importance_name(ticket.importance)})"
     because = f": {ticket.because}" if ticket.because else ""
-    size = f", {need}" if need else ""
+    size = f", {ticket.need_text}" if ticket.need else ""
     who = f"{ticket.name}{level}{size}, for {requester}"
     if ticket.name == KERNEL:  # a notebook's own memory, whose name says nothing
         who = f"{requester}{level}{size}"

@@ -40,11 +40,10 @@ _RECEIVER = "shell_channel_thread_main"  # the kernel's method that receives eve
 
 
 class WaitingCell(NamedTuple):
-    """A request to run a cell. The cell has not begun."""
+    """A cell that has not begun: a request to run it, or a code cell of the notebook's file."""
 
-    id: str  # the id of the message
+    id: str  # of the message, or of the cell
     code: str
-    cell_id: str = ""  # the cell in the notebook; empty if the front end does not send it
 
 
 class CellQueue:
@@ -150,8 +149,7 @@ class CellQueue:
             content = session.unpack(frames[4].bytes)
             if content.get("silent") or not content["code"].strip():
                 return None
-            metadata = session.unpack(frames[3].bytes)
-            return WaitingCell(header["msg_id"], content["code"], metadata.get("cellId") or "")
+            return WaitingCell(header["msg_id"], content["code"])
         except Exception as error:  # a message of any kind must reach the kernel
             log.debug("a message was not read: %s", error)
             return None
@@ -160,13 +158,6 @@ class CellQueue:
 PEOPLE_SECONDS = 0.2  # a person cannot start the next cell sooner than this after a cell's end
 MOST_BYTES = 50 << 20  # the largest file of a notebook that is read
 EXECUTORS = ("papermill", "nbconvert", "nbclient", "jupyter-execute", "jupyter-nbconvert")
-
-
-class FileCell(NamedTuple):
-    """A code cell of a notebook's file."""
-
-    id: str
-    code: str
 
 
 def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str, bool]:
@@ -194,7 +185,7 @@ def _arguments(process: int) -> list[str]:
     return [os.path.join(folder, word) if word.endswith(".ipynb") else word for word in words]
 
 
-def code_cells(path: str) -> list[FileCell]:
+def code_cells(path: str) -> list[WaitingCell]:
     """The code cells of the notebook at `path`, without empty cells; none if it cannot be read."""
     try:
         if os.path.getsize(path) > MOST_BYTES:
@@ -205,7 +196,7 @@ def code_cells(path: str) -> list[FileCell]:
             source = cell["source"]
             code = source if isinstance(source, str) else "".join(source)
             if cell["cell_type"] == "code" and code.strip():
-                found.append(FileCell(str(cell.get("id") or ""), code))
+                found.append(WaitingCell(str(cell.get("id") or ""), code))
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []  # the file cannot be read, or is no notebook
@@ -219,8 +210,8 @@ class Position:
         self._ended_at: float | None = None
 
     def after(
-        self, cells: list[FileCell], code: str, cell_id: str, now: float, by_program: bool
-    ) -> list[FileCell]:
+        self, cells: list[WaitingCell], code: str, cell_id: str, now: float, by_program: bool
+    ) -> list[WaitingCell]:
         """The cells of the file after the cell with this `code` and `cell_id`; none if it is not in the file.
 
         If not `by_program`, a person may have started only this cell. Then later cells are expected only if this
@@ -242,7 +233,7 @@ class Position:
         """Called when a cell failed. The next cell then counts as started by a person."""
         self._ended_at = None
 
-    def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
+    def _find(self, cells: list[WaitingCell], code: str, cell_id: str) -> int | None:
         """The index of the cell with this `cell_id`, or without an id, with this `code`; else None.
 
         Of several cells with this text it is the first after the cell found last, or else the first in the file.
@@ -305,11 +296,9 @@ class CellSchedule:
         path, by_program = notebook_file(self._shell.user_ns)
         if not path:
             return []
-        cell_id = _sent_cell_id(self._shell.kernel)
-        later = self._position.after(
-            code_cells(path), info.raw_cell or "", cell_id, self._clock(), by_program
-        )
-        return [WaitingCell(cell.id, cell.code, cell.id) for cell in later]
+        cell_id, now = _sent_cell_id(self._shell.kernel), self._clock()
+        cells = code_cells(path)
+        return self._position.after(cells, info.raw_cell or "", cell_id, now, by_program)
 
     def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell and the waiting cells, each with its models; the runtime calls it through `upcoming`.

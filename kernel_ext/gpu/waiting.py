@@ -231,7 +231,6 @@ def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
     waited = show_seconds(snapshot.now - ticket.arrived)
-    need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     there = {share.device for share in ticket.need}
     ours = [one for one in held if any(share.device in there for share in one.shares)]
     largest = max(ours, key=lambda lease: lease.bytes)
@@ -240,6 +239,7 @@ def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int
     others = f" and {more} more" if more else ""
     holding = f"{title} holds {show_bytes(largest.bytes)} there"
     free = "" if largest.kind == "block" else f" To let it in:  %gpu {act}"
+    need = ticket.need_text
     return lines(f"{waiting}{others} has waited {waited} for {need}; {holding}.{free}")
 
 

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpu_runtime.facts import Lease
-
 # Even the two most similar colours differ by eleven times the just noticeable difference, for any
 # kind of colour-blindness.
 COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
@@ -37,10 +35,6 @@ class LeaseStyle(NamedTuple):
     colour: str
     ink: str = INK  # colour of text on `colour`, with a contrast of at least 4.5 : 1
     texture: str = PLAIN  # one of TEXTURES
-
-
-def label(lease: Lease) -> str:
-    return label_of(lease.owner, lease.name)
 
 
 def label_of(owner_id: str, name: str) -> str:

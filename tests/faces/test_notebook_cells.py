@@ -15,7 +15,6 @@ from gpu.look_ahead import (
     PEOPLE_SECONDS,
     CellQueue,
     CellSchedule,
-    FileCell,
     Position,
     WaitingCell,
     code_cells,
@@ -25,7 +24,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-CELLS = [FileCell(f"id{n}", f"x = {n}") for n in range(4)]
+CELLS = [WaitingCell(f"id{n}", f"x = {n}") for n in range(4)]
 
 
 def test_code_cells_of_a_file_that_are_not_empty(tmp_path):
@@ -38,7 +37,7 @@ def test_code_cells_of_a_file_that_are_not_empty(tmp_path):
         {"cell_type": "code", "source": "c"},
     ]
     path.write_text(json.dumps({"cells": cells}))
-    assert code_cells(str(path)) == [FileCell("one", "a\nb"), FileCell("", "c")]
+    assert code_cells(str(path)) == [WaitingCell("one", "a\nb"), WaitingCell("", "c")]
 
 
 @pytest.mark.parametrize(
@@ -55,11 +54,11 @@ def test_with_a_program_every_later_cell_follows_also_an_equal_one():
     assert position.after(CELLS, "x = 0", "", 0.0, True) == CELLS[1:]
     assert position.after(CELLS, " x = 2\n", "", 99.0, True) == CELLS[3:]
     position = Position()
-    cells = [FileCell("", text) for text in ("go()", "y", "go()", "z")]
+    cells = [WaitingCell("", text) for text in ("go()", "y", "go()", "z")]
     assert position.after(cells, "go()", "", 0.0, True) == cells[1:]
     assert position.after(cells, "y", "", 0.0, True) == cells[2:]
     assert position.after(cells, "go()", "", 0.0, True) == cells[3:]
-    twice = [FileCell("", "go()")] * 3
+    twice = [WaitingCell("", "go()")] * 3
     assert [len(position.after(twice, "go()", "", 0.0, True)) for _ in range(2)] == [2, 1]
 
 
@@ -112,7 +111,7 @@ def test_the_notebook_is_where_its_executor_or_its_front_end_has_it(tmp_path, mo
     assert notebook_file({}, os.getpid()) == ("", False)
 
 
-USES = [FileCell(name, f"rt.use('{name}')") for name in "abc"]
+USES = [WaitingCell(name, f"rt.use('{name}')") for name in "abc"]
 
 
 @pytest.fixture
@@ -264,7 +263,7 @@ def test_only_a_cell_of_this_shell_is_listed_and_reported(monkeypatch, code, mor
     queue = CellQueue(kernel, lambda: changed.append(len(passed_on)))
     code = code if code != "long" else "x" * 100
     id = kernel.arrive(code, **more)
-    assert queue.waiting() == [WaitingCell(id, code, more.get("cellId", ""))] * waits
+    assert queue.waiting() == [WaitingCell(id, code)] * waits
     assert len(passed_on) == 1 and changed == [1] * waits, "the kernel has it first"
     kernel.arrive("x" * 99)
     assert len(queue.waiting()) == waits + 1, "as long as is allowed"

@@ -158,7 +158,7 @@ def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
 
 def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
     """The name of `lease` with its swatch from `styles`. The text `hint` is shown on hover."""
-    style = styles.get(palette.label(lease))
+    style = styles.get(palette.label_of(lease.owner, lease.name))
     colour, texture = (style.colour, style.texture) if style else ("", "")
     return Cell(clean(lease.name), None, hint, "strong", colour, texture)
 
@@ -181,7 +181,8 @@ def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
 
 def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
     """The style of every lease in `snapshot` by its label. All charts use the same styles."""
-    return palette.SHARED.styles([palette.label(lease) for lease in snapshot.leases()])
+    labels = [palette.label_of(lease.owner, lease.name) for lease in snapshot.leases()]
+    return palette.SHARED.styles(labels)
 
 
 def notebook_name(section: Section) -> str:

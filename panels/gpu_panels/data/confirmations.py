@@ -126,9 +126,7 @@ def _propose_cancel(key: str, snapshot: Snapshot) -> Proposal:
 
 def ticket_title(ticket: Ticket, snapshot: Snapshot) -> str:
     """The name of the model that waits with `ticket`. If a notebook's own code waits, the name of the notebook."""
-    section = snapshot.sections.get(ticket.owner)
-    lease = section.lease(ticket.name) if section else None
-    return clean(lease_title(lease, section.owner) if lease and section else ticket.name)
+    return clean(snapshot.title(ticket.owner, ticket.name))
 
 
 def question(proposal: Proposal, snapshot: Snapshot) -> Question:
@@ -143,28 +141,21 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     if proposal.verb in LEAVES:
         return _question_evict(proposal, process, snapshot)
     if proposal.verb in ("restore", "preload"):
-        return _question_load(proposal, process, _lease(proposal, snapshot))
+        lease = snapshot.lease(proposal.owner, proposal.name)
+        return _question_load(proposal, process, lease)
     name, size = clean(proposal.name), show_bytes(proposal.bytes)
     label = VERBS[proposal.verb]
     held_by = f"Held by {process}."
-    if proposal.verb == "move":
-        effect = (
-            f"Its {size} move from {proposal.where} to {proposal.device}. Only free memory is used: "
-            "no other model is evicted."
-        )
-        return Question(f"Move {name} to {proposal.device}?", (effect, held_by), label)
-    if proposal.verb == "pin":
-        effect = (
-            f"It keeps its {size} on {proposal.where}: no other model can evict it until it is "
-            "unpinned."
-        )
-        return Question(f"Pin {name}?", (effect, held_by), label)
-    if proposal.verb == "unpin":
-        effect = (
-            f"After that its {size} on {proposal.where} are available again: it is evicted when "
-            "other models need the memory."
-        )
-        return Question(f"Unpin {name}?", (effect, held_by), label)
+    effects = {
+        "move": f"Its {size} move from {proposal.where} to {proposal.device}. Only free memory is used: no other model "
+        "is evicted.",
+        "pin": f"It keeps its {size} on {proposal.where}: no other model can evict it until it is unpinned.",
+        "unpin": f"After that its {size} on {proposal.where} are available again: it is evicted when other models need "
+        "the memory.",
+    }
+    if proposal.verb in effects:
+        to = f" to {proposal.device}" if proposal.verb == "move" else ""
+        return Question(f"{label} {name}{to}?", (effects[proposal.verb], held_by), label)
     if proposal.verb == "resume":
         lines = (
             "It gets the signal SIGCONT, and runs on from where it was stopped.",
@@ -224,7 +215,7 @@ def is_idle_notebook(lease: Lease) -> bool:
 
 
 def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
-    lease = _lease(proposal, snapshot)
+    lease = snapshot.lease(proposal.owner, proposal.name)
     size, place = show_bytes(proposal.bytes), proposal.where
     if lease is not None and lease.in_parts:  # its other bytes are in host memory already
         size = show_bytes(lease.card_bytes)
@@ -241,7 +232,7 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
 
 def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
     """The question before the memory of a notebook's own code moves to host memory, or returns."""
-    lease = _lease(proposal, snapshot)
+    lease = snapshot.lease(proposal.owner, proposal.name)
     size, title = show_bytes(proposal.bytes), clean(proposal.title)
     if proposal.verb == "unpark":
         lines: tuple[str, ...] = (
@@ -263,7 +254,7 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
 
 def _question_cancel(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
     ticket = _ticket(proposal.waiting, snapshot)
-    need = show_bytes(sum(share.bytes for share in ticket.need)) if ticket else ""
+    need = show_bytes(ticket.need_bytes) if ticket else ""
     waited = show_seconds(snapshot.now - ticket.arrived) if ticket else ""
     lines = (
         f"{process} has waited {waited} for {need or 'memory'}.",
@@ -395,11 +386,6 @@ def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
 
 def _ticket(key: str, snapshot: Snapshot) -> Ticket | None:
     return next((one for one in snapshot.tickets if one.key == key and one.verb == "use"), None)
-
-
-def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:
-    section = snapshot.sections.get(proposal.owner)
-    return section.lease(proposal.name) if section else None
 
 
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:

@@ -290,8 +290,7 @@ def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:
     for stranger in snapshot.strangers:
         if stranger.device == view.device.id:
             held = "size unknown" if stranger.bytes is None else show_bytes(stranger.bytes)
-            parts = (stranger.command, stranger.user, f"pid {stranger.pid}")
-            named.append(f"{held} {', '.join(clean(part) for part in parts if part)}")
+            named.append(f"{held} {clean(stranger.label)}")
     return "\n".join([f"{show_bytes(size)} in use without a lease", *_first(named)])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gpu_runtime.facts import Problem, Snapshot, Ticket, Unanswered, lease_title, problems
+from gpu_runtime.facts import Problem, Snapshot, Ticket, Unanswered, problems
 from gpu_runtime.rendering.views import clean, clock
-from gpu_runtime.units import show_bytes
 
 from .cells import (
     NO_ANSWER,
@@ -64,8 +63,6 @@ def _no_answer_since(silent: Sequence[Unanswered], snapshot: Snapshot) -> str:
 def _waiting_row(
     ticket: Ticket, position: int, snapshot: Snapshot, silent: Sequence[Unanswered]
 ) -> Row:
-    need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
-    need_bytes = sum(share.bytes for share in ticket.need)
     because = clean(ticket.because) or "free memory"
     unrefreshed = snapshot.now - ticket.refreshed
     if unrefreshed > ASLEEP_SECONDS:
@@ -77,7 +74,7 @@ def _waiting_row(
         Cell(str(position), position),
         Cell(ticket_title(ticket, snapshot), kind="strong"),
         holder_cell(ticket.owner, snapshot),
-        Cell(need, need_bytes) if need else UNKNOWN,
+        Cell(ticket.need_text, ticket.need_bytes) if ticket.need else UNKNOWN,
         waited_cell(ticket.arrived, snapshot),
         importance_cell(ticket.importance),
         Cell(because, kind="prose alarm" if silent else "prose"),
@@ -95,9 +92,7 @@ def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
 def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
     """The row of a request that waits for the answer of another process, such as an eviction."""
     owner_id, _, name = ticket.name.partition("/")
-    section = snapshot.sections.get(owner_id)
-    lease = section.lease(name) if section else None
-    title = lease_title(lease, section.owner) if lease and section else name
+    title = snapshot.title(owner_id, name)
     cells = (
         NOTHING,
         Cell(f"{ticket.verb} {clean(title)}".rstrip(), kind="strong"),
@@ -180,9 +175,7 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
         ticket = next(one for one in snapshot.tickets if one.key == target)
         return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
     owner_id, _, name = target.partition("/")
-    section = snapshot.sections.get(owner_id)
-    lease = section.lease(name) if section else None
-    title = lease_title(lease, section.owner) if lease and section else name
+    title = snapshot.title(owner_id, name)
     why_not = why_no_answer(snapshot, owner_id)
     return Button(f"{verb} {target}", f"{VERBS[verb]} {clean(title)}", why_not)
 

@@ -50,7 +50,8 @@ class LabService:
                 for session in sessions
                 if session.get("kernel") and session.get("type") == "notebook"
             }
-            pids = {id: pid_of(handler.kernel_manager, id) for id in _kernel_ids(handler)}
+            manager = handler.kernel_manager
+            pids = {id: pid_of(manager, id) for id in list(manager.list_kernel_ids())}
             self._kernels = await self.run(self.readers, lambda: _with_families(pids, paths))
         return self._kernels
 
@@ -76,10 +77,6 @@ class LabService:
 
     async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
-
-
-def _kernel_ids(handler: APIHandler) -> list[str]:
-    return list(handler.kernel_manager.list_kernel_ids())
 
 
 def pid_of(manager: Any, kernel: str) -> int:
@@ -119,9 +116,14 @@ class _Handler(APIHandler):
             found = await self.service.run(threads, work)
             after()
         except (GpuError, OSError) as error:
-            self.set_status(409)
-            found = {"error": " ".join(str(error).split())}
-        self.finish(json.dumps(found))
+            self.refuse(error)
+        else:
+            self.finish(json.dumps(found))
+
+    def refuse(self, error: Exception) -> None:
+        """Sends the `error` in one line."""
+        self.set_status(409)
+        self.finish(json.dumps({"error": " ".join(str(error).split())}))
 
     def body(self, *names: str) -> list[str]:
         """The texts with these `names` in the request's body. If one is missing, raises HTTPError with status 400."""
@@ -145,9 +147,7 @@ class StatusRoute(_Handler):
         try:
             found = await service.status(self, front)
         except (GpuError, OSError) as error:
-            self.set_status(409)
-            self.finish(json.dumps({"error": " ".join(str(error).split())}))
-            return
+            return self.refuse(error)
         if found.digest == self.get_argument("seen", ""):
             self.set_status(204)
             self.finish()

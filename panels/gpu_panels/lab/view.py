@@ -174,9 +174,10 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
     rows = [_row(lease, section, snapshot) for lease in leases]
     residue = sum(section.residue.values())
     for number, one in enumerate(section.staying):
-        row = _plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes)
-        where = f"GPU{one.device.partition(':')[2]}"
-        rows.append(row | {"where": where, "state": f"stays: {clean(one.why)}"})
+        where, state = f"GPU{one.device.partition(':')[2]}", f"stays: {clean(one.why)}"
+        rows.append(
+            _plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes, where=where, state=state)
+        )
     if cache := sum(section.cache_on(device) for device in section.residue):
         rows.append(_plain_row(f"{owner.id}//", RESIDUE, cache))
     return {
@@ -235,19 +236,10 @@ def _action(button: Button) -> dict[str, str]:
     return {"verb": button.verb, "label": button.label, "why_not": button.why_not}
 
 
-def _plain_row(id: str, name: str, size: int) -> dict[str, Any]:
+def _plain_row(id: str, name: str, size: int, **more: str) -> dict[str, Any]:
     """A row of memory that no action can free."""
-    return {
-        "id": id,
-        "name": name,
-        "hint": "",
-        "where": "",
-        "bytes": show_bytes(size),
-        "state": "",
-        "idle": None,
-        "variables": False,
-        "actions": [],
-    }
+    row: dict[str, Any] = {"id": id, "name": name, "bytes": show_bytes(size), "idle": None}
+    return row | {"hint": "", "where": "", "state": "", "variables": False, "actions": []} | more
 
 
 def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
@@ -260,20 +252,9 @@ def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
         )
         for one in snapshot.strangers
     ]
-    return {
-        "id": "strangers",
-        "title": "other programs, without a lease",
-        "pid": 0,
-        "user": "",
-        "trouble": "",
-        "busy": None,
-        "idle": None,
-        "bytes": show_bytes(unleased),
-        "kernel": "",
-        "why_not": "",
-        "path": "",
-        "rows": rows,
-    }
+    group: dict[str, Any] = {"id": "strangers", "title": "other programs, without a lease"}
+    group |= {"bytes": show_bytes(unleased), "rows": rows, "pid": 0, "busy": None, "idle": None}
+    return group | dict.fromkeys(("user", "trouble", "kernel", "why_not", "path"), "")
 
 
 def _device(view: DeviceView) -> dict[str, Any]:
@@ -305,7 +286,7 @@ def _waiting(
         "path": kernel.path if kernel else "",
         "actions": [_action(end_wait(ticket, snapshot))],
         "holder": notebook_name(section) if section else "",
-        "need": show_bytes(sum(share.bytes for share in ticket.need)),
+        "need": show_bytes(ticket.need_bytes),
         "since": _epoch(ticket.arrived, snapshot),
         "because": clean(ticket.because),
     }
