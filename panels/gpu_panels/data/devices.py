@@ -311,7 +311,7 @@ class BarPart(msgspec.Struct, frozen=True):
     key: str  # the same as long as the stretch is shown
     left: float
     width: float
-    kind: str  # as in `device_totals.Stretch`; or `kept`: free, but reserved for a waiting request
+    kind: str  # as of a Stretch; or `kept`: free, but reserved for a waiting request
     title: str
     notebook: str = ""
     lines: str = ""  # the tooltip, one fact a line
