@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 
 import msgspec
 import psutil
@@ -16,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.facts import Section
+from gpu_runtime.facts import Holdings, Section
 from gpu_runtime.ledgers.keeper import core, ledger, server, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Leave, Part, Put
 from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
@@ -109,6 +110,34 @@ def test_a_stopped_keeper_is_replaced_and_reading_goes_on(here, monkeypatch):
     assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
     keeper_of(one).suspend()
     assert names(here()) == ["llama"], "an owner that comes replaces it too"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_next_keeper_gets_all_that_is_kept_beside_the_book(here, monkeypatch, interrupted):
+    """Another thread adds to it during the greeting, or the greeting is interrupted."""
+    one, exchange, threads = here(), ledger.KeeperLedger._exchange, []
+
+    def publish(asker: str) -> None:
+        one.publish_answer(asker, Holdings(()), private=False)
+
+    def meddled(self, wire, message):
+        if isinstance(message, Keep) and not threads:
+            threads.append(threading.Thread(target=publish, args=("8.8.8",)))
+            threads[0].start()
+            until(lambda: ("answer", "8.8.8") in self._kept)
+            if interrupted:
+                raise KeyboardInterrupt
+        return exchange(self, wire, message)
+
+    publish("7.7.7")
+    publish(one.owner.id)
+    keeper_of(one).kill()
+    until(lambda: not one._wire.is_open())
+    monkeypatch.setattr(ledger.KeeperLedger, "_exchange", meddled)
+    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+        one.names()
+    threads[0].join(PATIENCE)
+    assert one.answer(one.owner.id) == Holdings(())
 
 
 def test_the_death_of_an_owner_is_proven_at_once_and_wakes_others(here, other):

@@ -292,17 +292,18 @@ class KeeperLedger(NamesTeller):
             wire.close_descriptors()
             pieces = Pieces()
             pieces.follow(reader.page())
+            self.owner, self._registered = welcome.owner, True
+            # A new keeper does not have them. Another thread may add one meanwhile, and then sends it.
+            for keep in list(self._kept.values()):
+                self._exchange(wire, keep)
         except BaseException as error:
             if isinstance(error, _Lost):
                 self._end_hanging(wire)
             wire.close()
             raise
-        self.owner, self._registered = welcome.owner, True
         self._last_put = welcome.put
         with self._reading:
             self._reader, self._pieces, self._wire = reader, pieces, wire
-        for keep in self._kept.values():  # a new keeper does not have them
-            self._exchange(wire, keep)
         return wire
 
     def _hello(self) -> core.Hello:
