@@ -140,6 +140,31 @@ def test_the_next_keeper_gets_all_that_is_kept_beside_the_book(here, monkeypatch
     assert one.answer(one.owner.id) == Holdings(())
 
 
+def test_a_keeper_that_ends_between_the_two_connections_of_an_owner_is_replaced(here, monkeypatch):
+    """Opening raised ConnectionRefusedError. The second connection, on which the keeper rings, is opened later."""
+    one, connected, calls = here(), ledger.KeeperLedger._connected, []
+
+    def killed(self):
+        wire = connected(self)
+        calls.append(self)
+        if len(calls) == 2:
+            psutil.Process(wire.keeper_pid).kill()
+            until(lambda: not wire.is_open())
+        return wire
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger.KeeperLedger, "_connected", killed)
+        two = here()
+    count(two)
+    assert one.read().sections[two.owner.id].counts == {"n": 1}
+
+    def is_rung() -> bool:
+        one.ring([two.owner.id])
+        return two.wait(1)
+
+    until(is_rung)
+
+
 def test_the_death_of_an_owner_is_proven_at_once_and_wakes_others(here, other):
     one, killed = here(), other()
     killed.run("put(ledger, 'qwen')")

@@ -142,7 +142,9 @@ class _KeeperBell(Bell):
     def __init__(self, open_wire: Callable[[], _Wire]) -> None:
         super().__init__()
         self._open_wire = open_wire  # raises LedgerUnavailable, OSError
-        self._wire: _Wire | None = open_wire()
+        self._wire: _Wire | None = None
+        with contextlib.suppress(OSError):  # the keeper has just ended: the next wait tries again
+            self._wire = open_wire()
         self._opening = forks.freed(threading.Lock())
         self._telling = forks.freed(threading.Lock())
 
