@@ -10,8 +10,8 @@ from gpu_panels.tabs import registry
 
 from tests.clock import until
 from tests.faces.served import OPERATORS, VIEWERS, end, gpu_console
-from tests.stories.test_parking import Notebook
-from tests.stories.test_processes import Kernel
+from tests.stories.kernels import Kernel
+from tests.stories.notebooks import Notebook
 
 from .chromium import SHOWN_MS, WIDE, BrowserPage, serious
 
@@ -72,8 +72,8 @@ def where(kernel: Kernel) -> str:
         "print(next(lease.where for lease in rt.status().leases() if lease.name == 'qwen'))\n"
     )
     kernel.process.stdin.flush()
-    said = kernel._answer()
-    assert kernel._answer() == "done"
+    said = kernel.answer()
+    assert kernel.answer() == "done"
     return said
 
 
@@ -391,7 +391,7 @@ def test_an_owner_that_does_not_answer_is_shown_with_the_time(opened, kernel):
     seen.page.locator(".outcome.waiting", has_text="no answer since").wait_for()
     beat = seen.page.locator("text=/as of \\d/").inner_text()
     seen.page.wait_for_function("(was) => !document.body.innerText.includes(was)", arg=beat)
-    assert kernel._answer() == "done"
+    assert kernel.answer() == "done"
     seen.page.locator(".outcome.waiting").wait_for(state="detached")
     seen.page.locator(".outcome.done", has_text="evict qwen").first.wait_for()
     assert where(kernel) == "host"

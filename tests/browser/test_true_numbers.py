@@ -9,7 +9,7 @@ from gpu_runtime import Runtime
 from gpu_runtime.units import show_bytes
 from tests.clock import until
 from tests.faces.served import OPERATORS, gpu_console
-from tests.stories.test_processes import Kernel
+from tests.stories.kernels import Kernel
 
 from .chromium import BrowserPage
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from gpu_runtime.facts import decode_uses
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
-from .test_processes import Kernel
-from .test_processes import kernel as kernel
-from .test_processes import ledger as ledger
-from .test_processes import redis as redis
+from .kernels import Kernel
 
 # A fake model has no source. With this evidence, all fake models have equal sources.
 EQUAL = (
@@ -22,36 +17,32 @@ EQUAL = (
 CLOCK = "wall = [{at}]; rt._session.wall = lambda: wall[0] + 0.5"
 REGISTER = "rt.register({name!r}, backend='fake', size='3GiB')"
 USE = 'wall[0] = {at}; exec("with rt.use({name!r}): pass"); rt.tick()'
+ENDS = ("rt.close()", "rt.forget('qwen')", "rt.evict('qwen', drop=True)")
 
 
 def uses(kernel: Kernel, name: str, now: int) -> tuple[int, ...]:
     """The times of the model's uses that this process publishes."""
     seen = kernel.tell(f"print(rt._session.residents[{name!r}].truth().recent_uses, flush=True)")
-    assert kernel._answer() == "done"
+    assert kernel.answer() == "done"
     return decode_uses(seen, now)
 
 
 def start(kernel, name: str, at: int) -> Kernel:
     made = kernel()
-    for line in (EQUAL, CLOCK.format(at=at), REGISTER.format(name=name)):
-        assert made.tell(line) == "done"
+    made.do(EQUAL, CLOCK.format(at=at), REGISTER.format(name=name))
     return made
 
 
 def use(kernel: Kernel, name: str, *times: int) -> None:
-    for at in times:
-        assert kernel.tell(USE.format(name=name, at=at)) == "done"
+    kernel.do(*(USE.format(name=name, at=at) for at in times))
 
 
-ENDS = {"close": "rt.close()", "forget": "rt.forget('qwen')", "drop": "rt.evict('qwen', drop=True)"}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_uses_outlive_the_process_that_releases_the_model(kernel, how):
+@pytest.mark.parametrize("end", ENDS)
+def test_uses_outlive_the_process_that_releases_the_model(kernel, end):
     earlier = start(kernel, "qwen", 1000)
     use(earlier, "qwen", 1000, 1100, 1200)
     assert uses(earlier, "qwen", 1200) == (1000, 1100, 1200)
-    assert earlier.tell(ENDS[how]) == "done"
+    earlier.do(end)
     later = start(kernel, "another-name", 1300)
     use(later, "another-name", 1300)
     assert uses(later, "another-name", 1300) == (1000, 1100, 1200, 1300)
@@ -77,10 +68,12 @@ def test_uses_outlive_a_killed_process(kernel, loaded_before):
         use(later, "qwen", 1300)
     killed = start(kernel, "qwen", 1000)
     use(killed, "qwen", 1000, 1100)
-    killed.signal(signal.SIGKILL)
-    killed.process.wait(PATIENCE)
+    killed.end()
     if not loaded_before:
         use(later, "qwen", 1300)
-    for _ in range(4):
-        assert later.tell("rt.tick()") == "done"
-    assert uses(later, "qwen", 1300) == (1000, 1100, 1300)
+
+    def are_added_up() -> bool:
+        later.do("rt.tick()")
+        return uses(later, "qwen", 1300) == (1000, 1100, 1300)
+
+    until(are_added_up)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
+
+import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.facts import HOST
 from tests.clock import until
 from tests.owner.test_settings_effects import proves
-from tests.stories.test_parking import DEVICES, Notebook, parks, places
+
+from .notebooks import DEVICES, Notebook, park
 
 PREPARED = """
 import atexit, os, signal, torch
@@ -28,35 +29,33 @@ _ = atexit.register(save, ENDED)
 """
 
 
+@pytest.fixture
+def one(keeper):
+    with Notebook("one.ipynb", keeper) as notebook:
+        yield notebook
+
+
+@pytest.fixture
+def rt(keeper, one):
+    with Runtime(devices=DEVICES, ledger=keeper, monitor=False) as rt:
+        yield rt
+
+
 @proves("gpu_return_at_exit")
-def test_a_signal_handler_and_an_exit_function_run_with_the_memory(tmp_path):
+def test_a_signal_handler_and_an_exit_function_run_with_the_memory(one, rt, tmp_path):
     """They ran while the memory was away: on a card the checkpoint raised, and what it wrote was lost."""
-    url = f"keeper://{tmp_path}/ledger"
     signalled, ended = tmp_path / "signalled", tmp_path / "ended"
-    with (
-        Runtime(devices=DEVICES, ledger=url, monitor=False) as rt,
-        closing(Notebook("one.ipynb", url)) as one,
-    ):
-        one.run(f"SIGNALLED, ENDED = {str(signalled)!r}, {str(ended)!r}\n{PREPARED}")
-
-        def park() -> None:
-            until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
-
-        park()
-        pid = one.manager.provisioner.process.pid
-        os.kill(pid, signal.SIGUSR1)
-        until(signalled.exists, 20)
-        assert "as before" in one.run(
-            "if signal.getsignal(signal.SIGUSR1) is handler: print('as before')"
-        )
-        assert "10000000.0" in one.run("print(float(x.sum()))")
-        park()
-        assert "as before" in one.run(
-            "if signal.getsignal(signal.SIGUSR1) is handler: print('as before')"
-        )
-        park()
-        one.client.shutdown()
-        until(lambda: ended.exists() and ended.read_text().endswith("\n"), 30)
+    one.run(f"SIGNALLED, ENDED = {str(signalled)!r}, {str(ended)!r}\n{PREPARED}")
+    as_before = "print(signal.getsignal(signal.SIGUSR1) is handler, float(x.sum()))"
+    park(rt)
+    os.kill(one.pid, signal.SIGUSR1)
+    until(signalled.exists)
+    assert "True 10000000.0" in one.run(as_before)
+    park(rt)
+    assert "True 10000000.0" in one.run(as_before)
+    park(rt)
+    one.client.shutdown()
+    until(lambda: ended.exists() and ended.read_text().endswith("\n"))
     assert signalled.read_text() == "False 10000000.0\n"
     assert ended.read_text() == "False 15000000.0\n"
 
@@ -79,24 +78,19 @@ CUSTOM = {
 }
 
 
-def test_what_ipython_calls_with_a_cell_has_the_memory(tmp_path):
+def test_what_ipython_calls_with_a_cell_has_the_memory(one, rt):
     """IPython transforms the text of a cell before its first hook, and shows a constant in a parked notebook."""
-    url = f"keeper://{tmp_path}/ledger"
-    with (
-        Runtime(devices=DEVICES, ledger=url, monitor=False) as rt,
-        closing(Notebook("one.ipynb", url)) as one,
-    ):
-        one.run(
-            "import torch; x = torch.ones(5_000_000); from gpu import magics; story = []\n"
-            "[loaded] = magics._loaded.values(); ip = get_ipython()\n"
-            "def note(what): story.append((what, loaded.parking._bytes_are_away()))"
-        )
-        for name, (begin, end) in CUSTOM.items():
-            one.run(begin)
-            until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
-            one.run("story.clear()")
-            until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
-            one.run("1 + 1")
-            shown = one.run("print(bool(story), any(away for _, away in story), story)")
-            assert shown.startswith("True False"), (name, shown)
-            one.run(end)
+    one.run(
+        "import torch; x = torch.ones(5_000_000); from gpu import magics; story = []\n"
+        "[loaded] = magics._loaded.values(); ip = get_ipython()\n"
+        "def note(what): story.append((what, loaded.parking._bytes_are_away()))"
+    )
+    for name, (begin, end) in CUSTOM.items():
+        one.run(begin)
+        park(rt)
+        one.run("story.clear()")
+        park(rt)
+        one.run("1 + 1")
+        shown = one.run("print(bool(story), any(away for _, away in story), story)")
+        assert shown.startswith("True False"), (name, shown)
+        one.run(end)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,10 @@ from filelock import FileLock
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
 from tests.clock import PATIENCE, scaled, until
-from tests.stories.test_look_ahead import awaited
-from tests.stories.test_parking import DEVICES, ROOT, Notebook, places
+
+from . import notebooks
+from .notebooks import CARD, DEVICES, Notebook, park, places, rest
+from .test_look_ahead import awaited
 
 OLDER = ("ipykernel==6.30.1", "nest-asyncio==1.6.0", "jupyter_client==8.6.3")
 
@@ -49,24 +49,29 @@ def _install(directory: Path) -> None:
 @pytest.fixture(scope="module", params=["6", "7"])
 def kernel(request, tmp_path_factory):
     """A notebook in a kernel of that version, with a tensor on the card, and a runtime that sees its place."""
-    paths = [str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")]
-    if request.param == "6":
-        paths.insert(0, request.getfixturevalue("older"))
+    older = [request.getfixturevalue("older")] if request.param == "6" else []
     url = f"keeper://{tmp_path_factory.mktemp('book')}/ledger"
-    notebook = Notebook("a.ipynb", url, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    with Runtime(devices=DEVICES, ledger=url, monitor=False) as rt:
-        try:
-            out = notebook.run(SET_UP)
-            if f"v{request.param}." not in out:
-                pytest.skip(f"the installed ipykernel is another one: {out}")
-            until(lambda: places(rt).get("a.ipynb") == {"sim:0"})
-            yield notebook, rt
-        finally:
-            notebook.close()
+    python_path = os.pathsep.join([*older, notebooks.paths()])
+    with (
+        Notebook("one.ipynb", url, PYTHONPATH=python_path) as notebook,
+        Runtime(devices=DEVICES, ledger=url, monitor=False) as rt,
+    ):
+        out = notebook.run(SET_UP)
+        if f"v{request.param}." not in out:
+            pytest.skip(f"the installed ipykernel is another one: {out}")
+        rest(rt)
+        yield notebook, rt
+
+
+@pytest.fixture
+def parked(kernel):
+    """That notebook, parked, and the runtime."""
+    park(kernel[1])
+    return kernel
 
 
 SET_UP = """
-import ipykernel, torch, time
+import ipykernel, os, torch, time
 print('v' + ipykernel.__version__)
 x = torch.ones(5_000_000)
 story = []
@@ -93,187 +98,138 @@ get_ipython().Completer.use_jedi = False
 """
 
 
-def park(notebook, rt) -> None:
-    refusals: list[str] = []
-
-    def is_parked() -> bool:
-        try:
-            rt.park("a.ipynb")
-        except GpuError as error:  # the end of its last cell is published within a second
-            refusals.append(f"{time.monotonic():.1f}: {error}")
-        return places(rt)["a.ipynb"] == {HOST}
-
-    with contextlib.suppress(AssertionError):
-        until(is_parked)
-    assert places(rt)["a.ipynb"] == {HOST}, refusals[-3:]
-
-
-def request(client, kind: str, channel: str = "shell", subshell: str = "", **content) -> dict:
+def request(
+    notebook: Notebook, kind: str, channel: str = "shell", subshell: str = "", **content
+) -> dict:
     """Sends a message, and returns the content of its reply; empty for a comm's message, which has none."""
-    sender = getattr(client, f"{channel}_channel")
-    message = client.session.msg(kind, content)
+    message = notebook.client.session.msg(kind, content)
     if subshell:
         message["header"]["subshell_id"] = subshell
-    sender.send(message)
+    getattr(notebook.client, f"{channel}_channel").send(message)
     if kind.startswith("comm_"):
         return {}
-    while True:
-        reply = sender.get_msg(timeout=PATIENCE)
-        if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
-            return reply["content"]
+    return notebook.reply(message["header"]["msg_id"], channel)
 
 
-def debugger(client, command: str, **arguments) -> dict:
+def debugger(notebook: Notebook, command: str, **arguments) -> dict:
     content = {"type": "request", "seq": 1, "command": command, "arguments": arguments}
-    return request(client, "debug_request", "control", **content)
+    return request(notebook, "debug_request", "control", **content)
 
 
+CELL = {"silent": False, "store_history": False, "user_expressions": {}}
+EVALUATED = {**CELL, "code": "", "user_expressions": {"a": "probe"}}
 # What is sent, and what the user's code noted: where the memory lay when that code ran.
 READS = {
-    "completion": (
-        lambda client: request(client, "complete_request", code="probe.", cursor_pos=6),
-        "completion",
-    ),
-    "inspection": (
-        lambda client: request(
-            client, "inspect_request", code="probe", cursor_pos=5, detail_level=0
-        ),
-        "repr",
-    ),
-    "user_expressions": (
-        lambda client: request(
-            client, "execute_request", code="", silent=False, user_expressions={"a": "probe"}
-        ),
-        "repr",
-    ),
-    "comm_open": (
-        lambda client: request(client, "comm_open", comm_id="1", target_name="probe", data={}),
-        "opened",
-    ),
-    "comm_msg": (lambda client: request(client, "comm_msg", comm_id="1", data={}), "message"),
-    "comm_close": (lambda client: request(client, "comm_close", comm_id="1", data={}), "closed"),
-    "variables": (lambda client: debugger(client, "inspectVariables"), "repr"),
-    "a rich variable": (
-        lambda client: debugger(client, "richInspectVariables", variableName="probe"),
-        "repr",
-    ),
+    "complete_request": ({"code": "probe.", "cursor_pos": 6}, "completion"),
+    "inspect_request": ({"code": "probe", "cursor_pos": 5, "detail_level": 0}, "repr"),
+    "execute_request": (EVALUATED, "repr"),
+    "comm_open": ({"comm_id": "1", "target_name": "probe", "data": {}}, "opened"),
+    "comm_msg": ({"comm_id": "1", "data": {}}, "message"),
+    "comm_close": ({"comm_id": "1", "data": {}}, "closed"),
 }
+DEBUGGER_READS = {"inspectVariables": {}, "richInspectVariables": {"variableName": "probe"}}
 
 
-def test_the_memory_is_back_before_any_message_can_read_it(kernel):
+def noted(notebook: Notebook) -> str:
+    """What the user's code noted since the last call."""
+    return notebook.run("print(story); story.clear()")
+
+
+def test_the_memory_is_back_before_any_message_can_read_it(parked):
     """The object notes where the memory lies at the moment when the user's code runs."""
-    notebook, rt = kernel
-    park(notebook, rt)
+    notebook, rt = parked
     assert "came back from RAM" in notebook.run("assert float(x.sum()) == 5_000_000")
-    for way, (send, noted) in READS.items():
-        park(notebook, rt)
-        send(notebook.client)
-        out = notebook.run("print(story); story.clear()")
-        assert f"('{noted}', 'sim:0')" in out and "host" not in out, (way, out)
-    park(notebook, rt)
-    request(notebook.client, "kernel_info_request")
-    request(notebook.client, "is_complete_request", code="x")
-    debugger(notebook.client, "debugInfo")
-    assert places(rt)["a.ipynb"] == {HOST}, "these messages run no code of the user's"
+    for kind, (content, what) in READS.items():
+        park(rt)
+        request(notebook, kind, **content)
+        out = noted(notebook)
+        assert f"('{what}', 'sim:0')" in out and "host" not in out, (kind, out)
+    for command, arguments in DEBUGGER_READS.items():
+        park(rt)
+        debugger(notebook, command, **arguments)
+        out = noted(notebook)
+        assert "('repr', 'sim:0')" in out and "host" not in out, (command, out)
+    park(rt)
+    request(notebook, "kernel_info_request")
+    request(notebook, "is_complete_request", code="x")
+    debugger(notebook, "debugInfo")
+    assert places(rt) == {HOST}, "these messages run no code of the user's"
 
 
-def test_a_cell_without_its_memory_is_refused(kernel):
-    """Stopping the wait refuses the cell. IPython would run it although the hook was interrupted."""
-    notebook, rt = kernel
-    park(notebook, rt)
+def test_a_cell_whose_memory_cannot_return_does_not_run(parked):
+    """The user stops the wait: IPython would run the cell. One that touches no object of the user's runs at once."""
+    notebook, rt = parked
     rt.register("big", backend="fake", size="41MiB", importance="urgent")
     with rt.use("big", timeout=PATIENCE):
-        message = notebook.client.execute("story.append('ran')")
-        until(lambda: bool(rt.status().tickets))
+        assert "big" in notebook.run("%gpu leases") and "in RAM" in notebook.run("%gpu who")
+        assert notebook.run("1 + 1") == "2" and places(rt) == {HOST}
+        message = notebook.client.execute("story.append(bool(x.numel()))")
+        until(lambda: rt.status().tickets)
         notebook.manager.interrupt_kernel()
-        reply = notebook.client.get_shell_msg(timeout=PATIENCE)
-        while reply["parent_header"].get("msg_id") != message:
-            reply = notebook.client.get_shell_msg(timeout=PATIENCE)
-        assert reply["content"]["status"] == "error"
+        reply = notebook.reply(message)
+        assert (reply["status"], reply["ename"]) == ("error", "WaitEnded")
     rt.evict("big")
-    # ipykernel 6 may still abort cells for a moment after the failed one.
-    until(lambda: "[] 5000000.0" in notebook.run("print(story, float(x.sum()))"))
+    rt.forget("big")
+    assert "[] 5000000.0" in notebook.run("print(story, float(x.sum()))")
 
 
-def test_the_memory_is_back_before_a_subshell_reads_it(kernel):
-    """A subshell handles its messages in a thread of its own, while the main thread waits."""
-    notebook, rt = kernel
-    client = notebook.client
-    features = request(client, "kernel_info_request").get("supported_features", ())
+def test_a_notebook_with_a_subshell_is_parked_unless_the_subshell_runs_a_cell(parked, tmp_path):
+    """JupyterLab keeps one open for the messages of widgets. It has a thread of its own, and the memory before."""
+    notebook, rt = parked
+    features = request(notebook, "kernel_info_request").get("supported_features", ())
     if "kernel subshells" not in features:
         pytest.skip("this ipykernel has no subshells")
-    cell = {"code": "story.append(('cell', place()))", "silent": False, "store_history": False}
-    reads = {
-        "completion": ("complete_request", {"code": "probe.", "cursor_pos": 6}),
-        "cell": ("execute_request", {**cell, "user_expressions": {}}),
-    }
-    for noted, (kind, content) in reads.items():
-        park(notebook, rt)
-        subshell = request(client, "create_subshell_request", "control")["subshell_id"]
-        request(client, kind, subshell=subshell, **content)
-        request(client, "delete_subshell_request", "control", subshell_id=subshell)
-        assert f"[('{noted}', 'sim:0')]" in notebook.run("print(story); story.clear()")
-
-
-def test_a_notebook_with_a_subshell_is_parked_unless_the_subshell_runs_a_cell(kernel):
-    """JupyterLab keeps a subshell open for the messages of widgets, so it must not keep the memory on the card."""
-    notebook, rt = kernel
-    client = notebook.client
-    features = request(client, "kernel_info_request").get("supported_features", ())
-    if "kernel subshells" not in features:
-        pytest.skip("this ipykernel has no subshells")
-    subshell = request(client, "create_subshell_request", "control")["subshell_id"]
-    cell = {"silent": False, "store_history": False, "user_expressions": {}}
-    for _ in range(3):
-        park(notebook, rt)
-        code = "story.append(('cell', place()))"
-        request(client, "execute_request", subshell=subshell, code=code, **cell)
-        assert "[('cell', 'sim:0')]" in notebook.run("print(story); story.clear()")
-    running = client.session.msg("execute_request", {"code": "time.sleep(3)", **cell})
+    subshell = request(notebook, "create_subshell_request", "control")["subshell_id"]
+    cell = {**CELL, "code": "story.append(('cell', place()))"}
+    reads = {"complete_request": READS["complete_request"], "execute_request": (cell, "cell")}
+    for kind, (content, what) in reads.items():
+        park(rt)
+        request(notebook, kind, subshell=subshell, **content)
+        assert noted(notebook) == f"[('{what}', 'sim:0')]\n"
+    begun, end = tmp_path / "begun", tmp_path / "end"
+    code = f"open({str(begun)!r}, 'w')\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
+    running = notebook.client.session.msg("execute_request", {**CELL, "code": code})
     running["header"]["subshell_id"] = subshell
-    client.shell_channel.send(running)
-    with contextlib.suppress(GpuError):
-        rt.park("a.ipynb")
-    if not client.shell_channel.msg_ready():  # on a busy machine the cell may have ended
-        assert places(rt)["a.ipynb"] == {"sim:0"}
-    client.shell_channel.get_msg(timeout=PATIENCE)
-    park(notebook, rt)
-    request(client, "delete_subshell_request", "control", subshell_id=subshell)
+    notebook.client.shell_channel.send(running)
+    until(begun.exists)
+    with pytest.raises(GpuError):
+        rt.park("one.ipynb")
+    assert places(rt) == {CARD}
+    end.touch()
+    notebook.reply(running["header"]["msg_id"])
+    park(rt)
+    request(notebook, "delete_subshell_request", "control", subshell_id=subshell)
     assert "5000000.0" in notebook.run("print(float(x.sum()))")
 
 
-def test_the_debugger_starts_in_a_parked_kernel(kernel):
+def test_the_debugger_starts_in_a_parked_kernel(parked):
     """Its own cell runs while the control channel's thread is blocked, so the memory returns before."""
-    notebook, rt = kernel
-    park(notebook, rt)
+    notebook, rt = parked
     arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "locale": "en"}
-    reply = debugger(
-        notebook.client, "initialize", linesStartAt1=True, columnsStartAt1=True, **arguments
-    )
+    reply = debugger(notebook, "initialize", linesStartAt1=True, columnsStartAt1=True, **arguments)
     assert reply["success"], reply
-    assert debugger(notebook.client, "attach")["success"]
-    park(notebook, rt)  # debugpy hides the kernel's threads, which were taken for the user's
+    assert debugger(notebook, "attach")["success"]
+    park(rt)  # debugpy hides the kernel's threads, which were taken for the user's
     assert "5000000.0" in notebook.run("print(float(x.sum()))")
-    debugger(notebook.client, "disconnect", restart=False, terminateDebuggee=False)
+    debugger(notebook, "disconnect", restart=False, terminateDebuggee=False)
 
 
-def test_a_console_that_is_opened_and_used_in_a_parked_notebook_leaves_it_parked(kernel):
+def test_a_console_that_is_opened_and_used_in_a_parked_notebook_leaves_it_parked(parked):
     """The console reads no tensor. Its page sends a message about once a second."""
-    notebook, rt = kernel
+    notebook, rt = parked
     client, shown = notebook.client, []
-    park(notebook, rt)
     user, client.session.username = client.session.username, ""  # as in a request of JupyterLab
     try:
         client.execute_interactive("%gpu console", timeout=scaled(90), output_hook=shown.append)
     finally:
         client.session.username = user
-    assert places(rt)["a.ipynb"] == {HOST}
+    assert places(rt) == {HOST}
     target = re.search(r'"client_comm_id":"(\w+)"', "".join(str(one) for one in shown))
     assert target, shown
-    request(client, "comm_open", comm_id="console", target_name=target[1], data={})
-    request(client, "comm_msg", comm_id="console", data={})
-    request(client, "kernel_info_request")  # its reply comes after the other messages were handled
-    assert places(rt)["a.ipynb"] == {HOST}
+    request(notebook, "comm_open", comm_id="console", target_name=target[1], data={})
+    request(notebook, "comm_msg", comm_id="console", data={})
+    request(notebook, "kernel_info_request")  # its reply comes after the others were handled
+    assert places(rt) == {HOST}
     assert "5000000.0" in notebook.run("print(float(x.sum()))")
 
 

@@ -7,16 +7,16 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
+import nbformat
 import pytest
-from jupyter_client.manager import start_new_kernel
 
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE, finished, until
 
-ROOT = Path(__file__).parents[2]
+from . import notebooks
+from .notebooks import Notebook
+
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 LOOK = "print('seen', [(c.cell, c.uses, c.running) for c in upcoming.cells(['a', 'b', 'c'], lambda v: '')])"
 
@@ -24,20 +24,10 @@ LOOK = "print('seen', [(c.cell, c.uses, c.running) for c in upcoming.cells(['a',
 @contextlib.contextmanager
 def running_kernel(arguments=(), stderr=None, notebook=""):
     """A kernel on a simulated card, with a ledger of its own, and the client of that kernel."""
-    paths = os.pathsep.join(
-        filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
-    )
-    settings = {"GPU_LEDGER": "memory:", "GPU_DEVICES": "sim:24GiB,host:64GiB"}
-    manager, client = start_new_kernel(
-        env={**os.environ, **settings, "PYTHONPATH": paths, "JPY_SESSION_NAME": notebook},
-        extra_arguments=list(arguments),
-        stderr=stderr,
-    )
-    try:
-        yield manager, client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    settings = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "JPY_SESSION_NAME": notebook}
+    options = {"extra_arguments": list(arguments), "stderr": stderr}
+    with Notebook("", "memory:", loads=False, options=options, **settings) as one:
+        yield one.manager, one.client
 
 
 @pytest.fixture
@@ -52,27 +42,20 @@ def send(client, codes):
     """Sends all cells at once, as Run All in JupyterLab does. Returns the message ids."""
     ids = []
     for number, code in enumerate(codes):
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": True,
-            "user_expressions": {},
-            "allow_stdin": False,
-            "stop_on_error": True,
-        }
+        content = {"code": code, "silent": False, "user_expressions": {}}
         message = client.session.msg("execute_request", content, metadata={"cellId": f"id{number}"})
         client.shell_channel.send(message)
         ids.append(message["header"]["msg_id"])
     return ids
 
 
-def results(client, ids, seconds=PATIENCE):
+def results(client, ids):
     """The status and the printed text of each cell, once all of them have ended."""
     replies: dict[str, str] = {}
     printed = dict.fromkeys(ids, "")
     idle: set[str] = set()
     while idle < set(ids):
-        message = client.get_iopub_msg(timeout=seconds)
+        message = client.get_iopub_msg(timeout=PATIENCE)
         parent, content = message["parent_header"].get("msg_id"), message["content"]
         if parent in printed and message["msg_type"] == "stream":
             printed[parent] += content["text"]
@@ -81,7 +64,7 @@ def results(client, ids, seconds=PATIENCE):
         elif parent in printed and content.get("execution_state") == "idle":
             idle.add(parent)
     while not replies.keys() >= set(ids):
-        reply = client.get_shell_msg(timeout=seconds)
+        reply = client.get_shell_msg(timeout=PATIENCE)
         replies[reply["parent_header"].get("msg_id")] = reply["content"].get("status", "")
     return [(replies[id], printed[id]) for id in ids]
 
@@ -103,6 +86,11 @@ def awaited(cells):
 def seen(text):
     """The list of cells that the code `LOOK` printed."""
     return eval(re.search(r"seen (.*)", text)[1])
+
+
+def looked(client):
+    """The list of cells that a later cell sees. For a moment after a failed cell, a kernel aborts cells."""
+    return seen(until(lambda: run_all(client, [LOOK])[0][1]))
 
 
 def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
@@ -144,8 +132,7 @@ def test_an_error_and_an_interrupt_empty_the_schedule(kernel):
     run_all(client, ["%load_ext gpu"])
     failed = run_all(client, [awaited(4), "1/0", "print('not run')", "rt.use('a')"])
     assert [status for status, _ in failed] == ["ok", "error", "aborted", "aborted"]
-    [(_, after)] = run_all(client, [LOOK])
-    assert len(seen(after)) == 1, "only the cell that looks"
+    assert len(looked(client)) == 1, "only the cell that looks"
 
     ids = send(client, ["print('begun', flush=True); time.sleep(30)", "rt.use('a')"])
     while True:
@@ -154,21 +141,16 @@ def test_an_error_and_an_interrupt_empty_the_schedule(kernel):
             break
     manager.interrupt_kernel()
     assert [status for status, _ in results(client, ids)] == ["error", "aborted"]
-    [(_, after)] = run_all(client, [LOOK])
-    assert len(seen(after)) == 1
+    assert len(looked(client)) == 1
 
 
-def test_three_hundred_cells_keep_their_order(kernel):
+def test_three_hundred_cells_keep_their_order_and_without_the_extension_none_is_read_ahead(kernel):
+    """`%unload_ext` ends that."""
     _, client = kernel
     run_all(client, ["%load_ext gpu", "seq = []"])
     found = run_all(client, [f"seq.append({n})" for n in range(300)] + ["print(seq)"])
     assert json.loads(found[-1][1]) == list(range(300))
-
-
-def test_without_the_extension_the_kernel_reads_as_before(kernel):
-    """The extension reads the kernel's messages ahead. `%unload_ext` ends that."""
-    _, client = kernel
-    run_all(client, ["%load_ext gpu", "%unload_ext gpu"])
+    run_all(client, ["%unload_ext gpu"])
     found = run_all(client, [f"time.sleep(0.2); {LOOK}", "print('ran')"])
     assert seen(found[0][1]) == [] and found[1] == ("ok", "ran\n")
 
@@ -200,33 +182,23 @@ def used(name):
     return [setup, "time.sleep(1.3)", *cells, last]
 
 
-def outcome(printed):
-    """Reads what the last cell printed: the story, and the number of unused guesses."""
-    return json.loads(re.search(r"end (.*)", printed)[1])
+def check(printed, card):
+    """What the last cell printed: each model is loaded once, before its cell if the card holds two of three."""
+    story, unused = json.loads(re.search(r"end (.*)", printed)[1])
+    ahead = ["load a", "load b", "used a", "load c", "used b", "used c"]
+    alone = ["load a", "load b", "load c"]
+    wanted = ahead if card == "24GiB" else alone
+    assert [event for event in story if event in wanted] == wanted and unused == 0
+    assert [event for event in story if event.startswith("load")] == alone
 
 
-def loads(story):
-    return [event for event in story if event.startswith("load")]
-
-
-LOADED_AHEAD = ["load a", "load b", "used a", "load c", "used b", "used c"]
-
-
-def test_run_all_loads_each_model_during_the_cell_before_if_the_card_holds_two_of_three():
+@pytest.mark.parametrize("card, order", [("24GiB", "abc"), ("14GiB", "aabcc")])
+def test_run_all_loads_each_model_once_and_early_if_the_card_holds_two_of_three(card, order):
+    """A card that holds one model evicts nothing that the next cell needs."""
     with running_kernel() as (_, client):
-        setup, *cells = three_models("24GiB", "abc")
+        setup, *cells = three_models(card, order)
         run_all(client, [setup])
-        story, unused = outcome(run_all(client, cells)[-1][1])
-    assert [event for event in story if event in LOADED_AHEAD] == LOADED_AHEAD and unused == 0
-
-
-def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
-    """The card holds only one model. Each model is loaded once for its cells, as without look-ahead."""
-    with running_kernel() as (_, client):
-        setup, *cells = three_models("14GiB", "aabcc")
-        run_all(client, [setup])
-        story, unused = outcome(run_all(client, cells)[-1][1])
-    assert loads(story) == ["load a", "load b", "load c"] and unused == 0
+        check(run_all(client, cells)[-1][1], card)
 
 
 PROGRAMS = {
@@ -243,28 +215,17 @@ def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
     tmp_path, program, card, order
 ):
     """The program sends a cell only when the last one has ended. The order of the cells is in the notebook's file."""
-    import nbformat
-
     if importlib.util.find_spec(program) is None:
         pytest.skip(f"{program} is not installed")
     book = nbformat.v4.new_notebook(metadata=KERNEL)
     book.cells = [nbformat.v4.new_code_cell(code) for code in three_models(card, order)]
     nbformat.write(book, tmp_path / "in.ipynb")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", program, *PROGRAMS[program].split()],
-        cwd=tmp_path,
-        env={**os.environ, "GPU_LEDGER": "memory:", "PYTHONPATH": paths, "JPY_SESSION_NAME": ""},
-        timeout=scaled(120),
-        capture_output=True,
-        text=True,
-    )
+    settings = {"GPU_LEDGER": "memory:", "PYTHONPATH": notebooks.paths(), "JPY_SESSION_NAME": ""}
+    words = [sys.executable, "-m", program, *PROGRAMS[program].split()]
+    done = finished(words, cwd=tmp_path, env=os.environ | settings)
     assert done.returncode == 0, done.stderr[-2000:]
     ran = nbformat.read(tmp_path / "out.ipynb", 4)
-    story, unused = outcome(ran.cells[-1].outputs[0]["text"])
-    assert loads(story) == ["load a", "load b", "load c"] and unused == 0
-    if card == "24GiB":
-        assert [event for event in story if event in LOADED_AHEAD] == LOADED_AHEAD
+    check(ran.cells[-1].outputs[0]["text"], card)
 
 
 def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(tmp_path):
@@ -275,12 +236,9 @@ def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(t
         "rt.use('b')",
         "1",
     ]
-    cells = [
-        {"cell_type": "code", "id": f"id{n}", "source": code, "metadata": {}, "outputs": []}
-        for n, code in enumerate(codes)
-    ]
     path = tmp_path / "n.ipynb"
-    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
+    cells = [nbformat.v4.new_code_cell(code, id=f"id{n}") for n, code in enumerate(codes)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     with running_kernel(notebook=str(path)) as (_, client):
         printed = run_all(client, codes)[1][1]
     assert [uses for _, uses, _ in seen(printed)] == [(), ("b",), ()]

@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from gpu_runtime import GpuError, Runtime
+from gpu_runtime import GpuError
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 from tests.owner.conftest import claims
-from tests.stories.test_processes import Kernel
 
-DEVICES = "sim:3x24GiB,host:64GiB"
+from .kernels import LOADED, ONLY_KEEPER
 
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> str:
-    return f"keeper://{tmp_path}/ledger"
+pytestmark = ONLY_KEEPER
 
 
 @pytest.fixture
-def other(ledger: str) -> Iterator[Kernel]:
-    kernel = Kernel(ledger, DEVICES)
-    assert (
-        kernel.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
-        == "done"
-    )
-    yield kernel
-    kernel.end()
-
-
-@pytest.fixture
-def here(ledger: str, other: Kernel) -> Iterator[Runtime]:
-    rt = Runtime(devices=DEVICES, ledger=ledger, eviction_grace_seconds=0)
-    yield rt
-    rt.close()
+def devices() -> str:
+    return "sim:3x24GiB,host:64GiB"
 
 
 def test_another_kernels_model_makes_room_by_moving_over(other, here):
     """A second model needs the whole card, and others are free. The first moves, and nothing is evicted."""
+    other.do(LOADED)
     here.register("llama", backend="fake", size="20GiB", devices=("sim:0",))
     moved = here.move(f"qwen@{other.process.pid}", "sim:1,2", timeout=PATIENCE)
     assert moved.done and moved.where == "sim:1,2"
-    assert claims(here) == {"sim:1": 7 * GIB, "sim:2": 7 * GIB}
+    halves = {"sim:1": 7 * GIB, "sim:2": 7 * GIB}
+    assert claims(here) == halves
     with here.use("llama", timeout=PATIENCE):
-        assert claims(here) == {"sim:0": 20 * GIB, "sim:1": 7 * GIB, "sim:2": 7 * GIB}
-        assert (
-            other.tell("u = rt.use('qwen'); assert repr(u.__enter__()) == '<fake qwen on sim:1,2>'")
-            == "done"
-        )
+        assert claims(here) == {"sim:0": 20 * GIB, **halves}
+        other.do("u = rt.use('qwen'); assert repr(u.__enter__()) == '<fake qwen on sim:1,2>'")
         with pytest.raises(GpuError, match="in use by"):
             here.move("qwen", "sim:2", timeout=PATIENCE)
-        assert other.tell("del u; rt.tick()") == "done"
+        other.do("del u; rt.tick()")
         with pytest.raises(GpuError, match="qwen needs 14.0 GiB; sim:0 has 1.6 GiB free"):
             here.move("qwen", "sim:0", timeout=PATIENCE)
     assert here.evictions().empty
@@ -63,6 +43,7 @@ def test_another_kernels_model_makes_room_by_moving_over(other, here):
 
 def test_a_stopped_kernel_cannot_move_anything_and_the_asker_is_told(other, here):
     """The request ends with its time-out and leaves nothing in the book."""
+    other.do(LOADED)
     other.signal(signal.SIGSTOP)
     with pytest.raises(GpuError, match="was asked to move qwen, and has not answered"):
         here.move("qwen", "sim:1", timeout=1)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 from gpu_runtime import GpuError, Runtime
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE, finished, scaled, until
 
-ROOT = Path(__file__).parents[2]
+from .kernels import ONLY_KEEPER
+from .notebooks import Notebook
+
+pytestmark = ONLY_KEEPER
 DEVICES = "sim:2GiB,host:4GiB"
 EVICTIONS = 3  # of a model in training, before the story ends
 PROGRAM = """
@@ -63,11 +61,9 @@ print(result(), flush=True)
 """
 
 
-def undisturbed(steps: int) -> list[Any]:
+def undisturbed(steps: int, then: str = ALONE) -> list[Any]:
     """The losses and the digest of the weights after `steps` steps in a process without gpu-console."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ALONE], input=str(steps), text=True, capture_output=True
-    )
+    done = finished([sys.executable, "-c", PROGRAM + then], input=str(steps))
     return json.loads(done.stdout)
 
 
@@ -75,17 +71,15 @@ class Evictor:
     """A thread of this process that evicts the model `m` again and again."""
 
     def __init__(self, rt: Runtime) -> None:
-        self.rt, self.evictions, self.enough = rt, 0, threading.Event()
+        self.rt, self.evictions = rt, 0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         while not self.ended.wait(0.02):
             with contextlib.suppress(GpuError):
-                done = self.rt.evict("m", timeout=1)
+                done = self.rt.evict("m", timeout=scaled(1))
                 self.evictions += done.done and done.bytes > 0
-            if self.evictions >= EVICTIONS:
-                self.enough.set()
 
     def __enter__(self) -> Evictor:
         self.thread.start()
@@ -97,14 +91,8 @@ class Evictor:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> str:
-    return f"keeper://{tmp_path}/ledger"
-
-
-@pytest.fixture
-def here(ledger: str) -> Iterator[Runtime]:
-    with Runtime(devices=DEVICES, ledger=ledger, eviction_grace_seconds=0) as rt:
-        yield rt
+def devices() -> str:
+    return DEVICES
 
 
 def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger):
@@ -118,11 +106,11 @@ def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger)
     try:
         assert script.stdout.readline().strip() == "ready"
         with Evictor(here) as evictor:
-            evictor.enough.wait(scaled(100))
+            until(lambda: evictor.evictions >= EVICTIONS)
             script.stdin.write("end\n")
             script.stdin.flush()
             said = script.stdout.readline()
-        assert script.wait(PATIENCE) == 0 and evictor.evictions >= EVICTIONS
+        assert script.wait(PATIENCE) == 0
         losses, weights = json.loads(said)
         assert [losses, weights] == undisturbed(len(losses))
     finally:
@@ -132,53 +120,32 @@ def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger)
 
 def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledger, tmp_path):
     """While a cell runs, the model stays. Between cells it leaves, although a graph waits for `backward`."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
-    settings = {"PYTHONPATH": paths, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES}
-    manager, client = start_new_kernel(
-        env={**os.environ, **settings, "EVICTION_GRACE_SECONDS": "0"}
-    )
+    with Notebook("one.ipynb", ledger, GPU_DEVICES=DEVICES) as notebook:
 
-    def run(code: str) -> None:
-        """Runs a cell and waits for its reply. The output channel's messages can be late or lost."""
-        request = client.execute(code)
-        while (reply := client.get_shell_msg(timeout=PATIENCE))["parent_header"][
-            "msg_id"
-        ] != request:
-            pass
-        assert reply["content"]["status"] == "ok", reply["content"]
+        def run(code: str) -> None:
+            """Runs a cell and waits for its reply. The output channel's messages can be late or lost."""
+            reply = notebook.reply(notebook.client.execute(code))
+            assert reply["status"] == "ok", reply
 
-    try:
-        run("%load_ext gpu")
         run(PROGRAM)
         run("rt.adopt('m', m, optimizer=opt); rt.preload('m')")
-        cells = 0
-        with Evictor(here) as evictor:
-            while evictor.evictions < EVICTIONS and cells < 60:
+        places = lambda: [lease.where for lease in here.status().leases() if lease.name == "m"]
+        with Evictor(here):
+            for _ in range(EVICTIONS):
                 run("for _ in range(8): step()")
                 run("x = torch.randn(64, 256, generator=data); opt.zero_grad()")
                 run("loss = (m(x) - x).square().mean()")
-                before, until = evictor.evictions, time.monotonic() + scaled(1.5)
-                while evictor.evictions == before and time.monotonic() < until:
-                    time.sleep(0.01)  # between two cells the kernel is idle
+                until(lambda: places() == ["host"])
                 run("loss.backward()")
                 run("opt.step(); losses.append(loss.item())")
-                cells += 1
-        assert evictor.evictions >= EVICTIONS
         run(f"open({str(tmp_path / 'result')!r}, 'w').write(result())")
-        losses, weights = json.loads((tmp_path / "result").read_text())
-        assert len(losses) == 9 * cells
-        plain = UNCLIPPED.format(cells=cells)
-        alone = subprocess.run(
-            [sys.executable, "-c", PROGRAM + plain], text=True, capture_output=True
-        )
-        assert [losses, weights] == json.loads(alone.stdout)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    losses, weights = json.loads((tmp_path / "result").read_text())
+    assert len(losses) == 9 * EVICTIONS
+    assert [losses, weights] == undisturbed(EVICTIONS, UNCLIPPED)
 
 
 UNCLIPPED = """
-for _ in range({cells}):
+for _ in range(int(input())):
     for _ in range(8): step()
     x = torch.randn(64, 256, generator=data); opt.zero_grad()
     loss = (m(x) - x).square().mean()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from gpu_runtime import Runtime
-from tests.clock import PATIENCE, until
-from tests.stories.test_parking import DEVICES, ROOT, Notebook, held_bytes
+from tests.clock import PATIENCE, finished
+
+from .kernels import ROOT
+from .notebooks import DEVICES, Notebook, rest
 
 pytestmark = pytest.mark.processes
 LATER = ("leases", "evictions", "who", "why", "fragmentation --map", "doctor", "config", "catalog")
@@ -27,7 +27,7 @@ def installed(tmp_path, monkeypatch):
         shutil.copytree(
             ROOT / package, copy / Path(package).name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    monkeypatch.setattr("tests.stories.test_parking.ROOT", copy)
+    monkeypatch.setattr("tests.stories.notebooks.ROOT", copy)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return copy
 
@@ -46,15 +46,11 @@ def upgrade(copy: Path) -> None:
 
 @pytest.mark.parametrize("change", [upgrade, shutil.rmtree])
 def test_after_an_upgrade_under_a_kernel_each_verb_says_so_and_nothing_is_lost(
-    installed, tmp_path, change
+    installed, keeper, change
 ):
-    url = f"keeper://{tmp_path}/ledger"
-    with (
-        closing(Notebook("one.ipynb", url)) as notebook,
-        Runtime(devices=DEVICES, ledger=url) as rt,
-    ):
+    with Notebook("one.ipynb", keeper) as notebook, Runtime(devices=DEVICES, ledger=keeper) as rt:
         notebook.run("import torch\nx = torch.ones(3_000_000)")
-        until(lambda: held_bytes(rt, notebook) > 0)
+        rest(rt)
         with rt.lease("40MiB", purpose="a colleague's", timeout=PATIENCE):  # the notebook is parked
             change(installed)
         shown = [notebook.run(f"%gpu {verb}") for verb in LATER]
@@ -66,22 +62,6 @@ def test_after_an_upgrade_under_a_kernel_each_verb_says_so_and_nothing_is_lost(
         assert "restart the kernel" in told[0]
         assert notebook.run("print(float(x.sum()))").strip().endswith("3000000.0")
         assert notebook.run("y = x + 1\nprint(1)").strip().endswith("1")
-
-
-def gpu(verb: str, lacks: str, tmp_path: Path) -> str:
-    """What the command prints where a library cannot be imported as we need it."""
-    (tmp_path / "sitecustomize.py").write_text(f"import sys, types\n{lacks}\n")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{tmp_path}:{ROOT}",
-        "GPU_LEDGER": f"keeper://{tmp_path}/ledger",
-        "GPU_DEVICES": "sim:1GiB,host:1GiB",
-    }
-    program = "import sys; from gpu_runtime.cli import main; sys.exit(main())"
-    words = [sys.executable, "-c", program, *verb.split()]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    return done.stderr
 
 
 @pytest.mark.parametrize(
@@ -96,11 +76,14 @@ def gpu(verb: str, lacks: str, tmp_path: Path) -> str:
     ],
 )
 def test_a_library_that_is_missing_or_too_old_is_named_with_what_to_install(
-    tmp_path, verb, lacks, says
+    tmp_path, keeper, verb, lacks, says
 ):
-    said = gpu(verb, lacks, tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys, types\n{lacks}\n")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "GPU_LEDGER": keeper}
+    done = finished([sys.executable, "-m", "gpu_runtime.cli", verb], env=os.environ | environment)
+    said = done.stderr
+    assert done.returncode == 1 and said.count("\n") == 1
     assert said.startswith(f"gpu: {says}") and "pip install '" in said
-    assert said.count("\n") == 1
 
 
 LIMITED = """
@@ -153,8 +136,6 @@ OPEN = "used = len(os.listdir('/proc/self/fd')); resource.setrlimit(resource.RLI
 )
 def test_a_limit_of_the_process_is_one_sentence(tmp_path, limit, before):
     code = LIMITED.format(limit=limit, before=before, ledger=tmp_path / "ledger")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
+    done = finished([sys.executable, "-c", code], env=os.environ | environment)
     assert "RAW" not in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr

@@ -8,7 +8,8 @@ from gpu_runtime import Runtime, samples
 from gpu_runtime.verb_arguments import MAGIC
 from gpu_runtime.verbs import verbs
 from tests.clock import PATIENCE, until
-from tests.stories.test_parking import DEVICES, Notebook, held_bytes
+
+from .notebooks import DEVICES, Notebook, held_bytes
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +28,7 @@ for line in {lines!r}:
         get_ipython().run_line_magic("gpu", line)
     except GpuError as error:
         print(error)
-    end = time.monotonic() + 30  # a monitor that is at work changes the switch interval for a moment
+    end = time.monotonic() + {patience}  # a monitor that is at work changes the switch interval for a moment
     while (found := changed(before)) and time.monotonic() < end:
         time.sleep(0.01)
     if found:
@@ -47,40 +48,33 @@ def models(tmp_path_factory):
     return directory
 
 
-def test_no_verb_and_no_background_duty_changes_anything_of_the_user_s(models, tmp_path):
+def test_no_verb_and_no_background_duty_changes_anything_of_the_user_s(models, keeper, tmp_path):
     """In a real kernel, which another process parks, with its monitor, sampler and back-off all the time."""
     tried = {line.split()[0] for row in VERBS for line in row.split(";")}
     assert tried == {verb.name for verb in verbs(MAGIC)}
-    url = f"keeper://{tmp_path}/ledger"
     settings = {"XDG_STATE_HOME": str(tmp_path / "state"), "GPU_PARK_TURN_SECONDS": "1"}
-    notebook = Notebook("one.ipynb", url, **settings)
-    try:
-        with Runtime(devices=DEVICES, ledger=url) as other:
-            notebook.run(
-                f"{LIBRARIES}\nfrom tests.users_state import state, changed\n"
-                "import random, signal, time, warnings, numpy, torch\nfrom gpu_runtime import GpuError\n"
-                "random.seed(0); numpy.random.seed(0); torch.manual_seed(0)\n"
-                "warnings.filterwarnings('error', 'mine')\n"
-                "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
-                "held = torch.ones(3_000_000)\nbefore = state()"
-            )
-            notebook.run(f"rt.register('g', '{models}/g.gguf')")
-            for number, row in enumerate(VERBS):
-                parked(other, notebook, number)
-                lines = [line.strip() for line in row.format(models=models).split(";")]
-                shown = notebook.run(CELL.format(lines=lines))
-                assert "CHANGED" not in shown and "Traceback" not in shown, shown
-            parks = notebook.run("%gpu evictions").count("offloaded")
-            assert parks >= len(VERBS), "else the parks were not tried"
-    finally:
-        notebook.close()
-
-
-def parked(other: Runtime, notebook: Notebook, number: int) -> None:
-    """Waits until the memory of `notebook` is in RAM, because `other` needs the card."""
-    until(lambda: held_bytes(other, notebook) > 0)
-    with other.lease("40MiB", purpose=f"lease {number}", timeout=PATIENCE):
-        pass
+    with (
+        Notebook("one.ipynb", keeper, **settings) as notebook,
+        Runtime(devices=DEVICES, ledger=keeper) as other,
+    ):
+        notebook.run(
+            f"{LIBRARIES}\nfrom tests.users_state import state, changed\n"
+            "import random, signal, time, warnings, numpy, torch\nfrom gpu_runtime import GpuError\n"
+            "random.seed(0); numpy.random.seed(0); torch.manual_seed(0)\n"
+            "warnings.filterwarnings('error', 'mine')\n"
+            "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+            "held = torch.ones(3_000_000)\nbefore = state()"
+        )
+        notebook.run(f"rt.register('g', '{models}/g.gguf')")
+        for number, row in enumerate(VERBS):
+            until(lambda: held_bytes(other, "one.ipynb") > 0)
+            with other.lease("40MiB", purpose=f"lease {number}", timeout=PATIENCE):
+                pass  # the notebook was parked
+            lines = [line.strip() for line in row.format(models=models).split(";")]
+            shown = notebook.run(CELL.format(lines=lines, patience=PATIENCE))
+            assert "CHANGED" not in shown and "Traceback" not in shown, shown
+        parks = notebook.run("%gpu evictions").count("offloaded")
+        assert parks >= len(VERBS), "else the parks were not tried"
 
 
 PRESSES = """
@@ -100,17 +94,11 @@ pressing.start()
 """
 
 
-def test_the_first_table_may_be_interrupted_at_any_moment(tmp_path):
+def test_the_first_table_may_be_interrupted_at_any_moment(keeper):
     """Half of pandas stayed in the process: each table, and `import pandas`, failed until a restart."""
-    notebook = Notebook("one.ipynb", f"keeper://{tmp_path}/ledger")
-    try:
+    with Notebook("one.ipynb", keeper) as notebook:
         notebook.run(PRESSES)
         assert "KeyboardInterrupt" in notebook.run("%gpu leases")
         notebook.run("pressing.join()")
-        assert notebook.run("import pandas; pandas.DataFrame({'a': [1, 2]}).a.sum()") in (
-            "3",
-            "np.int64(3)",
-        )
+        assert "3" in notebook.run("import pandas; pandas.DataFrame({'a': [1, 2]}).a.sum()")
         assert "Error" not in notebook.run("%gpu leases")
-    finally:
-        notebook.close()

@@ -5,59 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
-from tests.clock import PATIENCE, until
+from tests.clock import until
 
-from .test_parking import Notebook
+from .notebooks import Notebook
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
 @pytest.fixture
-def cell(tmp_path):
+def cell(keeper):
     """A function that runs a cell in a kernel. It returns what the cell prints and shows, as text."""
-    paths = (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", ""))
-    manager, client = start_new_kernel(
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "GPU_LEDGER": f"keeper://{tmp_path}/ledger",
-            "GPU_DEVICES": "sim:24GiB,host:64GiB",
-        }
-    )
-
-    def run(code: str) -> str:
-        shown: list[str] = []
-
-        def hook(message):
-            content = message["content"]
-            shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
-
-        client.execute_interactive(code, output_hook=hook, timeout=PATIENCE)
-        return "".join(shown)
-
-    try:
-        run("%load_ext gpu")
-        yield run
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    with Notebook("one.ipynb", keeper, GPU_DEVICES="sim:24GiB,host:64GiB") as notebook:
+        yield notebook.run
 
 
 def held(cell):
-    """Maps each name to the MiB that it reaches and the MiB that it alone would free."""
+    """Maps each name to the MiB that it reaches and the MiB that it alone would free. A search over 3 s is partial."""
     rows = json.loads(cell("print(rt.who().to_json(orient='records'))"))
     return {row["name"]: (row["bytes"] // MIB, row["alone_bytes"] // MIB) for row in rows}
-
-
-def becomes(cell, expected) -> bool:
-    """Whether the table is as `expected`, at the fifth attempt at the latest: a search over 3 s is partial."""
-    return any(held(cell) == expected for _ in range(5))
 
 
 def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
@@ -76,32 +44,26 @@ def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
     outputs = [sizes for name, sizes in table.items() if name.startswith(("Out[", "_"))]
     assert sorted(outputs) == [(3, 3), (4, 4)]
     assert cell("%gpu free").startswith("free: 12.0 MiB came free; released ")
-    assert becomes(cell, {"data": (8, 8), "w": (2, 0), "loss": (4, 2)})
+    until(lambda: held(cell) == {"data": (8, 8), "w": (2, 0), "loss": (4, 2)})
     assert cell("%gpu free loss").startswith("free loss: 2.0 MiB came free; w still refers")
-    assert becomes(cell, {"data": (8, 8), "w": (2, 2)})
+    until(lambda: held(cell) == {"data": (8, 8), "w": (2, 2)})
 
 
-def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_path):
+def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(keeper):
     """No cell runs and no parked memory returns. A stopped notebook gives an error that names it."""
-    url = f"keeper://{tmp_path}/ledger"
-    train, other = Notebook("train.ipynb", url), Notebook("other.ipynb", url)
-    try:
+    with Notebook("train.ipynb", keeper) as train, Notebook("other.ipynb", keeper) as other:
         train.run("import torch\nweights = torch.ones(8 * 2**18)")
         until(lambda: "weights" in other.run("%gpu who train.ipynb"))
-        pid = train.manager.provisioner.pid
-        assert "weights" in other.run(f"%gpu who {pid}")
+        assert "weights" in other.run(f"%gpu who {train.pid}")
         assert "In [" in other.run("%gpu who train.ipynb"), "with the cell that made it"
         counted = train.run("get_ipython().execution_count")
-        other.run("%gpu park train.ipynb")
+        until(lambda: "host memory" in other.run("%gpu park train.ipynb"))
         parked = other.run("%gpu who train.ipynb")
         assert "weights" in parked and "8.0 MiB is parked in RAM" in parked, parked
         assert "host" in other.run("%gpu leases")
         news, count = train.run("get_ipython().execution_count").splitlines()
         assert "came back from RAM" in news and int(count) == int(counted) + 1
-        os.kill(pid, signal.SIGSTOP)
-        assert "is stopped, so it cannot answer" in other.run("%gpu who train.ipynb")
-        os.kill(pid, signal.SIGCONT)
+        os.kill(train.pid, signal.SIGSTOP)
+        until(lambda: "is stopped, so it cannot answer" in other.run("%gpu who train.ipynb"))
+        os.kill(train.pid, signal.SIGCONT)
         assert "no process 'x.ipynb'" in other.run("%gpu who x.ipynb")
-    finally:
-        train.close()
-        other.close()
