@@ -1,7 +1,5 @@
 """A crowd of kernels shares one book. They are killed, stopped and restarted at random.
 
-    python -m tests.stories.crowd keeper:///tmp/ledger --kernels 16 --seconds 20 --seed 1
-
 An auditor checks the book against bytes that are counted without it. Each process has a slot in a
 shared file and writes there the bytes that it holds on each device. It adds bytes *before* it takes
 them and subtracts them *after* it has freed them, so a slot never shows less than the process holds.
@@ -11,26 +9,22 @@ everything, so that a restart takes milliseconds.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import faulthandler
 import itertools
-import json
 import mmap
 import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -40,19 +34,16 @@ from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Shares
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.units import GIB
-from tests.clock import scaled
+from tests.clock import PATIENCE
 
 DEVICES = "sim:2x24GiB,host:40GiB"
 LIMITS = {"sim:0": 24 * GIB, "sim:1": 24 * GIB, "host": 40 * GIB}
 IDS = tuple(LIMITS)
-# An action that takes longer hangs: every time-out below has a few seconds.
-HANG_SECONDS = scaled(40.0)
 EXPECTED = (Busy, Deadlock, DoesNotFit, StillInUse, UnknownModel)
 
 
-# -- the side channel -------------------------------------------------------------------------------------------------
-
-_FIELDS = 3 + len(IDS)  # version, pid, times served, bytes on each device
+# -- the side channel
+_FIELDS = 3 + len(IDS)  # version, pid, times served (in slot 0: looks), bytes on each device
 
 
 class Slots:
@@ -81,9 +72,8 @@ class Slots:
 
     def clear(self, slot: int) -> None:
         """Sets the row of a process to 0, since its bytes are free. The process must be dead."""
-        for field in range(1, _FIELDS):
-            if field != 2:
-                self[slot, field] = 0
+        for field in (1, *range(3, _FIELDS)):
+            self[slot, field] = 0
         self[slot, 0] += 2
 
     def served(self) -> list[int]:
@@ -131,8 +121,8 @@ class Look:
 class Account:
     """The slot of one process, which the process updates. Each time after it has taken bytes, it checks all slots."""
 
-    def __init__(self, slots: Slots, slot: int, tell: Callable[[str], None]) -> None:
-        self._slots, self._slot, self._tell = slots, slot, tell
+    def __init__(self, slots: Slots, slot: int) -> None:
+        self._slots, self._slot = slots, slot
         self._lock = threading.Lock()
         for field in range(3, _FIELDS):
             slots[slot, field] = 0
@@ -145,7 +135,7 @@ class Account:
                 self._slots[self._slot, 3 + IDS.index(share.device)] += sign * share.bytes
             self._slots[self._slot, 0] += 1
         if sign > 0 and (why := overcommit(self._slots)):
-            self._tell(why)
+            tell(why)
 
     def served(self) -> None:
         self._slots[self._slot, 2] += 1
@@ -154,21 +144,24 @@ class Account:
         return sum(self._slots[self._slot, field] for field in range(3, _FIELDS))
 
 
+def tell(why: str) -> None:
+    """Writes a fault into the log of this process, which the warden reads."""
+    print(f"WRONG: {why}", file=sys.stderr, flush=True)
+
+
 def overcommit(slots: Slots) -> str:
-    """A sentence about a device over its limit now, or "". Checked again without the processes that are dying."""
+    """A sentence about a device over its limit now, or "". The processes that are dying are left out."""
     look = slots.look()
-    if not look.too_much():
-        return ""
-    # a dying process closes its files and its lock a moment before others can see that it is dead
-    time.sleep(0.1)
-    return look.too_much(is_alive)
+    return look.too_much() and look.too_much(is_alive)
 
 
 def is_alive(pid: int) -> bool:
+    """Whether the process lives. One that ends is marked so (PF_EXITING) before its socket is closed."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
+    return words[0] not in "ZX" and not int(words[6]) & 4
 
 
 class AuditedBackend(FakeBackend):
@@ -195,22 +188,16 @@ class AuditedBackend(FakeBackend):
         self._account.add(old, -1)
 
 
-# -- a kernel ---------------------------------------------------------------------------------------------------------
+# -- a kernel
 class Kernel:
     """A runtime with a few fake models, which acts at random. The models of all kernels together do not fit."""
 
     def __init__(
-        self,
-        url: str,
-        slots: Slots,
-        slot: int,
-        seed: int,
-        tell: Callable[[str], None],
-        forgives: tuple[type[Exception], ...],
+        self, url: str, slots: Slots, slot: int, seed: int, forgives: tuple[type[Exception], ...]
     ) -> None:
         self.forgives = forgives
         self.dice = random.Random(seed)
-        self.account = Account(slots, slot, tell)
+        self.account = Account(slots, slot)
         self.rt = Runtime(
             devices=DEVICES,
             ledger=url,
@@ -238,31 +225,23 @@ class Kernel:
 
     def act(self) -> None:
         dice, rt = self.dice, self.rt
-        deed: Callable[[], Any] = dice.choices(
-            [
-                self.use,
-                self.use_two,
-                self.block,
-                self.evict,
-                self.ask_another,
-                self.keep,
-                rt.status,
-                lambda: rt.preload(dice.choice(self.names), timeout=1),
-            ],
-            [50, 10, 12, 8, 6, 4, 4, 6],
-        )[0]
+        deeds: dict[Callable[[], Any], int] = {
+            self.use: 50,
+            self.use_two: 10,
+            self.block: 12,
+            self.evict: 8,
+            self.ask_another: 6,
+            self.keep: 4,
+            rt.status: 4,
+            lambda: rt.preload(dice.choice(self.names), timeout=1): 6,
+        }
         try:
-            deed()
+            dice.choices(list(deeds), list(deeds.values()))[0]()
         except (*EXPECTED, *self.forgives):
             pass
-        except (
-            GpuError,
-            RuntimeError,
-        ) as error:  # a failure of its own, or of the process that it asked
-            if not any(
-                words in str(error)
-                for words in ("told to fail", "could not be moved", "is gone", "does not hold")
-            ):
+        except (GpuError, RuntimeError) as error:  # of its own, or of the process that it asked
+            known = ("told to fail", "could not be moved", "is gone", "does not hold")
+            if not any(words in str(error) for words in known):
                 raise
 
     def timeout(self) -> float:
@@ -283,9 +262,8 @@ class Kernel:
             self.stay_a_while()
 
     def block(self) -> None:
-        with self.rt.lease(
-            f"{self.dice.randint(1, 6)}GiB", purpose="work", timeout=self.timeout()
-        ) as block:
+        size = f"{self.dice.randint(1, 6)}GiB"
+        with self.rt.lease(size, purpose="work", timeout=self.timeout()) as block:
             self.account.add(block.lease.shares)
             try:
                 self.account.served()
@@ -327,38 +305,28 @@ def die_at(line: int) -> None:
 
 
 def be_a_kernel(
-    url: str,
-    slots: Slots,
-    slot: int,
-    seed: int,
-    tell: Callable[[str], None],
-    forgives: tuple[type[Exception], ...] = (),
-    fuse: int = 0,
+    url: str, slots: Slots, slot: int, seed: int, forgives: tuple[type[Exception], ...], fuse: int
 ) -> None:
     """Runs a kernel until the crowd stops. With a `fuse` N it kills itself at the N-th line of the ledgers."""
     if fuse:
         die_at(fuse)
-    kernel = Kernel(url, slots, slot, seed, tell, forgives)
+    kernel = Kernel(url, slots, slot, seed, forgives)
     while not slots.stopping:
-        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
         kernel.act()
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     kernel.rt.close()
     assert not kernel.account.holds(), f"{kernel.account.holds()} bytes are held still"
 
 
-# -- the auditor ------------------------------------------------------------------------------------------------------
-def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
+# -- the auditor
+def be_the_auditor(url: str, slots: Slots) -> None:
     """Checks without pause that no device is over its limit, and that the book has all living bytes."""
     ledger = open_ledger(url)
-    looks = 0
     while not slots.stopping:
-        if why := overcommit(slots):
+        for why in filter(None, (overcommit(slots), *lost(slots, ledger.read))):
             tell(why)
-        for why in lost(slots, ledger.read):
-            tell(why)
-        looks += 1
-        told.write_text(str(looks))
+        slots[0, 2] += 1
         time.sleep(0.002)
     ledger.close()
 
@@ -368,57 +336,27 @@ def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
     before, book, after = slots.look(), read(), slots.look()
     for slot in range(1, after.count):
         pid = after.pid(slot)
-        if (
-            not pid
-            or pid != before.pid(slot)
-            or after.version(slot) % 2
-            or before.version(slot) != after.version(slot)
-        ):
+        version = after.version(slot)
+        if not pid or pid != before.pid(slot) or version % 2 or before.version(slot) != version:
             continue
         claimed: Counter[str] = Counter()
         for section in book.sections.values():
             if section.owner.pid == pid:
                 for lease in section.leases:
                     claimed.update({share.device: share.bytes for share in lease.claims()})
-        less = {
-            id: (size / GIB, claimed[id] / GIB)
-            for id, size in after.held(slot).items()
-            if size > claimed[id]
-        }
-        if less:
-            time.sleep(0.1)
-            if is_alive(pid):
-                yield f"pid {pid} holds more than the book says (held, claimed): {less}"
+        held = after.held(slot).items()
+        less = {id: (size / GIB, claimed[id] / GIB) for id, size in held if size > claimed[id]}
+        if less and is_alive(pid):
+            yield f"pid {pid} holds more than the book says (held, claimed): {less}"
 
 
-# -- the warden -------------------------------------------------------------------------------------------------------
-class Report(NamedTuple):
-    """The result of a crowd's run."""
-
-    seconds: float
-    kills: int
-    kills_in_the_ledger: int  # of these; the others are at any time
-    stops: int
-    served: int
-    looks: int
-    wrong: list[str]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.seconds:.0f} s, {self.kills} kills ({self.kills_in_the_ledger} in the ledger's code), "
-            f"{self.stops} stops, {self.served} blocks served, "
-            f"{self.looks} looks, {len(self.wrong)} wrong"
-        )
-
-
+# -- the warden
 class Warden:
     """Starts the crowd, kills and stops processes at random, and checks that nothing is left at the end."""
 
     forgives: tuple[type[Exception], ...] = ()  # further errors that a kernel may get
-    damages = False  # whether the book may be damaged at the end
     # The share of kernels that kill themselves at a line of the ledgers' code, and the largest
-    # number of that line. One transaction has some 300 lines; the opening of a runtime has some
-    # 3,000.
+    # number of that line. One transaction has some 300 lines; the opening of a runtime has some 3,000.
     with_fuse = 0.0
     longest_fuse = 8_000
 
@@ -433,20 +371,17 @@ class Warden:
         self.kills = self.kills_in_the_ledger = self.stops = 0
         self.fused: set[int] = set()  # the pids of those that will die by themselves
 
-    def run(self, seconds: float, kills: int = 0) -> Report:
-        """Disturbs the crowd for `seconds`, longer on a slow machine, or until that many `kills`."""
-        began = time.monotonic()
-        auditor = self.fork(
-            "auditor",
-            lambda: be_the_auditor(
-                self.url, self.slots, self.teller("auditor"), self.directory / "looks"
-            ),
-        )
+    def run(
+        self, seconds: float, enough: Callable[[Any], object], most_seconds: float = PATIENCE
+    ) -> None:
+        """Disturbs the crowd for `seconds` and until the counts are `enough`, `most_seconds` more at most."""
+        auditor = self.fork("auditor", lambda: be_the_auditor(self.url, self.slots))
         for slot in range(1, self.kernels + 1):
             self.start(slot)
-        end = time.monotonic() + scaled(seconds)  # on a busy machine fewer blocks a second
-        while time.monotonic() < end and not self.wrong:
-            if kills and self.kills >= kills:
+        end = time.monotonic() + seconds
+        while not self.wrong:
+            late = time.monotonic() - end
+            if late >= 0 and (enough(self) or late > most_seconds):
                 break
             time.sleep(self.dice.uniform(0, 2 * self.calm))
             self.disturb()
@@ -456,11 +391,21 @@ class Warden:
         self.slots.stop()
         self.join([*self.running.values(), auditor])
         self.hear()
-        looks = int((self.directory / "looks").read_text())
         self.look_for_leftovers()
-        served = sum(self.slots.served())
-        kills = self.kills, self.kills_in_the_ledger
-        return Report(time.monotonic() - began, *kills, self.stops, served, looks, self.wrong)
+
+    @property
+    def served(self) -> int:
+        return sum(self.slots.served())
+
+    @property
+    def looks(self) -> int:
+        return self.slots[0, 2]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kills} kills ({self.kills_in_the_ledger} in the ledger's code), {self.stops} stops, "
+            f"{self.served} blocks served, {self.looks} looks, {len(self.wrong)} wrong"
+        )
 
     def fork(self, name: str, act: Callable[[], None]) -> int:
         sys.stdout.flush()
@@ -469,13 +414,9 @@ class Warden:
             return pid
         status = 3
         try:
-            log = os.open(
-                self.directory / f"{name}.{os.getpid()}.log",
-                os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-                0o600,
-            )
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            with open(self.directory / f"{name}.{os.getpid()}.log", "ab", 0) as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
             act()
             status = 0
         except BaseException:
@@ -484,21 +425,12 @@ class Warden:
             sys.stderr.flush()
             os._exit(status)
 
-    def teller(self, name: str) -> Callable[[str], None]:
-        def tell(why: str) -> None:
-            print(f"WRONG: {why}", file=sys.stderr, flush=True)
-
-        return tell
-
     def start(self, slot: int) -> None:
         seed = self.dice.getrandbits(32)
         burns = self.dice.random() < self.with_fuse
         fuse = self.dice.randint(1, self.longest_fuse) if burns else 0
-        tell = self.teller(f"kernel{slot}")
-        self.running[slot] = self.fork(
-            f"kernel{slot}",
-            lambda: be_a_kernel(self.url, self.slots, slot, seed, tell, self.forgives, fuse),
-        )
+        given = self.url, self.slots, slot, seed, self.forgives, fuse
+        self.running[slot] = self.fork(f"kernel{slot}", lambda: be_a_kernel(*given))
         if fuse:
             self.fused.add(self.running[slot])
 
@@ -567,7 +499,7 @@ class Warden:
     def join(self, pids: Iterable[int]) -> None:
         """Waits for all these processes to end. A process that hangs prints where it hangs."""
         left = set(pids)
-        deadline = time.monotonic() + HANG_SECONDS + 20
+        deadline = time.monotonic() + 1.5 * PATIENCE
         while left:
             for pid in sorted(left):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -594,35 +526,17 @@ class Warden:
                 self.wrong.append(f"left in the book: {msgspec.json.encode(book)!r}")
             directory = getattr(rt._session.ledger, "directory", None)
         open_ledger(self.url).close()  # a new owner removes files of dead owners
+        if directory is None:
+            return
         # A hidden file is a draft. A process that is killed while it makes one leaves it for a day; it is never read.
-        left = (
-            sorted(path.name for path in (directory / "owners").glob("[!.]*")) if directory else []
-        )
-        if left:
+        if left := sorted(path.name for path in (directory / "owners").glob("[!.]*")):
             self.wrong.append(f"left beside the book: {left}")
-        if (
-            directory
-            and not self.damages
-            and (books := [path.name for path in directory.glob("*damaged*")])
-        ):
+        if books := [path.name for path in directory.glob("*damaged*")]:
             self.wrong.append(f"the book was damaged: {books}")
 
-
-@contextmanager
-def crowd(
-    url: str,
-    directory: Path,
-    *,
-    kernels: int,
-    seed: int,
-    calm: float = 0.1,
-    kind: type[Warden] = Warden,
-) -> Iterator[Warden]:
-    warden = kind(url, directory, kernels, seed, calm)
-    try:
-        yield warden
-    finally:
-        for pid in warden.running.values():
+    def end(self) -> None:
+        """Kills what still runs."""
+        for pid in self.running.values():
             try:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -630,25 +544,26 @@ def crowd(
                 pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--kernels", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--calm", type=float, default=0.1, help="seconds between two disturbances, on average"
-    )
-    given = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        crowd(
-            given.url, Path(directory), kernels=given.kernels, seed=given.seed, calm=given.calm
-        ) as warden,
-    ):
-        report = warden.run(given.seconds)
-    print(json.dumps(report._asdict()))
-
-
-if __name__ == "__main__":
-    main()
+def crowd(
+    url: str,
+    directory: Path,
+    enough: Callable[[Any], object],
+    *,
+    kernels: int,
+    seconds: float,
+    seed: int,
+    calm: float,
+    kind: type[Warden] = Warden,
+    most_seconds: float = PATIENCE,
+) -> Warden:
+    """The warden of a crowd that has ended. Fails if anything was wrong, or if its counts were not `enough`."""
+    (directory / "slots").mkdir()
+    warden = kind(url, directory / "slots", kernels, seed, calm)
+    try:
+        warden.run(seconds, enough, most_seconds)
+    finally:
+        warden.end()
+    print(warden)
+    assert not warden.wrong, "\n".join(warden.wrong)
+    assert enough(warden), str(warden)
+    return warden

@@ -19,7 +19,8 @@ from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
 from gpu_runtime.ledgers.keeper.wire import SOCKET, socket_path
 from gpu_runtime.ledgers.liveness import boot_id
 from tests import soak
-from tests.stories.crowd import Report, Warden, crowd
+
+from .crowd import Warden, crowd
 
 
 class Vandal(Warden):
@@ -47,9 +48,8 @@ class Vandal(Warden):
                 self.half_a_frame_sent,
             ]
             self.dice.shuffle(self.next)
-        with contextlib.suppress(
-            OSError
-        ):  # the keeper is being replaced: tried again a moment later
+        # The keeper may be being replaced: tried again a moment later.
+        with contextlib.suppress(OSError):
             self.next[-1]()
             self.struck[self.next.pop().__name__] += 1
 
@@ -95,39 +95,31 @@ class Vandal(Warden):
             opened.connect(path)
         return opened
 
-
-def strike(
-    directory: Path, *, kernels: int, seconds: float, seed: int, calm: float
-) -> tuple[Report, Counter[str]]:
-    (directory / "slots").mkdir()
-    with crowd(
-        f"keeper://{directory}/ledger",
-        directory / "slots",
-        kernels=kernels,
-        seed=seed,
-        calm=calm,
-        kind=Vandal,
-    ) as vandal:
-        report = vandal.run(seconds)
-    for opened in vandal.idle:
-        opened.close()
-    print(report, dict(vandal.struck))
-    assert not report.wrong, "\n".join(report.wrong)
-    return report, vandal.struck
+    def end(self) -> None:
+        super().end()
+        for opened in self.idle:
+            opened.close()
 
 
-def test_a_crowd_outlives_attacks_on_its_keeper(tmp_path):
-    report, struck = strike(tmp_path, kernels=6, seconds=8, seed=1, calm=0.05)
-    assert len(struck) == 7 and struck.total() > 10
-    assert report.served > 50 and report.looks > 100
+def test_a_crowd_outlives_attacks_on_its_keeper(keeper, tmp_path):
+    def enough(vandal):
+        struck = vandal.struck
+        return (
+            len(struck) == 7 and struck.total() > 10 and vandal.served > 50 and vandal.looks > 100
+        )
+
+    given = {"kernels": 6, "seconds": 8, "seed": 1, "calm": 0.05}
+    crowd(keeper, tmp_path, enough, kind=Vandal, **given)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(20, 24))
-def test_a_crowd_outlives_a_thousand_faults(tmp_path, seed):
-    report, struck = strike(
-        tmp_path, kernels=(4, 8, 16, 32)[seed % 4], seconds=60, seed=seed, calm=0.08
-    )
-    soak.add("keeper", attacks=struck.total(), blocks_served_under_attack=report.served)
-    assert struck.total() > 250 and report.served > 50
+def test_a_crowd_outlives_a_thousand_faults(keeper, tmp_path, seed):
+    def enough(vandal):
+        return vandal.struck.total() > 250 and vandal.served > 50
+
+    given = {"kernels": (4, 8, 16, 32)[seed % 4], "seconds": 60, "seed": seed, "calm": 0.08}
+    vandal = crowd(keeper, tmp_path, enough, kind=Vandal, **given)
+    served = vandal.served
+    soak.add("keeper", attacks=vandal.struck.total(), blocks_served_under_attack=served)
