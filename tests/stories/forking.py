@@ -22,7 +22,6 @@ from collections.abc import Callable
 import gpu_runtime
 from tests.clock import PATIENCE
 
-ENDS_SECONDS = PATIENCE  # a child that takes longer hangs
 BATCH = 20  # children of one pool
 
 
@@ -40,21 +39,7 @@ def the_one_runtime(rt: gpu_runtime.Runtime) -> None:
     rt.events()
 
 
-def close(rt: gpu_runtime.Runtime) -> None:
-    rt.close()
-
-
-def nothing(rt: gpu_runtime.Runtime) -> None:
-    pass
-
-
-ACTS: tuple[Callable[[gpu_runtime.Runtime], None], ...] = (
-    nothing,
-    status,
-    lease,
-    the_one_runtime,
-    close,
-)
+ACTS = (None, status, lease, the_one_runtime, gpu_runtime.Runtime.close)
 
 
 def in_pool(number: int) -> int:
@@ -64,19 +49,19 @@ def in_pool(number: int) -> int:
     return number
 
 
-def fork_once(rt: gpu_runtime.Runtime, act: Callable[[gpu_runtime.Runtime], None]) -> str:
+def fork_once(rt: gpu_runtime.Runtime, act: Callable[[gpu_runtime.Runtime], None] | None) -> str:
     """Forks a child that calls `act`. Returns how the child ended: `ended`, `hangs` or `fails`."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            act(rt)
-            if act is not nothing:
+            if act is not None:
+                act(rt)
                 rt.close()
             code = 0
         finally:
             os._exit(code)
-    deadline = time.monotonic() + ENDS_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while True:
         ended, code = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -94,7 +79,7 @@ def pool() -> str:
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=BATCH // 4) as workers:
         answers = workers.map_async(in_pool, range(BATCH), chunksize=1)
         try:
-            return "ended" if answers.get(ENDS_SECONDS) == list(range(BATCH)) else "fails"
+            return "ended" if answers.get(PATIENCE) == list(range(BATCH)) else "fails"
         except multiprocessing.TimeoutError:
             return "hangs"
 
@@ -102,25 +87,15 @@ def pool() -> str:
 def command() -> str:
     """Runs a command whose `preexec_fn` makes Python call the hooks of a fork."""
     try:
-        done = subprocess.run(["true"], preexec_fn=lambda: None, timeout=ENDS_SECONDS)
+        done = subprocess.run(["true"], preexec_fn=lambda: None, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         return "hangs"
     return "fails" if done.returncode else "ended"
 
 
-def load(rt: gpu_runtime.Runtime) -> None:
-    """Starts threads that are inside the ledger and the journal nearly all the time."""
-
-    def leases() -> None:
-        with rt.lease("1MiB"):
-            pass
-
-    def loop(act: Callable[[], object]) -> None:
-        while True:
-            act()
-
-    for act in (leases, rt.status, rt.events, lambda: rt.history("1m")):
-        threading.Thread(target=loop, args=(act,), daemon=True).start()
+def loop(act: Callable[[], object]) -> None:
+    while True:
+        act()
 
 
 def main(url: str, forks: int, seed: int) -> None:
@@ -133,22 +108,21 @@ def main(url: str, forks: int, seed: int) -> None:
     rt.preload("held")
     # If a thread imports a module at the moment of the fork, the child can never import it. This is
     # a limit of Python. So the modules that the calls below need are imported first.
-    for act in (rt.status, rt.events, lambda: rt.history("1m")):
+    acts = (lambda: lease(rt), rt.status, rt.events, lambda: rt.history("1m"))
+    for act in acts:
         act()
-    load(rt)
+    # These threads are inside the ledger and the journal nearly all the time.
+    for act in acts:
+        threading.Thread(target=loop, args=(act,), daemon=True).start()
     found: Counter[str] = Counter()
-    done = 0
-    while done < forks:
+    while found.total() < forks:
         kind = dice.random()
         if kind < 0.02:
             found[pool()] += BATCH
-            done += BATCH
         elif kind < 0.1:
             found[command()] += 1
-            done += 1
         else:
             found[fork_once(rt, dice.choice(ACTS))] += 1
-            done += 1
     assert rt.status().devices and rt.here("held")
     print(json.dumps(found), flush=True)
     os._exit(0)

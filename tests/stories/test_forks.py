@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -21,19 +18,20 @@ from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
 from gpu_runtime.owner.monitor import promptly
 from gpu_runtime.telemetry import after_fork
 from tests import soak
-from tests.clock import PATIENCE, scaled
-from tests.redis_server import redis_server
+from tests.clock import PATIENCE
 
-REPO = Path(__file__).resolve().parents[2]
+from .kernels import counted, kind
+
+DEVICES = "sim:2x24GiB,host:64GiB"
 STATIC_MEMORY, STATIC_FILES = 3, 11  # SQLite's locks around its memory, and around open files
 
 
-def child(act: Callable[[], object], seconds: float = 30.0) -> str:
-    """Calls `act` in a forked child: the text of its result or error, or `hangs` after `seconds`."""
+def child(act: Callable[[], object]) -> str:
+    """Calls `act` in a forked child: the text of its result or error, or `hangs` after PATIENCE."""
     inbox, outbox = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(int(seconds) + 1)  # ends the child if the test does not
+        signal.alarm(PATIENCE)
         try:
             answer = str(act())
         except BaseException as error:  # noqa: BLE001 - reported to the parent
@@ -48,8 +46,8 @@ def child(act: Callable[[], object], seconds: float = 30.0) -> str:
 
 
 @pytest.fixture
-def rt(tmp_path) -> Iterator[Runtime]:
-    with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=f"keeper://{tmp_path}/ledger") as opened:
+def rt(keeper) -> Iterator[Runtime]:
+    with Runtime(devices=DEVICES, ledger=keeper) as opened:
         yield opened
 
 
@@ -57,41 +55,19 @@ def owners(rt: Runtime) -> set[str]:
     return set(KeeperPeek(rt._opened.ledger.directory).living())
 
 
-def run(url: str, forks: int, seed: int, environment: dict[str, str]) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stories.forking", url, str(forks), str(seed)],
-        cwd=REPO,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=scaled(60 + forks),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-@pytest.fixture(params=["keeper", "redis"])
-def url(request, tmp_path) -> Iterator[str]:
-    if request.param == "keeper":
-        yield f"keeper://{tmp_path}/ledger"
-        return
-    with redis_server() as server:
-        yield server.fresh()
-
-
-def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
+def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(ledger, tmp_path):
     """When a child still opened the ledger at the fork, 1 of 200 hung, and all others waited for its lock."""
-    found = run(url, 25, 1, {"XDG_STATE_HOME": str(tmp_path)})
+    found = counted("forking", ledger, 25, 1, XDG_STATE_HOME=str(tmp_path))
     assert set(found) == {"ended"} and found["ended"] >= 25
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(2, 6))
-def test_no_child_of_a_busy_parent_hangs_for_long(url, tmp_path, seed):
-    found = run(url, 2500, seed, {"XDG_STATE_HOME": str(tmp_path)})
+def test_no_child_of_a_busy_parent_hangs_for_long(ledger, tmp_path, seed):
+    found = counted("forking", ledger, 2500, seed, XDG_STATE_HOME=str(tmp_path))
     assert set(found) == {"ended"}
-    soak.add("keeper" if url.startswith("keeper") else "redis", forks=found["ended"])
+    soak.add(kind(ledger), forks=found["ended"])
 
 
 class Paused:
@@ -132,11 +108,13 @@ class Paused:
 @pytest.mark.parametrize(
     "stride", [pytest.param(1, marks=pytest.mark.soak), 37], ids=["each step", "some steps"]
 )
-def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(url, stride):
+def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(
+    ledger, stride
+):
     """Where the thread is inside SQLite, or holds a file for a moment, the fork waits."""
-    with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url) as rt:
+    with Runtime(devices=DEVICES, ledger=ledger) as rt:
         forks = fork_at_each_step(rt, stride)
-    soak.add("keeper" if url.startswith("keeper") else "redis", forks_at_a_step_of_a_write=forks)
+    soak.add(kind(ledger), forks_at_a_step_of_a_write=forks)
 
 
 def fork_at_each_step(rt: Runtime, stride: int) -> int:
@@ -188,23 +166,12 @@ def test_a_child_that_closes_the_runtime_closes_its_own(rt):
 
 
 def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
-    """Both the parent and the child leave the `with` block. The lease belongs to the parent only."""
-    with rt.lease("1GiB"):
-
-        def leaves() -> str:
-            return "left"
-
-        inbox, outbox = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(30)
-    if pid == 0:
-        os.write(outbox, leaves().encode())
-        os._exit(0)
-    os.close(outbox)
-    assert os.read(inbox, 99) == b"left"
-    os.close(inbox)
-    assert os.waitpid(pid, 0)[1] == 0
+    """Both the parent and the child leave the block. The lease belongs to the parent only."""
+    block = rt.lease("1GiB")
+    block.__enter__()
+    assert child(lambda: block.__exit__(None, None, None)) == "None"
+    assert len(list(rt.status().leases())) == 1
+    block.__exit__(None, None, None)
     assert list(rt.status().leases()) == []
 
 
@@ -268,7 +235,7 @@ def test_workers_of_a_pool_use_the_runtime(rt):
     """The workers of the pool are forked, as by the `multiprocessing` backend of joblib."""
     _rt[:] = [rt]
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        found = pool.map_async(_device_ids, range(4)).get(60)
+        found = pool.map_async(_device_ids, range(4)).get(PATIENCE)
     _rt.clear()
     assert found == [["sim:0", "sim:1", "host"]] * 4
 
@@ -279,13 +246,8 @@ def test_workers_of_a_data_loader_feed_a_governed_model(rt):
 
     model = torch.nn.Linear(4, 2).eval()
     rt.adopt("m", model)
-    loader = DataLoader(
-        TensorDataset(torch.ones(16, 4)),
-        4,
-        num_workers=2,
-        multiprocessing_context="fork",
-        timeout=PATIENCE,
-    )
+    data = TensorDataset(torch.ones(16, 4))
+    loader = DataLoader(data, 4, num_workers=2, multiprocessing_context="fork", timeout=PATIENCE)
     with rt.use("m") as used:
         shapes = [tuple(used(batch).shape) for _ in range(2) for (batch,) in loader]
     assert shapes == [(4, 2)] * 8

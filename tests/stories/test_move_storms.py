@@ -1,27 +1,24 @@
 """Interrupts and kills in the middle of moves of parts and shadows, at random lines of our code.
 
-python -m tests.stories.test_move_storms MODEL --interrupts 10000 --kills 10000 --seconds 600
+python -m tests.stories.test_move_storms MODEL INTERRUPTS KILLS SECONDS
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_runtime.backends.pytorch import pieces, shared_copies, torch_model
+from gpu_runtime.backends.pytorch import shared_copies, torch_model
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.devices.shared_pages import held_by
@@ -29,7 +26,9 @@ from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests import soak, tiny_models
 from tests.backends.test_interrupts import interrupted_at
 
-CARD = "sim:0"
+from .kernels import counted
+
+CARD, SEED = "sim:0", 1
 MOST_LINES = 5500  # of a move of the small model, with its digests
 
 
@@ -121,49 +120,31 @@ def _end_at(kernel: Kernel, line: int, seed: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def storm(place: Path, *words: str) -> dict[str, int]:
-    """The counts of a storm, which runs in a process of its own with one thread."""
-    command = [sys.executable, "-m", "tests.stories.test_move_storms", str(place), *words]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 def test_interrupts_and_kills_in_the_middle_of_moves_lose_nothing(tmp_path):
     place = tiny_models.causal_lm(tmp_path / "model")
-    done = storm(place, "--interrupts", "40", "--kills", "12")
-    assert done == {"interrupts": 40, "kills": 12}
+    assert counted("test_move_storms", place, 40, 12, 600) == {"interrupts": 40, "kills": 12}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_long_storm_in_the_middle_of_moves_loses_nothing(tmp_path):
     place = tiny_models.causal_lm(tmp_path / "model")
-    done = storm(place, "--interrupts", "10000", "--kills", "10000", "--seconds", "3000")
+    done = counted("test_move_storms", place, 10_000, 10_000, 3000)
     soak.add("none", interrupts_of_moves=done["interrupts"], kills_in_moves=done["kills"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("place", help="the directory of a small model")
-    parser.add_argument("--interrupts", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=600.0, help="for each of the two storms")
-    given = parser.parse_args()
+def main(place: str, *numbers: str) -> None:
+    """Each of the two storms ends after its count, or after that many seconds."""
     torch.set_num_threads(1)  # a forked process has one thread
     shared_copies.LEAST_BYTES = 1
-    for module in (torch_model, pieces):
-        if hasattr(module, "LEAST_BYTES_IN_PARTS"):
-            module.LEAST_BYTES_IN_PARTS = 1
+    torch_model.LEAST_BYTES_IN_PARTS = 1
     gc.collect()
+    *counts, seconds = map(int, numbers)
     done = {}
-    for name, attack in (("interrupts", interrupts), ("kills", kills)):
-        until = time.monotonic() + given.seconds
-        done[name] = attack(given.place, getattr(given, name), given.seed, until)
+    for attack, count in zip((interrupts, kills), counts, strict=True):
+        done[attack.__name__] = attack(place, count, SEED, time.monotonic() + seconds)
     print(json.dumps(done))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

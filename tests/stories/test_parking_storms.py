@@ -13,20 +13,19 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import soak
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE
 
-REPO = Path(__file__).resolve().parents[2]
+from .kernels import counted
+
 DEVICES = "sim:64MiB,host:1GiB"
 FLOATS = 2**18  # of a storage of 1 MiB
 SETTINGS: dict[str, Any] = {
@@ -236,22 +235,9 @@ STORMS = {"interrupts": interrupts, "kills": kills, "hammered": hammered}
 
 
 # -- the tests -------------------------------------------------------------------------------------
-def in_a_process_of_its_own(storm: str, url: str, count: int) -> dict[str, int]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.stories.test_parking_storms", storm, url, str(count)],
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(REPO), str(REPO / "kernel_ext")))},
-        capture_output=True,
-        text=True,
-        timeout=scaled(120 + count),
-    )
-    assert ran.returncode == 0, ran.stderr[-6000:]
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("storm, count", [("kills", 3), ("hammered", 20)])
-def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(tmp_path, storm, count):
-    done = in_a_process_of_its_own(storm, f"keeper://{tmp_path}/ledger", count)
+def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(keeper, storm, count):
+    done = counted("test_parking_storms", storm, keeper, count)
     assert next(iter(done.values())) >= count
 
 
@@ -260,8 +246,8 @@ def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(tmp_path, storm, 
 @pytest.mark.parametrize(
     "storm, count", [("interrupts", 10_000), ("kills", 1_000), ("hammered", 300)]
 )
-def test_a_notebook_that_is_parked_in_a_long_storm_keeps_its_values(tmp_path, storm, count):
-    done = in_a_process_of_its_own(storm, f"keeper://{tmp_path}/ledger", count)
+def test_a_notebook_that_is_parked_in_a_long_storm_keeps_its_values(keeper, storm, count):
+    done = counted("test_parking_storms", storm, keeper, count)
     soak.add("keeper", **{f"parking: {name}": number for name, number in done.items()})
 
 

@@ -1,41 +1,36 @@
-"""The stop button at random instructions, on a real ledger, in a process of its own: nothing is leaked."""
+"""The stop button at random instructions, on a real ledger, in a process of its own: nothing is leaked.
+
+python -m tests.stories.test_storms URL INTERRUPTS SEED
+"""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from gpu_runtime import Runtime, StillInUse
 from gpu_runtime.units import GIB
 from tests import soak
-from tests.clock import PATIENCE, scaled
-from tests.redis_server import redis_server
+from tests.clock import PATIENCE
 
-REPO = Path(__file__).resolve().parents[2]
+from .kernels import counted, kind
+
+DEVICES = "sim:16GiB,host:16GiB"
 HELD = {"here": 9, "there": 9, "small": 3}  # GiB; the first two do not fit beside each other
 
 
 def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     """Sends `wanted` interrupts, and returns how often each action was done. Raises AssertionError for every leak."""
     dice = random.Random(seed)
-    rt = Runtime(
-        devices="sim:16GiB,host:16GiB",
-        ledger=url,
-        gpu_memory_max_percent=1.0,
-        cpu_memory_max_percent=1.0,
-        eviction_grace_seconds=0,
-    )
+    whole = {"gpu_memory_max_percent": 1.0, "cpu_memory_max_percent": 1.0}
+    rt = Runtime(devices=DEVICES, ledger=url, eviction_grace_seconds=0, **whole)
     for name, size in HELD.items():
         rt.register(name, backend="fake", size=f"{size}GiB")
     deeds: dict[str, Callable[[], object]] = {
@@ -76,7 +71,7 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     look_for_leaks(rt)
     rt.close()
     assert not rt.probe.used()["sim:0"] and not rt.probe.used()["host"]
-    with Runtime(devices="sim:16GiB,host:16GiB", ledger=url, monitor=False) as other:
+    with Runtime(devices=DEVICES, ledger=url, monitor=False) as other:
         assert not other._session.ledger.read().sections
     return done
 
@@ -100,9 +95,9 @@ def leased(rt: Runtime) -> None:
 def look_for_leaks(rt: Runtime) -> None:
     """After all moves and a publication: nothing pinned, leased or requested, and each model's real place."""
     keeper = rt._session
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while why := leaks(rt):
-        assert time.monotonic() < until, why
+        assert time.monotonic() < deadline, why
         keeper.ledger.ring([keeper.me])
         time.sleep(0.01)
 
@@ -143,33 +138,9 @@ def leaks(rt: Runtime) -> str:
     return str({what: found for what, found in problems.items() if found} or "")
 
 
-def in_a_process_of_its_own(url: str, interrupts: int, seed: int) -> dict[str, int]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.stories.test_storms", url, str(interrupts), str(seed)],
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(60 + interrupts / 5),
-    )
-    assert ran.returncode == 0, ran.stderr[-6000:]
-    print(ran.stdout)
-    return json.loads(ran.stdout)
-
-
-@pytest.fixture(params=["keeper", "redis"])
-def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
-    """The kind of a ledger, and its URL."""
-    if request.param == "keeper":
-        yield "keeper", f"keeper://{tmp_path}/ledger"
-        return
-    with redis_server() as server:
-        yield "redis", server.fresh()
-
-
 def test_a_storm_of_interrupts_leaves_nothing_behind(ledger):
-    kind, url = ledger
-    done = in_a_process_of_its_own(url, {"keeper": 3000, "redis": 500}[kind], seed=1)
+    interrupts = {"keeper": 3000, "redis": 500}[kind(ledger)]
+    done = counted("test_storms", ledger, interrupts, 1)
     assert all(done.values()), done
 
 
@@ -177,16 +148,10 @@ def test_a_storm_of_interrupts_leaves_nothing_behind(ledger):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_a_long_storm_of_interrupts_leaves_nothing_behind(ledger, seed):
-    kind, url = ledger
-    done = in_a_process_of_its_own(url, 10_000, seed)
+    done = counted("test_storms", ledger, 10_000, seed)
     assert all(done.values()), done
-    soak.add(kind, interrupts=done["interrupts"])
+    soak.add(kind(ledger), interrupts=done["interrupts"])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("interrupts", type=int)
-    parser.add_argument("seed", type=int)
-    given = parser.parse_args()
-    print(json.dumps(storm(given.url, given.interrupts, given.seed)))
+    print(json.dumps(storm(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
