@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.clock import PATIENCE, scaled
+from tests.clock import until
 
-openai = pytest.importorskip("openai")
+from .serve import client, gpu_serve, openai, told
+
 pytest.importorskip("transformers")
 
 from gpu_runtime import samples  # noqa: E402
 
-from ..faces.served import free_port, serving  # noqa: E402
-
-TOKEN = "o" * 43
 ROOT = Path(__file__).resolve().parents[2]
 # In the format of Hermes and Qwen, which both servers know.
 TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -38,24 +34,18 @@ PROGRAMS = {
     "vllm": "there is no vllm here: `make vllm`",
     "llama-server": "there is no llama-server here: build it from the sources of llama-cpp-python",
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {"answer": {"enum": ["yes", "no"]}},
-    "required": ["answer"],
-    "additionalProperties": False,
-}
+
+
+def schema(name: str, *values: object) -> dict[str, object]:
+    """The schema of an object that has only this property, which has one of the values."""
+    properties = {name: {"enum": list(values)}}
+    closed = {"required": [name], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed}
+
+
 ADD = {
     "type": "function",
-    "function": {
-        "name": "add",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"enum": [1, 2]}},
-            "required": ["x"],
-            "additionalProperties": False,
-        },
-    },
+    "function": {"name": "add", "strict": True, "parameters": schema("x", 1, 2)},
 }
 
 
@@ -81,33 +71,28 @@ def engine(request):
 
 @pytest.fixture(scope="module")
 def served(engine, tmp_path_factory):
-    place, port = tmp_path_factory.mktemp("served"), free_port()
+    place = tmp_path_factory.mktemp("served")
     models = {"m": entry(engine, place)}
     if engine == "vllm":
         vectors = samples.embedder(place / "e", size="16 MiB")
         models["e"] = {**models["m"], "source": str(vectors), "type": "embedding"}
         models["e"]["context_length"] = 256
         models["e"]["runtime_args"] = ["--enforce-eager"]
-    (place / "models.json").write_text(json.dumps({"models": models}))
     environment = {
         "PATH": f"{ROOT}/.venv-vllm/bin{os.pathsep}{os.environ['PATH']}",
-        "GPU_CONSOLE_TOKEN": TOKEN,
         "GPU_DEVICES": "sim:4GiB,host:8GiB",
-        "GPU_CATALOG": str(place / "models.json"),
         # For vLLM's build for CPUs: it asks no model hub, and the memory of its KV cache is in GiB.
         "HF_HUB_OFFLINE": "1",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    command = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
-    with serving(command, place, environment, port=port) as server:
+    with gpu_serve(place, models, **environment) as server:
         yield server
 
 
 @pytest.fixture
 def talk(served):
-    address = f"http://127.0.0.1:{served.port}/v1"
-    return openai.OpenAI(base_url=address, api_key=TOKEN, max_retries=0, timeout=scaled(300))
+    return client(served)
 
 
 def ask(talk, words: str = "hello fox", **more):
@@ -116,9 +101,7 @@ def ask(talk, words: str = "hello fox", **more):
 
 
 def evict(served, model: str) -> None:
-    url = f"http://127.0.0.1:{served.port}/memory/evict/{model}"
-    request = urllib.request.Request(url, b"", {"Authorization": f"Bearer {TOKEN}"})
-    urllib.request.urlopen(request, timeout=PATIENCE).close()
+    told(served, f"/memory/evict/{model}", "POST")
 
 
 def test_a_chat_its_counts_and_its_stream(talk):
@@ -147,7 +130,8 @@ def test_logprobs_bias_and_stop(talk):
 
 
 def test_a_schema_is_enforced(talk):
-    wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
+    yes_or_no = schema("answer", "yes", "no")
+    wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": yes_or_no}}
     said = ask(talk, max_tokens=200, temperature=1, response_format=wanted).choices[0]
     assert json.loads(said.message.content)["answer"] in ("yes", "no")
 
@@ -238,17 +222,13 @@ def test_a_killed_engine_starts_again_and_the_last_one_leaves_no_process(engine,
     assert workers
     for worker in workers:
         worker.kill()
-    until = time.monotonic() + scaled(120)
-    while time.monotonic() < until:
+
+    def is_back() -> bool:
         try:
-            assert ask(talk).usage.completion_tokens == 8
-            break
+            return ask(talk).usage.completion_tokens == 8
         except openai.APIStatusError:
-            time.sleep(0.5)
-    else:
-        pytest.fail("the engine did not come back")
+            return False
+
+    until(is_back, "the engine starts again")
     evict(served, "m")
-    until = time.monotonic() + PATIENCE
-    while processes_of(engine) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not processes_of(engine)
+    until(lambda: not processes_of(engine), "the engine's processes end")

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from tests.clock import scaled
+from tests import soak
+from tests.faces.served import Served
+
+from .serve import FAR_FUTURE, HELLO, TOKEN, client, gguf_models, gpu_serve, openai
+from .test_serving_under_fire import engines
 
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
-pytest.importorskip("llama_cpp")
-
-from gpu_runtime import samples  # noqa: E402
-
-from .. import soak  # noqa: E402
-from ..faces.served import Served, free_port, serving  # noqa: E402
-from .test_serving_under_fire import TOKEN, client, engines  # noqa: E402
 
 CALLS = 5_000
 CALLERS = 8
@@ -37,25 +28,7 @@ LOAD_SECONDS = 60.0
 # The part of the server's capacity that each client asks for. Each asks for more than a quarter, its fair share.
 OFFERED = {"modest": 0.4, "plain": 0.4, "usual": 0.4, "greedy": 0.8}
 REFUSED_SECONDS = 0.02
-
-
-@contextmanager
-def server_of(directory: Path, *models: str, **environment: str) -> Iterator[Served]:
-    """Runs `gpu serve` with `models` inside the `with` block. All models have the same weights."""
-    samples.gguf_lm(directory / "tiny.gguf", seed=1)
-    entries = {name: {"source": str(directory / "tiny.gguf"), "type": "llm"} for name in models}
-    (directory / "models.json").write_text(json.dumps({"models": entries}))
-    given = {
-        "GPU_CONSOLE_TOKEN": TOKEN,
-        "GPU_DEVICES": "sim:1GiB,host:1GiB",
-        "GPU_CATALOG": str(directory / "models.json"),
-        "GPU_LEDGER": f"keeper://{directory}/ledger",
-        **environment,
-    }
-    port = free_port()
-    command = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
-    with serving(command, directory, given, port=port) as server:
-        yield server
+DEVICES = {"GPU_DEVICES": "sim:1GiB,host:1GiB"}
 
 
 class Replay:
@@ -134,7 +107,8 @@ def test_recorded_calls_get_their_answers_while_both_engines_are_killed(tmp_path
     """No call is lost, no answer is wrong, and no caller is told that the call was a mistake."""
     tasks = tmp_path / "tasks.yaml"
     tasks.write_text("tasks:\n  both: {candidates: [left, right], replicas: true}\n")
-    with server_of(tmp_path, "left", "right", GPU_TASKS=str(tasks)) as server:
+    models = dict.fromkeys(("left", "right"), gguf_models(tmp_path, "tiny")["tiny"])
+    with gpu_serve(tmp_path, models, **DEVICES, GPU_TASKS=str(tasks)) as server:
         replay = Replay(server)
         replay.run(CALLS)
     assert replay.blamed == []
@@ -193,12 +167,7 @@ class Load:
             await asyncio.gather(*(client_of(*pair) for pair in parts.items()))
 
     async def _call(self, http: httpx.AsyncClient, name: str) -> None:
-        body = {
-            "model": "only",
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 200,
-            "x_client_id": name,
-        }
+        body = {"model": "only", "messages": HELLO, "max_tokens": 200, "x_client_id": name}
         began = time.monotonic()
         answer = await http.post(self.url, json=body)
         if answer.status_code == 200:
@@ -214,14 +183,16 @@ class Load:
     def _http(self) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(headers=headers, limits=limits, timeout=scaled(300))
+        return httpx.AsyncClient(headers=headers, limits=limits, timeout=FAR_FUTURE)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_clients_get_equal_parts_of_a_server_that_is_asked_twice_what_it_can_do(tmp_path):
     """One sends twice as many. A call that another client's call displaces has waited before."""
-    with server_of(tmp_path, "only", GPU_SERVE_QUEUE="64") as server:
+    with gpu_serve(
+        tmp_path, gguf_models(tmp_path, "only"), **DEVICES, GPU_SERVE_QUEUE="64"
+    ) as server:
         load = Load(server)
         asyncio.run(load.warm_up())
         asyncio.run(load.offer(OFFERED, LOAD_SECONDS))
