@@ -118,11 +118,6 @@ class Kernel:
         """Why the runtime of the process is degraded. Empty if it is not."""
         return self.evaluate("rt.status().degraded")
 
-    def slowest_status_seconds(self, times: int = 20) -> float:
-        """The longest of `times` calls of `rt.status()` in the process, in seconds."""
-        timed = "[began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]"
-        return self.evaluate(f"max({timed} for _ in range({times}))")
-
     def end(self) -> None:
         self.process.kill()
         self.process.wait(PATIENCE)

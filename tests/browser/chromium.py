@@ -37,7 +37,8 @@ def running() -> Iterator[object]:
 class BrowserPage:
     """A page of the browser. It records the page's errors, and the requests to hosts other than its server."""
 
-    def __init__(self, browser, url: str, **context) -> None:
+    def __init__(self, browser, url: str, levels: tuple[str, ...] = ("error",), **context) -> None:
+        """`levels` are the kinds of the console's messages that count as errors."""
         self.context = browser.new_context(**{"viewport": WIDE, **context})
         self.page = self.context.new_page()
         self.page.set_default_timeout(SHOWN_MS)
@@ -46,7 +47,7 @@ class BrowserPage:
         host = urlsplit(url).netloc
         self.page.on(
             "console",
-            lambda message: self.errors.append(message.text) if message.type == "error" else None,
+            lambda message: self.errors.append(message.text) if message.type in levels else None,
         )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self._note(request.url, host))

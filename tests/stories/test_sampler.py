@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from typing import Any
 
-import psutil
 import pytest
 
 from gpu_runtime.devices.sampler_client import Sampling
+from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE, finished, scaled, until
+from tests.clock import PATIENCE, finished, until
 from tests.nvml_driver import Host
 
-FROZEN_SECONDS = scaled(2.0)  # a call of a driver that hangs lasts longer
+from .kernels import has_ended
+
+
+def registered(host: Host, gib: int = 1):
+    """A kernel with a model of that size. Its monitor runs, which watches the helper."""
+    kernel = host.kernel()
+    kernel.evaluate(f"rt.register('m', backend='fake', size='{gib}GiB') and None")
+    return kernel
 
 
 def test_two_kernels_share_one_helper_and_its_figures(host, driver):
@@ -40,25 +47,17 @@ def test_two_kernels_share_one_helper_and_its_figures(host, driver):
 
 def test_eight_kernels_that_start_at_once_elect_one(host, driver):
     driver.set(count=8)
-    programs = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from gpu_runtime import Runtime; rt = Runtime(devices='cuda', ledger={host.url!r});"
-                "print([v.measured_bytes for v in rt.status().devices][:-1]); input()",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **driver.environment},
-        )
-        for _ in range(8)
-    ]
+    code = (
+        f"from gpu_runtime import Runtime; rt = Runtime(devices='cuda', ledger={host.url!r});"
+        "print([v.measured_bytes for v in rt.status().devices][:-1]); input()"
+    )
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | driver.environment
+    words = [sys.executable, "-c", code]
+    programs = [subprocess.Popen(words, env=environment, **options) for _ in range(8)]
     try:
         assert [program.stdout.readline() for program in programs] == [f"{[0] * 8}\n"] * 8
-        until(lambda: len(host.helpers()) == 1)  # later helpers see the lock and end
-        assert host.helpers() == [host.figures().pid]
+        until(lambda: host.helpers() == [host.figures().pid])  # later ones see the lock and end
     finally:
         for program in programs:
             program.kill()
@@ -66,14 +65,12 @@ def test_eight_kernels_that_start_at_once_elect_one(host, driver):
 
 
 def test_a_killed_helper_is_replaced(host):
-    kernel = host.kernel()
-    # this starts the monitor too
-    assert kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None") is None
+    kernel = registered(host)
     for _ in range(3):
         before = host.figures().pid
         os.kill(before, signal.SIGKILL)
         until(lambda: host.figures().pid != before)  # noqa: B023
-    assert len(host.helpers()) == 1 and kernel.degraded == ""
+    until(lambda: len(host.helpers()) == 1 and kernel.degraded == "")
 
 
 def test_a_helper_ends_when_all_its_kernels_have(host):
@@ -81,11 +78,7 @@ def test_a_helper_ends_when_all_its_kernels_have(host):
     [helper] = host.helpers()
     kernel.end()
     other.end()
-    until(
-        lambda: (
-            not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE
-        )
-    )
+    until(lambda: has_ended(helper))
 
 
 def test_a_helper_ends_when_its_directory_is_gone(host):
@@ -105,12 +98,11 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
 
 def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
     """The helper hangs and is killed, and so is the next one. Kernels only notice that the figures are old."""
-    kernel = host.kernel()
-    kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
+    kernel = registered(host)
     [helper] = host.helpers()
     driver.set(all_hang=1)
     until(lambda: helper not in host.helpers())
-    assert kernel.slowest_status_seconds() < FROZEN_SECONDS
+    # A status that called the driver would end only when it hangs no more.
     until(lambda: "the driver may hang" in kernel.degraded)
     told = kernel.evaluate("rt.preload('m', timeout=0.5)")
     assert told.startswith("Busy") and "the last measurement of cuda:0 is" in told
@@ -121,12 +113,12 @@ def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
 
 
 def test_a_stopped_helper_is_replaced(host):
-    kernel = host.kernel()
-    kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
+    kernel = registered(host)
     [helper] = host.helpers()
     os.kill(helper, signal.SIGSTOP)
+    kernel.evaluate("rt.status() and None")  # it does not wait for the helper
     until(lambda: host.figures().pid != helper)
-    assert helper not in host.helpers() and kernel.slowest_status_seconds() < FROZEN_SECONDS
+    until(lambda: helper not in host.helpers())
 
 
 def test_one_card_that_hangs_blinds_nobody_to_the_others(host, driver):
@@ -160,13 +152,11 @@ def test_a_lost_card_is_named_and_not_granted_on(host, driver):
 
 
 def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host, driver):
-    kernel = host.kernel()
-    kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
+    kernel = registered(host)
     driver.set(_0_free="na")
-    assert "the driver of cuda:0 does not say how much memory is free" in kernel.evaluate(
-        "rt.preload('m', timeout=0.2)"
-    )
-    assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") is None
+    until(lambda: kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") is None)
+    told = kernel.evaluate("rt.preload('m', timeout=0.2)")
+    assert "the driver of cuda:0 does not say how much memory is free" in told
     driver.set(_0_free=None)
     assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True
 
@@ -182,15 +172,11 @@ def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
     environment = {**os.environ, **driver.environment}
     if error is None:
         (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
-    ran = finished(
-        [
-            sys.executable,
-            "-c",
-            "from gpu_runtime import Runtime; rt = Runtime(ledger='memory:');"
-            "print(rt.status().devices[0].device.name)",
-        ],
-        env=environment,
+    code = (
+        "from gpu_runtime import Runtime; rt = Runtime(ledger='memory:');"
+        "print(rt.status().devices[0].device.name)"
     )
+    ran = finished([sys.executable, "-c", code], env=environment)
     assert re.search(says, ran.stdout + ran.stderr)
 
 
@@ -199,8 +185,7 @@ def test_memory_of_strangers_is_measured_and_named(host, driver):
     driver.set(
         _0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na"
     )
-    kernel = host.kernel()
-    kernel.evaluate("rt.register('m', backend='fake', size='50GiB') and None")
+    kernel = registered(host, 50)
     shown = kernel.evaluate("[[s.device, s.pid, s.bytes, s.user] for s in rt.status().strangers]")
     assert shown == [
         ["cuda:0", os.getpid(), 20 * GIB, name_of(os.geteuid())],
@@ -218,30 +203,16 @@ def test_memory_of_strangers_is_measured_and_named(host, driver):
 
 
 def test_what_a_killed_kernel_held_is_granted_when_the_driver_shows_it_free(host, driver):
-    kernel, other = host.kernel(), host.kernel()
-    kernel.evaluate("rt.register('m', backend='fake', size='60GiB') and None")
+    kernel, other = registered(host, 60), host.kernel()
     assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True
     held = {"_0_free": 20 * GIB, "_0_processes": f"{kernel.process.pid}:{60 * GIB}"}
     driver.set(**held)
     other.evaluate("rt.register('n', backend='fake', size='30GiB') and None")
     kernel.end()
     other.send(f"rt.preload('n', timeout={PATIENCE}).done")
-    until(lambda: any(ghost.pid == kernel.process.pid for ghost in _book(host).ghosts))
-    until(
-        lambda: any(
-            "has not yet freed the memory of pid" in ticket.because
-            for ticket in _book(host).tickets
-        )
-    )
-    driver.set(_0_free=None, _0_processes=None)
-    assert other.read_answer() is True and _book(host).ghosts == ()
-
-
-def _book(host: Host) -> Any:
-    from gpu_runtime.ledgers import open_ledger
-
-    ledger = open_ledger(host.url)
-    try:
-        return ledger.read()
-    finally:
-        ledger.close()
+    with contextlib.closing(open_ledger(host.url)) as ledger:
+        until(lambda: any(ghost.pid == kernel.process.pid for ghost in ledger.read().ghosts))
+        told = "has not yet freed the memory of pid"
+        until(lambda: any(told in ticket.because for ticket in ledger.read().tickets))
+        driver.set(_0_free=None, _0_processes=None)
+        assert other.read_answer() is True and ledger.read().ghosts == ()

@@ -80,7 +80,8 @@ def test_a_library_that_is_missing_or_too_old_is_named_with_what_to_install(
 ):
     (tmp_path / "sitecustomize.py").write_text(f"import sys, types\n{lacks}\n")
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "GPU_LEDGER": keeper}
-    done = finished([sys.executable, "-m", "gpu_runtime.cli", verb], env=os.environ | environment)
+    code = "import sys; from gpu_runtime.cli import main; sys.exit(main())"
+    done = finished([sys.executable, "-c", code, verb], env=os.environ | environment)
     said = done.stderr
     assert done.returncode == 1 and said.count("\n") == 1
     assert said.startswith(f"gpu: {says}") and "pip install '" in said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 from contextlib import contextmanager
 
@@ -10,13 +10,12 @@ import pytest
 
 from tests.clock import until
 
-from ..browser.chromium import SHOWN_MS, serious
+from ..browser.chromium import CHROMIUM, BrowserPage, running, serious
 from ..faces import pasts
 from ..faces.served import OPERATORS, free_port, serving
 
-CHROMIUM = shutil.which("chromium")
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
+    pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="no chromium on this machine"),
     pytest.mark.timeout(300),
 ]
 
@@ -57,33 +56,15 @@ server.run(port=int(sys.argv[1]), browser=False, page=lambda visitor: console.pa
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def pages(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("views"), free_port()
     (folder / "views.py").write_text(SCRIPT)
-    with serving(
-        [sys.executable, str(folder / "views.py"), str(port), "serving"],
-        folder,
-        {"GPU_CONSOLE_TOKEN": OPERATORS},
-        port=port,
+    words = [sys.executable, str(folder / "views.py"), str(port), "serving"]
+    with (
+        serving(words, folder, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port),
+        running() as browser,
     ):
-        yield f"http://127.0.0.1:{port}/?token={OPERATORS}"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        chromium = play.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
-        )
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
-def pages(browser, url):
-    return Pages(browser, url)
+        yield Pages(browser, f"http://127.0.0.1:{port}/?token={OPERATORS}")
 
 
 class Pages:
@@ -91,43 +72,19 @@ class Pages:
 
     def __init__(self, browser, url) -> None:
         self._browser, self._url = browser, url
-        self._made = {}
+        self._made: dict[str, BrowserPage] = {}
 
     @contextmanager
     def at(self, tab, **context):
         """A page with this tab in front. Fails at the end if it had errors or sent requests to other hosts."""
         key = str(context)
         if key not in self._made:
-            self._made[key] = opened(self._browser, self._url, **context)
-        page, complaints = self._made[key]
-        page.get_by_role("tab", name=tab, exact=True).click()
-        yield page
-        assert complaints == []
-
-
-def opened(browser, url, **context):
-    """A page in a context of its own, and the list of its errors and of its requests to other hosts."""
-    made = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context)
-    page, complaints = made.new_page(), []
-    page.on(
-        "console",
-        lambda message: (
-            complaints.append(message.text) if message.type in ("error", "warning") else None
-        ),
-    )
-    page.on("pageerror", lambda error: complaints.append(f"{error}\n{error.stack}"))
-    page.on(
-        "request",
-        lambda asked: (
-            complaints.append(asked.url)
-            if not asked.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:"))
-            else None
-        ),
-    )
-    page.set_default_timeout(SHOWN_MS)
-    page.goto(url)
-    page.get_by_text("as of").wait_for()
-    return page, complaints
+            made = BrowserPage(self._browser, self._url, ("error", "warning"), **context)
+            self._made[key] = made.ready()
+        seen = self._made[key]
+        seen.page.get_by_role("tab", name=tab, exact=True).click()
+        yield seen.page
+        assert (seen.errors, seen.elsewhere) == ([], [])
 
 
 SHOWN = {
@@ -158,7 +115,7 @@ def test_the_figures_of_serving_fit_and_are_accessible(pages, context):
     """The other tabs are checked on the page of a real server, in tests/browser/test_served.py."""
     with pages.at("Serving", **context) as page:
         page.get_by_text(SHOWN["Serving"]).wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
         assert serious(page) == []
 
 
@@ -179,10 +136,10 @@ def test_eight_cards_fit_on_a_laptop(pages):
     """Rows have 44 pixels. The bars of the two devices here begin and end at the same place."""
     with pages.at("Now") as page:
         page.get_by_text("18.0 of 21.6 GiB leased").wait_for()
-        boxes = [row.bounding_box() for row in page.get_by_role("listitem").all()]
-        assert [box["height"] for box in boxes] == [44, 44]
-        bars = [row.bounding_box() for row in page.get_by_role("group").all()]
-        assert len({(bar["x"], bar["width"]) for bar in bars}) == 1
+        rows, bars = page.get_by_role("listitem"), page.get_by_role("group")
+        until(lambda: [row.bounding_box()["height"] for row in rows.all()] == [44, 44])
+        boxes = [bar.bounding_box() for bar in bars.all()]
+        assert len({(box["x"], box["width"]) for box in boxes}) == 1
 
 
 def test_times_are_shown_in_the_viewers_time_zone(pages):
