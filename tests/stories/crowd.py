@@ -76,9 +76,6 @@ class Slots:
             self[slot, field] = 0
         self[slot, 0] += 2
 
-    def served(self) -> list[int]:
-        return [self[slot, 2] for slot in range(1, self.look().count)]
-
     def look(self) -> Look:
         """All slots at one instant: two equal copies in a row, since each change of a slot has a new version."""
         before = self._map[:]
@@ -395,7 +392,7 @@ class Warden:
 
     @property
     def served(self) -> int:
-        return sum(self.slots.served())
+        return sum(self.slots[slot, 2] for slot in range(1, self.kernels + 1))
 
     @property
     def looks(self) -> int:

@@ -8,11 +8,10 @@ import signal
 
 import pytest
 
+from gpu_runtime.units import MIB
 from tests.clock import until
 
 from .notebooks import Notebook
-
-MIB = 1 << 20
 
 
 @pytest.fixture
