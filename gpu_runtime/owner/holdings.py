@@ -66,7 +66,7 @@ def who(
         rows = [_of_lease(resident) for resident in _on_devices(session)] + _of_libraries()
         seconds = time.perf_counter() - began
         return _summed(session, rows, {}, set(), set(), 0, True, seconds)
-    from ..backends.pytorch.time_limit import Limit
+    from ..backends.pytorch.search import Limit
 
     limit = Limit(seconds, stop=stop)
     storages, whole = _search(session, limit)
@@ -474,7 +474,7 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
 
 
 def _search_keys(session: Session) -> frozenset[int]:
-    from ..backends.pytorch.time_limit import Limit
+    from ..backends.pytorch.search import Limit
 
     return frozenset(_search(session, Limit(SECONDS))[0])
 
@@ -483,7 +483,7 @@ def _named(session: Session, namespace: Namespace) -> list[_Reached]:
     """The names that reach device memory. There are none before torch is imported."""
     if "torch" not in sys.modules:
         return []
-    from ..backends.pytorch.time_limit import Limit
+    from ..backends.pytorch.search import Limit
 
     limit = Limit(SECONDS)
     return _reach(session, namespace, _search(session, limit)[0], limit)[0]
@@ -510,7 +510,7 @@ def _held_bytes(session: Session) -> int:
     """
     if not session.probe.simulated or "torch" not in sys.modules:
         return _allocated(session)[1]
-    from ..backends.pytorch.time_limit import Limit
+    from ..backends.pytorch.search import Limit
 
     found, _ = _search(session, Limit())
     *_, of_others = _models(session, found)

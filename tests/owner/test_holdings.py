@@ -8,7 +8,7 @@ import torch
 from gpu_runtime import other_libraries
 from gpu_runtime.backends.pytorch import search
 from gpu_runtime.backends.pytorch.fingerprint import digest, every_key
-from gpu_runtime.backends.pytorch.time_limit import Limit
+from gpu_runtime.backends.pytorch.search import Limit
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import holdings, other_holdings
 from gpu_runtime.rendering import tables

@@ -38,20 +38,14 @@ class Dispatch:
         self.handles: list[Any] = []
         own = dict(vars(module))
         try:
-            dispatch_model(
-                module,
-                dict(device_map),
-                main_device=first_device,
-                skip_keys=self.transfer.left_in_place,
-            )
+            skip = self.transfer.left_in_place
+            dispatch_model(module, dict(device_map), main_device=first_device, skip_keys=skip)
             self._restore_root(own)
             self._note_hooks()
-            self.handles.append(
-                module.register_forward_pre_hook(
-                    self.transfer.enter, prepend=True, with_kwargs=True
-                )
-            )
-            self.handles.append(module.register_forward_hook(self.transfer.leave))
+            enter, leave = self.transfer.enter, self.transfer.leave
+            before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            self.handles.append(before)
+            self.handles.append(module.register_forward_hook(leave))
         except BaseException:
             self._restore_root(own)
             self._note_hooks()
@@ -59,11 +53,8 @@ class Dispatch:
             raise
 
     def _note_hooks(self) -> None:
-        self.hooks = {
-            id(part): (part, part._hf_hook)
-            for part in self.module.modules()
-            if hasattr(part, "_hf_hook")
-        }
+        hooked = [part for part in self.module.modules() if hasattr(part, "_hf_hook")]
+        self.hooks = {id(part): (part, part._hf_hook) for part in hooked}
 
     def _restore_root(self, own: Mapping[str, Any]) -> None:
         """Restores the attributes `own` of the root module, and removes new ones.
@@ -77,9 +68,8 @@ class Dispatch:
 
     def owns(self, part: nn.Module) -> bool:
         """Whether the hook on `part` was installed by this object."""
-        if id(part) not in self.hooks:
-            return False
-        return self.hooks[id(part)][1] is vars(part).get("_hf_hook")
+        known = self.hooks.get(id(part))
+        return known is not None and known[1] is vars(part).get("_hf_hook")
 
     def remove(self) -> None:
         """Removes the hooks. The weights stay on their devices. A repeated call does nothing."""

@@ -75,7 +75,7 @@ _on_cards: dict[torch.device, Tensor] = {}
 
 
 def keys_on_cards() -> tuple[Tensor, ...]:
-    """The keys that `digest` keeps on cards. Later digests read them, so they are not offloaded."""
+    """The keys that `digest` keeps on cards. They are not offloaded."""
     return tuple(_on_cards.values())
 
 

@@ -25,6 +25,7 @@ from ...torch_modes import outside_modes
 from .memory_owner import cpp_keeps_python, hidden_references
 from .search import (
     Found,
+    Limit,
     constants_of,
     gradient,
     graph,
@@ -34,7 +35,6 @@ from .search import (
     saved_in,
     tracked,
 )
-from .time_limit import Limit
 from .torch_model import TorchModel
 
 _LEAVES = frozenset(
@@ -88,14 +88,13 @@ def reached(
     parked: Collection[int] = (),
     limit: Limit | None = None,
 ) -> Reach:
-    """The storages that one name reaches.
+    """The storages that one name reaches. The search ends early at `limit`.
 
     `held` has the objects to which the name refers, with one entry for each reference. The call
     empties this list. The caller must keep no other reference to the objects, since it would be
     counted. `shared` are the ids of containers whose content is not followed, such as the
     notebook's namespace. `parked` are the keys of storages to which the record of parked bytes
-    refers once; it lets go of a storage that nothing else refers to. The search ends early at
-    `limit`.
+    refers once; it lets go of a storage that nothing else refers to.
     """
     walk = _Walk(graphs, frozenset(shared), limit or Limit())
     walk.follow(held)
@@ -132,7 +131,7 @@ class _Walk:
         self.whole = True
 
     def storages(self) -> set[int]:
-        """The keys of the storages that this walk has reached until now."""
+        """The keys of the storages that are reached until now."""
         return self._keys(self._objects.values())
 
     def _keys(self, objects: Iterable[Any]) -> set[int]:
@@ -191,11 +190,9 @@ class _Walk:
             below += (child for child, _ in one.next_functions if child is not None)
             below += saved_by(one)
         elif issubclass(kind, Tensor):
-            # `gc.get_referents` returns a tensor's node only in some cases; `_of_tensor` always
-            # does.
-            below = [child for child in below if not self._kinds.is_node(type(child))] + _of_tensor(
-                one
-            )
+            # `gc.get_referents` returns a tensor's node only in some cases; `_of_tensor` always does.
+            below = [child for child in below if not self._kinds.is_node(type(child))]
+            below += _of_tensor(one)
         return below
 
     def freed(self, parked: Collection[int]) -> set[int]:
@@ -283,10 +280,7 @@ class _Kinds:
 
 
 def _references(objects: Mapping[int, Any], graphs: Graphs, kinds: _Kinds) -> dict[int, int]:
-    """The number of references to each of `objects`, without those that this module holds.
-
-    References from C++ are included.
-    """
+    """The number of references to each of `objects`, also from C++, without those of this module."""
     ours = _counts({0: object()})[0]
     counts = _counts(objects)
     for key, one in objects.items():
@@ -306,11 +300,10 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """The number of references to a C++ object that Python's reference count does not include.
+    """The references among all `uses` of a C++ object that Python's count does not include.
 
-    `uses` is the number of all references to the C++ object: one from its Python object, the others
-    from C++. Since torch 2.10, those from C++ together hold one reference to the Python object, and
-    Python counts this one.
+    One is from its Python object, the others from C++. Since torch 2.10, those from C++ together
+    hold one reference to the Python object, which Python counts.
     """
     others = uses - 1
     return others - 1 if others > 0 and cpp_keeps_python() else others
@@ -318,11 +311,7 @@ def _in_cpp(uses: int) -> int:
 
 @functools.cache
 def _references_to_node() -> int:
-    """The number of references to a node's Python object that are not the user's.
-
-    `Graphs.holders` and torch hold these references. To count them, this function makes one node
-    and a Counter with it.
-    """
+    """The references to a node's Python object that `Graphs.holders` and torch hold, not the user."""
     with torch.enable_grad():
         result = torch.ones(1, requires_grad=True) * 2
     objects: dict[int, Any] = {0: result.grad_fn}

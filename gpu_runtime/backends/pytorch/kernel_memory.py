@@ -80,10 +80,7 @@ class _Copied:
     def __init__(
         self, sources: list[torch.Tensor], tensors: Iterable[torch.Tensor], rest: Callable[[], None]
     ) -> None:
-        """`sources` are about to be copied, and `rest` waits for their cards.
-
-        `tensors` are the tensors of `sources` if these are on cards.
-        """
+        """`sources` are about to be copied; `tensors` are theirs on cards. `rest` waits for the cards."""
         self._sources, self._tensors, self._rest = sources, list(tensors), rest
         self._copies: list[torch.Tensor] = []
         self._digests: list[torch.Tensor] = []
@@ -99,10 +96,7 @@ class _Copied:
         self._digests = [*map(self._digest, self._batches)]
 
     def _digest(self, batch: range) -> torch.Tensor:
-        """The digest of the sources with the numbers `batch`, whose bytes lie end to end.
-
-        If their card has no room for the computation, the CPU computes it.
-        """
+        """The digest of the sources `batch`, end to end; by the CPU if their card has no room for it."""
         sources = [self._sources[i] for i in batch]
         try:
             return digest(_joined(sources))
@@ -152,7 +146,7 @@ class _Copied:
 
 
 def _batches(sources: Sequence[torch.Tensor]) -> list[range]:
-    """Ranges of the numbers of `sources`. Each range is on one card, and has at most BATCH_BYTES or one source.
+    """Ranges of the numbers of `sources`, each on one card, of at most BATCH_BYTES or one source.
 
     One digest a batch: with one for each of 10,000 small tensors, a card would compute 20,000 times.
     """
@@ -182,15 +176,9 @@ class KernelMemory:
     """The handle of KernelBackend: it records where the bytes of the kernel's own code are."""
 
     def __init__(
-        self,
-        memories: Sequence[Memory],
-        stillness: Stillness,
-        governed: GovernedModels,
+        self, memories: Sequence[Memory], stillness: Stillness, governed: GovernedModels
     ) -> None:
-        """`memories` are the cards on which the tensors of the kernel are counted.
-
-        `stillness` reports whether code runs. `governed` reports the governed models.
-        """
+        """`memories` are the cards on which the tensors of the kernel are counted."""
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
@@ -221,7 +209,7 @@ class KernelMemory:
 
     @property
     def away_bytes(self) -> int:
-        """The offloaded bytes, which are in host memory now."""
+        """The bytes that are in host memory now."""
         return sum(one.storage.nbytes() for one in self.away)
 
 
@@ -233,7 +221,6 @@ class KernelBackend(Backend):
     can_split = False
 
     def __init__(self, probe: Probe) -> None:
-        """Moves bytes between the devices of `probe`."""
         self.probe = probe
 
     def open(
@@ -242,16 +229,14 @@ class KernelBackend(Backend):
         keys: Callable[[], Iterable[int]],
         shares: Callable[[], Iterable[Share]] = tuple,
     ) -> KernelMemory:
-        """The handle of the memory that the kernel's own code holds on the cards.
-
-        `stillness` reports whether code runs. `keys` and `shares` are the functions in `GovernedModels`.
+        """The handle of the memory that the kernel's own code holds; `keys` and `shares` are those of
+        `GovernedModels`.
         """
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
         own = cards[:1] if cards[0].counted else cards
         return KernelMemory(own, stillness, GovernedModels(keys, shares))
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """Returns empty evidence, because the size is counted and not estimated."""
         return Evidence(why_unknown="it is counted after each cell")
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
@@ -267,18 +252,18 @@ class KernelBackend(Backend):
         progress: Progress | None = None,
         into: Any = None,
     ) -> Any:
-        """Always raises CannotGovern, because memory of a notebook's code cannot be loaded."""
+        """Always raises CannotGovern."""
         why = "it is what this notebook's own code holds"
         raise CannotGovern(f"{spec.name} cannot be loaded: {why}.", name=spec.name, why=why)
 
     def value(self, model: KernelMemory) -> None:
-        """Returns None, because `use` yields no object for a kernel."""
+        """Returns None: `use` yields no object for a kernel."""
 
     def measure(self, model: KernelMemory) -> Shares:
-        """The kernel's bytes on each device now. The result is also recorded as `last` of `model`.
+        """The kernel's bytes on each device now.
 
-        On a simulated card the bytes are also recorded as allocated. While the bytes are in host
-        memory, nothing is recorded.
+        Recorded as `last` of `model`, and on a simulated card as allocated, unless the bytes are in
+        host memory.
         """
         while True:
             exchanges = model.exchanges
@@ -297,9 +282,8 @@ class KernelBackend(Backend):
     def count(self, model: KernelMemory) -> dict[str, int]:
         """The bytes on each card that the process of `model` holds beyond its governed models.
 
-        The bytes on a real card are read from torch's allocator. On a simulated card all storages
-        are searched. Those that cannot be moved do not count, and are recorded as `staying` of
-        `model`.
+        They are read from torch's allocator. On a simulated card all storages are searched; those
+        that cannot be moved do not count, and are recorded as `staying` of `model`.
         """
         if model.memory.counted:
             found, _ = self._found(model, model.known)
@@ -313,7 +297,7 @@ class KernelBackend(Backend):
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
 
     def watch_peaks(self, model: KernelMemory) -> None:
-        """Starts to measure the peak of torch's bytes on each card; see `peaks`."""
+        """Starts to measure `peaks`."""
         if model.memory.counted:
             return
         model.governed_bytes = _governed_bytes(model)
@@ -323,10 +307,9 @@ class KernelBackend(Backend):
     def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        The caller passes `counted=True` if it has called `measure` since then. The peak is then at
-        least the last result of `measure`. A simulated card records no peak. For it, and while the
-        bytes are in host memory, the last result of `measure` on the cards is returned if `counted`
-        is True, else None.
+        `counted` is whether `measure` was called since then; the peak is at least its result. A
+        simulated card records no peak. For it, and while the bytes are in host memory, the result
+        is that of `measure` if `counted`, else None.
         """
         if model.away or model.memory.counted:
             return model.last if counted else None
@@ -341,10 +324,9 @@ class KernelBackend(Backend):
     def move(self, model: KernelMemory, shares: Shares) -> None:
         """Moves the bytes of the kernel to `shares`. If the move fails, no byte has moved.
 
-        If `shares` are on a card and on the host, only a part moves: at most as many bytes as the
-        host shares differ from the offloaded bytes, in whole storages.
-
-        Raises NotStill if the bytes cannot be moved now, and the device's out-of-memory error.
+        If `shares` are on a card and on the host, only whole storages move, of at most as many bytes
+        as the host's share differs from the offloaded bytes. Raises NotStill if the bytes cannot be
+        moved now, and the device's out-of-memory error.
         """
         to_host = all(share.device == HOST for share in shares)
         in_host = sum(share.bytes for share in shares if share.device == HOST)
@@ -360,7 +342,7 @@ class KernelBackend(Backend):
     def piece_bytes(self, model: KernelMemory) -> int:
         """The bytes of the largest storage; 0 if it is not known, or if several cards have storages.
 
-        A kernel leaves in pieces only to change places with another lease; see `duplex.exchange`.
+        Pieces leave only to change places with another lease; see `duplex.exchange`.
         """
         return model.largest if len(model.last) == 1 else 0
 
@@ -469,10 +451,7 @@ class KernelBackend(Backend):
         fresh: list[torch.Tensor],
         exchange: swap.Exchange,
     ) -> None:
-        """Starts the copies of the storages in `coming` to the cards, and prepares `exchange`.
-
-        The new tensors are put into the list `fresh`.
-        """
+        """Starts the copies of `coming` to new tensors on the cards, in `fresh`; prepares `exchange`."""
         made: dict[int, torch.Tensor] = {}
         for places in st.places_of_equal([(one.storage.device, one.stream) for one in coming]):
             device, stream = coming[places[0]].storage.device, coming[places[0]].stream
@@ -502,11 +481,10 @@ class KernelBackend(Backend):
     ) -> None:
         """Makes the exchange while no other thread runs, and records the new place in `model`.
 
-        After the exchange, the storages `away` are in host memory. `noted` is the block that counts the
-        bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies. If
-        `copied` is given, the bytes are compared with the copies at the exchange. What has changed
-        is copied again, at most COPIES times in all. Raises NotStill if the exchange is impossible;
-        then nothing has changed.
+        After it, the storages `away` are in host memory, and `noted` counts the bytes on a simulated
+        card. `mark` is from before the copies. What differs from its copy in `copied` is copied
+        again, at most COPIES times in all. Raises NotStill if the exchange is impossible; then
+        nothing has changed.
         """
 
         def act() -> None:
@@ -547,8 +525,8 @@ class KernelBackend(Backend):
     def drop(self, model: KernelMemory) -> None:
         """Returns offloaded bytes to their card, because they exist nowhere else.
 
-        On a simulated card they are no longer counted. A repeated call does nothing. Raises
-        NotStill, and the device's out-of-memory error.
+        On a simulated card they are no longer counted. Raises NotStill, and the device's
+        out-of-memory error.
         """
         if model.away and not (ending.is_set() and model.memory.counted):
             self._return(model, counts=False)
@@ -570,10 +548,8 @@ class KernelBackend(Backend):
 
         `torch.save` calls the methods `cpu` and `data_ptr` of each storage, and a guard raises in
         both; memory that refuses writes raises in `data_ptr`. So each storage gets its own methods
-        for this time. The file is the same as if the bytes were on the card.
-
-        Yields a function that returns a CPU tensor with the same bytes for an offloaded tensor, and
-        any other object as it is.
+        for this time. Yields a function that returns a CPU tensor with the same bytes for an
+        offloaded tensor, and any other object as it is.
         """
         guarded = {one.storage._cdata: one for one in model.away if one.copy is not None}
         try:
@@ -606,11 +582,10 @@ class KernelBackend(Backend):
     def _found(
         self, model: KernelMemory, known: Known | None = None
     ) -> tuple[list[Found], tuple[torch.Stream, ...]]:
-        """The storages on the cards of `model` that belong to no governed model, and all streams
-        that have a Python object. `known` is for `search`.
+        """The storages on the cards of `model` that belong to no governed model, and all streams.
 
-        Pages of this package are left out, such as the copies of models in host memory: they are
-        counted where they were allocated.
+        Pages of this package, such as the copies of models in host memory, are counted where they
+        were allocated. `known` is for `search`.
         """
         keys = (one.untyped_storage()._cdata for one in every_key())
         away = (one.storage._cdata for one in model.away)  # a guard has no content to look at
@@ -633,10 +608,8 @@ class KernelBackend(Backend):
 def without_collections() -> Iterator[None]:
     """A context manager in which Python starts no garbage collection by itself.
 
-    A move makes some objects for each storage. The garbage collections caused by these objects took
-    half the time of a move of 10,000 storages. A cell may run meanwhile and call `gc.disable`, so
-    this function does not use `gc.disable`. Instead it raises the number of new objects that starts
-    a collection.
+    Garbage collections took half the time of a move of 10,000 storages. A cell may run meanwhile
+    and call `gc.disable`, so the number of new objects that starts a collection is raised instead.
     """
     usual = gc.get_threshold()
     if usual[0] != _NEVER:
@@ -665,9 +638,7 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
     if not segments:
         return [None] * len(found)
     addresses = [one.storage.data_ptr() for one in found]
-    if streams.private(addresses, segments):
-        raise NotStill("a CUDA graph holds some of its memory")
-    if streams.captured():
+    if streams.private(addresses, segments) or streams.captured():
         raise NotStill("a CUDA graph holds some of its memory")
     return streams.homes(addresses, segments)
 
@@ -675,10 +646,7 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
 def _streams(
     known: Iterable[torch.Stream], away: Iterable[Away], cards: Iterable[torch.device]
 ) -> dict[torch.device, set[int]]:
-    """The streams of each card, by number.
-
-    These are the streams in `known`, the streams of the blocks of `away`, and the default stream.
-    """
+    """The numbers of each card's streams: those `known`, those of `away`, and the default stream."""
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:
         if stream.device in found:
@@ -703,8 +671,7 @@ def _governed_bytes(model: KernelMemory) -> dict[str, int]:
 def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """The content of each storage, as a tensor [nbytes] of uint8.
 
-    All tensors of a device are made in one call, in inference mode, where torch keeps no records of
-    them. So 10,000 tensors take 9 ms instead of 20.
+    Made in one call for each device, in inference mode, 10,000 take 9 ms instead of 20.
     """
     empty: dict[torch.device, Iterator[torch.Tensor]] = {}
     with torch.inference_mode():

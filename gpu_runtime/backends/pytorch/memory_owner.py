@@ -34,9 +34,7 @@ Known = dict[int, tuple[frozenset[tuple[int, int]], bool]]  # results of `used_e
 class _Layout(NamedTuple):
     """Where a storage's C++ object has its address, and the functions that free its memory."""
 
-    place: (
-        int  # the number of the word with the address; the freeing function and its argument follow
-    )
+    place: int  # the word with the address; the freeing function and its argument follow
     torch: int  # frees memory that torch allocated
     file: int  # ends the mapping of a file
     slice: int  # releases the storage of which this one is a slice
@@ -112,10 +110,7 @@ def only_cut(bare: Sequence[torch.UntypedStorage]) -> set[int]:
 
 
 def private_files() -> list[tuple[int, int]]:
-    """The first address, and the one after the last, of each private mapping of a file.
-
-    Nobody else sees what is written there. The list is empty if the system does not show it.
-    """
+    """The first address, and the one after the last, of each private mapping of a file, if shown."""
     found = []
     try:
         with open("/proc/self/maps") as lines:
@@ -192,8 +187,8 @@ class _Probe:
 def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
     """For each of `objects`, by its id: the references that Python's garbage collector cannot list.
 
-    NumPy's arrays and C++ objects hold such references, and functions that run. The reference that
-    the C++ object of a tensor or storage holds to its own Python object is left out.
+    NumPy's arrays, C++ objects and functions that run hold them. That of a C++ object to its own
+    Python object is left out.
     """
     every = (_Probe(), *{id(one): one for one in objects}.values())
     wanted = {id(one) for one in every}

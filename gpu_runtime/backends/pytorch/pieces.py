@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the piece's storages."""
+        """The bytes of its storages."""
         return sum(group.nbytes for group in self.groups)
 
 
@@ -49,11 +49,10 @@ class _Sets:
 
 
 def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
-    """The pieces of `module`, in order, each with its storages of `groups`.
+    """The pieces of `module`, in order, each with its storages of `groups`; one if it cannot be cut.
 
-    A single piece means that the module cannot be cut. The caller passes `runs=False` if no code
-    calls the module while its pieces are on different devices. The module is then also cut where
-    accelerate's hooks could not run it.
+    With `runs=False`, no code calls the module while its pieces are on different devices. It is then
+    also cut where accelerate's hooks could not run it.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
@@ -62,9 +61,7 @@ def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> 
     owners: dict[int, int] = {}  # storage -> the first leaf that has it
     for index, (_, leaf) in enumerate(leaves):
         if not any(p is not None for part in leaf.modules() for p in part._parameters.values()):
-            sets.join(
-                index, 0
-            )  # rotary angles and similar tensors are needed before the first layer
+            sets.join(index, 0)  # rotary angles and the like are needed before the first layer
         for tensor in _tensors(leaf):
             if tensor.nbytes:
                 storage = tensor.untyped_storage()._cdata
@@ -114,11 +111,10 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
 
 
 def holder(name: str, table: Mapping[str, T]) -> T:
-    """The entry of `table`, whose keys are module paths, for the tensor `name`.
+    """The entry of `table`, whose keys are module paths, for the tensor `name`; else the first entry.
 
-    If several modules in the table have the tensor, the innermost counts. A gradient or an
-    optimizer state gets the entry of its parameter. If no module in the table has the tensor, the
-    result is the first entry.
+    The innermost module with the tensor counts. A gradient or an optimizer state gets the entry of
+    its parameter.
 
     >>> holder("layers.1.norm.weight:exp_avg", {"embed": "cuda:0", "layers.1": "cuda:1"})
     'cuda:1'
@@ -132,9 +128,8 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    The result is False if the root itself has parameters or persistent buffers, because no hook
-    moves these between cards. It is also False for a transformers model that does not declare which
-    of its modules stay whole.
+    Not if the root itself has parameters or persistent buffers, because no hook moves these between
+    cards, nor for a transformers model that does not declare which of its modules stay whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())
     at_root = {name for name, tensor in tensors if tensor is not None}

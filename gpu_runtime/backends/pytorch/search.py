@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from .memory_owner import (
     used_elsewhere,
 )
 from .swap import readable_class
-from .time_limit import Limit
 
 Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
 
@@ -82,22 +82,38 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The storages that a search found, and the duration of the search."""
+    """What a search found."""
 
     found: tuple[Found, ...]
     streams: tuple[torch.Stream, ...]  # of any device
-    nodes: int  # the number of nodes of autograd graphs
-    seconds: float
     whole: bool  # False: the limit ended the search early
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all storages that were found."""
-        return sum(one.own_bytes for one in self.found)
 
-    def bytes_on(self, device: str) -> int:
-        """The bytes of the storages that were found on `device`."""
-        return sum(one.own_bytes for one in self.found if one.device == device)
+class Limit:
+    """A time limit in seconds, from the creation of this object. At its limit, a search returns what
+    it has found.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        """None means no limit. The limit is also reached once `stop` returns True."""
+        self._clock, self.began = clock, clock()
+        self._stop = stop
+        self._seconds = float("inf") if seconds is None else seconds
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return self._clock() - self.began
+
+    @property
+    def over(self) -> bool:
+        """Whether the limit is reached."""
+        stopped = self._stop is not None and self._stop()
+        return stopped or self.elapsed_seconds >= self._seconds
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -114,10 +130,9 @@ def search(
     """Every storage on a device that can be found, each with the reason if it cannot be moved.
 
     `place(storage)` returns the id of the device on which a storage counts (see `counted_on`), or
-    "" if the storage is left out, such as a storage of the meta device. Storages whose key
-    (`storage._cdata`) is in `governed` are left out too, such as the storages of models. If `limit`
-    ends the search early, `whole` of the result is false. `known` has results of an earlier search,
-    which make the next one faster; see `used_elsewhere`.
+    "" if it is left out. Storages whose key (`storage._cdata`) is in `governed` are left out too.
+    If `limit` ends the search early, `whole` of the result is false. `known` has results of an
+    earlier search, which make the next one faster; see `used_elsewhere`.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no
     tensor. It runs no code of the user: no unpack hook, no `__torch_function__`, no mode of torch.
@@ -130,25 +145,19 @@ def search(
     everything = list(_with_hidden(seen.tensors, nodes, references, limit))
     scripted, frozen = set(map(id, seen.scripted)), set(map(id, seen.frozen))
     entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
-    exported = [
+    exported = frozenset(
         entry.storage._cdata
         for entry in entries
         if any(_is_exported(one, references, scripted) for one in entry.tensors)
-    ]
-    compiled = [
+    )
+    compiled = frozenset(
         entry.storage._cdata
         for entry in entries
         if frozen and any(id(one) in frozen for one in entry.tensors)
-    ]
-    found = _judged(entries, small, known, frozenset(exported), frozenset(compiled))
-    found += _without_storage(opaque, seen.packed, place)
-    return Search(
-        tuple(found),
-        tuple(seen.streams),
-        len(nodes),
-        limit.elapsed_seconds,
-        seen.whole and not limit.over,
     )
+    found = _judged(entries, small, known, exported, compiled)
+    found += _without_storage(opaque, seen.packed, place)
+    return Search(tuple(found), tuple(seen.streams), seen.whole and not limit.over)
 
 
 def counted_on(memories: Sequence[Memory]) -> Place:
@@ -158,13 +167,9 @@ def counted_on(memories: Sequence[Memory]) -> Place:
     are simulated, CPU storages of SIMULATED_BYTES and more count on the first card. Other storages
     count on no device.
     """
-    by_torch = {
-        torch.device(memory.torch): memory.device for memory in memories if memory.torch != "cpu"
-    }
-    simulated = next(
-        (one.device for one in memories if one.torch == "cpu" and one.device != HOST), ""
-    )
-
+    by_torch = {torch.device(one.torch): one.device for one in memories if one.torch != "cpu"}
+    on_cpu = (one.device for one in memories if one.torch == "cpu" and one.device != HOST)
+    simulated = next(on_cpu, "")
     cpu: dict[torch.device, bool] = {}  # `device.type` takes longer than this look-up
 
     def place(storage: torch.UntypedStorage) -> str:
@@ -191,10 +196,7 @@ class Tracked(NamedTuple):
 
 
 def tracked(limit: Limit) -> Tracked:
-    """The objects that the garbage collector tracks; see `Tracked`.
-
-    The parameters and buffers of TorchScript modules are added.
-    """
+    """The objects that the garbage collector tracks, and those of TorchScript modules."""
     kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
     scripted, packed = _scripted_classes(), packed_classes()
     interesting = kinds | streams | {torch.UntypedStorage} | scripted | packed
@@ -308,9 +310,7 @@ def subclasses(kind: type) -> set[type]:
 
 
 def _scripted_classes() -> set[type]:
-    """The classes of TorchScript modules. Their parameters become Python objects only when they are
-    read.
-    """
+    """The classes of TorchScript modules, whose parameters become Python objects when they are read."""
     script = sys.modules.get("torch.jit._script")
     return subclasses(script.RecursiveScriptModule) if script else set()
 
@@ -372,10 +372,8 @@ def _storages(
     governed: Collection[int],
     limit: Limit,
 ) -> tuple[list[_Entry], list[Tensor], list[torch.UntypedStorage]]:
-    """The storages on a device, the tensors among `tensors` without a storage, and the CPU storages
-    that are too small to count.
-
-    `bare` are storages that the collector lists. Some of them have no tensor.
+    """The storages on a device, the `tensors` without a storage, and the CPU storages that are too
+    small to count. `bare` are storages that the collector lists; some have no tensor.
     """
     by_key: dict[int, _Entry] = {}
     elsewhere = set(governed)
@@ -383,7 +381,7 @@ def _storages(
     small: list[torch.UntypedStorage] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of `storage`; a new one for a new storage. None if the storage is left out."""
+        """The entry of `storage`, new or known; None if it is left out."""
         key = storage._cdata
         if (known := by_key.get(key)) is not None:
             return known
@@ -421,16 +419,14 @@ def _storages(
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The strided tensors of which `tensor` consists.
+    """`tensor` itself, or the strided parts of a sparse or wrapping tensor.
 
-    Yields `tensor` itself, or the parts of a sparse or wrapping tensor. Yields nothing for fake
-    tensors and lazy parameters, which have no bytes.
+    Nothing for fake tensors and lazy parameters, which have no bytes.
     """
     kind = type(tensor)
     if kind not in _PLAIN:
-        if kind.__name__ in _WITHOUT_BYTES or isinstance(
-            tensor, nn.parameter.UninitializedTensorMixin
-        ):
+        is_lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+        if kind.__name__ in _WITHOUT_BYTES or is_lazy:
             return
         if hasattr(kind, "__tensor_flatten__"):
             yield from _wrapped(tensor)
@@ -509,7 +505,6 @@ def saved_by(node: Any) -> Iterator[Any]:
 
 
 def _saved(node: Any, name: str) -> Iterator[Any]:
-    """Yields the content of the attribute `name` of a `node`."""
     try:
         value = getattr(node, name)
     except RuntimeError:  # backward() has freed it
@@ -625,7 +620,7 @@ def _reason(
 
 
 def _view(storage: torch.UntypedStorage, size: int = 0) -> Tensor:
-    """The first `size` bytes of `storage`. To make the tensor, torch does not read `data_ptr()`."""
+    """The first `size` bytes of `storage`, without a read of `data_ptr()`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
 
 

@@ -43,8 +43,8 @@ class Recipe(nn.Module):
     def __init__(self, steps: list[nn.Module], limit: int | None, lower: bool) -> None:
         """`steps` are the modules after the transformers module; the first of them pools.
 
-        `limit` is the largest number of tokens of a text, or None if the files name none. `lower` is whether texts are
-        turned into lower case.
+        `limit` is the most tokens of a text, if the files name it. With `lower`, texts are turned
+        into lower case.
         """
         super().__init__()
         self.steps, self.limit, self.lower = nn.ModuleList(steps), limit, lower
@@ -54,8 +54,8 @@ class Recipe(nn.Module):
     def forward(self, states: Tensor, mask: Tensor, has_prompt: bool) -> Tensor:
         """One vector for each text, [texts, width].
 
-        `states` are the vectors of its tokens, [texts, tokens, width] in float32, and `mask` is 1 for each real token.
-        `has_prompt` is whether the texts begin with the prompt.
+        `states` are the vectors of tokens, [texts, tokens, width] in float32; `mask` is 1 for each
+        real token. `has_prompt` is whether the texts begin with the prompt.
         """
         features = {"token_embeddings": states, "attention_mask": mask}
         if self.skipped and has_prompt:
@@ -155,7 +155,7 @@ def _config(file: Path) -> dict[str, Any]:
 def _step(directory: Path, kind: str, row: dict[str, Any]) -> nn.Module:
     """The module of sentence-transformers that `row` of modules.json names, loaded from `directory`.
 
-    The library leaves out fields that it does not know, and then uses their defaults. Here they are a ValueError.
+    Raises ValueError for fields that the library does not know, and would leave out.
     """
     import_whole("sentence_transformers")
     import sentence_transformers

@@ -23,10 +23,10 @@ from .torch_model import TorchModel
 def ready(
     model: TorchModel, going: Sequence[st.Group], places: Sequence[Memory]
 ) -> dict[int, Tensor]:
-    """The shadows of those storages in `going` that move to the host unchanged.
+    """The shadows of those storages in `going` that move to the host unchanged, by index.
 
-    The keys are indices of `going`, and `places` has the target of each storage. If a storage has
-    changed, its shadow is freed, to make room in host memory for the new bytes.
+    `places` has the target of each storage. If a storage has changed, its shadow is freed, to make
+    room in host memory for the new bytes.
     """
     found: dict[int, Tensor] = {}
     leaving = [i for i, memory in enumerate(places) if memory.device == HOST]
@@ -59,9 +59,9 @@ def _unchanged(model: TorchModel, group: st.Group, shadow: Tensor) -> bool:
 def copied(
     shadows: dict[int, Tensor], sources: list[Tensor], places: Sequence[Memory], host: Memory
 ) -> list[Tensor]:
-    """The new bytes of each of `sources`: its shadow if it has one, else a new copy.
+    """The new bytes of each of `sources`: its shadow if `ready` found one, else a new copy.
 
-    `shadows` is the result of `ready`. The other parameters are as in `storages.copied`.
+    The other parameters are as in `storages.copied`.
     """
     rest = [i for i in range(len(sources)) if i not in shadows]
     copies = st.copied([sources[i] for i in rest], [places[i] for i in rest], host)
@@ -80,10 +80,9 @@ def staying(
     """The shadows that remain when the storages `going` move from the host to cards.
 
     `sources` are the present bytes of these storages, and `targets` the copies on the cards. The
-    second phase of the move binds the storages to the copies. The result maps each storage's
-    `_cdata` after this phase to its shadow. Usually the shadow is the source. But the second phase
-    may swap the data pointers of source and target. Then the target has the bytes in host memory,
-    and is the shadow.
+    result maps each storage's `_cdata` after the second phase to its shadow. Usually the shadow is
+    the source. But if the second phase swaps the data pointers of source and target, the target has
+    the bytes in host memory, and is the shadow.
     """
     found: dict[int, Tensor] = {}
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):

@@ -63,9 +63,8 @@ class _Stored(msgspec.Struct, frozen=True):
 def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
     """An id of the unchanged files of a model and of the form to which their weights are converted.
 
-    The form of the weights depends on the dtype and on the version of transformers. The keys of the
-    digests are part of the id too, because other processes compare their digests with the digests
-    in the index.
+    The form depends on the dtype and on the version of transformers. The keys of the digests are
+    part of the id too, because processes compare their digests.
     """
     keys = digest(torch.ones(4, dtype=torch.uint8)).tolist()
     text = repr((checkpoint.stamps, str(dtype), version("transformers"), keys))
@@ -89,10 +88,7 @@ class CopiedPart(NamedTuple):
 
 
 def name_of(content: str, pages: SharedPages) -> str:
-    """The name of `pages`, which hold the files with the id `content` (see `content_id`).
-
-    Two copies of the same files have different names.
-    """
+    """The name of `pages`, which differs for two copies of the files with the id `content`."""
     return f"{content[:16]}.{pages.inode}"
 
 
@@ -111,10 +107,7 @@ class SharedCopy:
 
     @classmethod
     def found(cls, pids: Iterable[int], content: str) -> SharedCopy | None:
-        """The complete copy with the id `content` that one of the processes `pids` has.
-
-        None if no process has such a copy.
-        """
+        """The complete copy with the id `content` that one of the processes `pids` has, or None."""
         for pages in held_by(pids):
             index = _read(pages, content)
             if index:
@@ -123,10 +116,7 @@ class SharedCopy:
 
     @classmethod
     def new(cls, groups: Sequence[st.Group], content: str) -> SharedCopy | None:
-        """New pages for a copy of the storages `groups`.
-
-        None for a model below LEAST_BYTES, and if /dev/shm has no room for the pages.
-        """
+        """New pages for a copy of `groups`; None below LEAST_BYTES, and if /dev/shm has no room."""
         size = st.nbytes(groups)
         if size < LEAST_BYTES:
             return None
@@ -138,7 +128,7 @@ class SharedCopy:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all storages in the pages."""
+        """The bytes of all storages."""
         return sum(size for _, size in self._all_places().values())
 
     def _all_places(self) -> dict[str, tuple[int, int]]:
@@ -182,9 +172,7 @@ class SharedCopy:
         return found
 
     def map(self, host: Memory) -> None:
-        """Maps the pages into memory. Their bytes are counted in `host`. Raises OutOfMemory and
-        OSError.
-        """
+        """Maps the pages, counted in `host`, into memory. Raises OutOfMemory and OSError."""
         if self._arrays:
             return
         full = {key: place for key, place in self._all_places().items() if place[1]}
@@ -194,8 +182,7 @@ class SharedCopy:
     def weights(self, names: Collection[str]) -> dict[str, Tensor]:
         """The tensors with these `names` in complete pages, which must be mapped.
 
-        Tensors that share a storage in the model, such as tied weights, also share a storage in the
-        result.
+        Tied weights share a storage in the result too.
         """
         found: dict[str, Tensor] = {}
         for key, stored in self.index.items():
@@ -245,10 +232,9 @@ class SharedCopy:
         self.pages.seal()
 
     def proven(self, groups: Sequence[st.Group]) -> dict[Layout, Tensor]:
-        """The digests of the storages `groups` of the model, as the index has them.
+        """The digests of the storages `groups` in the index.
 
-        The result is empty if the model may have other bytes than the index describes. In that case
-        the caller must compare digests.
+        Empty if the model may have other bytes; then the caller must compare digests.
         """
         if self.is_new or not self._adopted or not self.pages.untouched:
             return {}

@@ -12,6 +12,7 @@ rebinds the tensors of the storage. The Python objects, Parameters included, sta
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import traceback
 from collections import Counter
@@ -36,7 +37,7 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 
 
 class TensorSlot(NamedTuple):
-    """A tensor of a module, and the role of the tensor in the module."""
+    """A tensor of a module, and its role there."""
 
     name: str
     kind: str  # "parameter", "buffer", "grad", or "state" of an optimizer
@@ -61,9 +62,7 @@ class Group(NamedTuple):
 
     @property
     def referenced_elsewhere(self) -> bool:
-        """Whether an object other than `slots` refers to the storage, such as a view or a live
-        graph.
-        """
+        """Whether an object other than `slots` refers to the storage, such as a view or a live graph."""
         # A tensor has one reference from all of Python, and one from each view of it. A graph that
         # needs a leaf refers to the tensor itself.
         known = Counter(id(slot.tensor._base) for slot in self.slots if slot.tensor._is_view())
@@ -82,30 +81,17 @@ class Group(NamedTuple):
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
-        """Name, kind, dtype and place of each tensor in the storage.
-
-        Two loads of one source give equal layouts.
-        """
+        """Name, kind, dtype and place of each tensor. Two loads of one source give equal layouts."""
         return tuple(
-            (
-                slot.name,
-                slot.kind,
-                slot.tensor.dtype,
-                slot.tensor.storage_offset(),
-                tuple(slot.tensor.size()),
-                slot.tensor.stride(),
-            )
-            for slot in self.slots
+            (name, kind, one.dtype, one.storage_offset(), tuple(one.size()), one.stride())
+            for name, kind, one in self.slots
         )
 
 
 def slots(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[TensorSlot]:
-    """Every parameter, buffer and gradient of `module`, and the state of `module` in `optimizer`.
-
-    Each tensor appears once.
-    """
+    """Each parameter, buffer and gradient of `module`, and its state in `optimizer`, once."""
     seen: set[int] = set()
     for slot in _all_slots(module, optimizer):
         if id(slot.tensor) not in seen:
@@ -171,14 +157,14 @@ def copied(
     """The first phase of a move: a copy of each of `sources`, [nbytes] uint8, in its new memory.
 
     `memories` has the new memory of each source. `host` is the host's memory, whose page-locked
-    memory speeds up copies to a card. Each copy has a storage of its own, and all copies are
-    allocated before the first byte is copied. They are made by few large calls: while the main
-    thread was busy, 300 separate copies took 1,785 ms, and one call took 18.
+    memory speeds up copies to a card. All copies are allocated, each with a storage of its own,
+    before the first byte is copied. They are made by few large calls: while the main thread was
+    busy, 300 separate copies took 1,785 ms, and one call took 18.
 
-    `progress` is called at the start and after each part, with bytes done and bytes in total. If it
-    raises an error, the move ends. `wait` is called before and after the copying. It must return
-    only after the cards have finished their work; the default waits without a limit. If `together`
-    is true, all copies will be freed together, so small copies may share a block of memory.
+    `progress` is called at the start and after each part, with bytes done and bytes in total. Its
+    error ends the move. `wait` is called before and after the copying, until the cards have finished
+    their work; the default waits without a limit. If `together` is true, all copies will be freed
+    together, so small copies may share a block of memory.
 
     Raises the device's out-of-memory error. On any failure the copies are freed, and `sources` is
     emptied, before the caller gets the error.
@@ -214,7 +200,7 @@ def _copy_all(
 ) -> None:
     """Copies each source to its target, with one call for each pair of devices.
 
-    With `progress`, each of these calls is divided into calls for about LEG_BYTES.
+    With `progress`, each call is divided into calls for about LEG_BYTES.
     """
     done, total = 0, sum(source.nbytes for source in sources)
     if progress:
@@ -231,10 +217,7 @@ def _copy_all(
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
-    """Copies `sources` to `targets`, and empties both lists.
-
-    The lists are emptied, because the traceback of an error would keep their tensors alive.
-    """
+    """Copies `sources` to `targets`, and empties both lists, which a traceback would keep alive."""
     try:
         if not targets:
             return
@@ -256,8 +239,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
 def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies `sources` to page-locked memory of the host, and from there to `targets` on a card.
 
-    A card copies from page-locked memory at the speed of its bus, and from other memory at a fifth
-    of this speed.
+    A card copies from other memory at a fifth of the speed of its bus.
     """
     for leg in _legs(sources):
         locked = _empty([sources[i].nbytes for i in leg], host)
@@ -290,8 +272,7 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
     """Like `_empty`, but small tensors share one block of memory, which is freed with the last.
 
-    When each of 10,000 small tensors had its own block, they took a third longer to leave their
-    card.
+    With a block for each, 10,000 small tensors took a third longer to leave their card.
     """
     small = [index for index, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
     large = [index for index, size in enumerate(sizes) if not 0 < size < SMALL_BYTES]
@@ -307,7 +288,7 @@ def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
-    """A list of indices for each distinct item of `items`: all places of this item."""
+    """The indices of each distinct item of `items`."""
     places: dict[Hashable, list[int]] = {}
     for place, item in enumerate(items):
         places.setdefault(item, []).append(place)
@@ -342,10 +323,7 @@ def synchronise(cards: set[torch.device]) -> None:
 
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that make each tensor of `groups` a view of its new storage.
-
-    `targets` has the new content of each of `groups`.
-    """
+    """Calls for `at_once` that make each tensor of `groups` a view of its new storage in `targets`."""
     calls: list[Callable[[], Any]] = []
     for group, target in zip(groups, targets, strict=True):
         calls += [_rebinding(slot.tensor, _view(slot.tensor, target)) for slot in group.slots]
@@ -353,9 +331,9 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
 
 
 def emptying(found: Iterable[TensorSlot]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that leave the tensors `found` without elements, and without gradients.
+    """Calls for `at_once` that leave the tensors `found` without elements and gradients.
 
-    Use this function only for devices where no guard can replace the bytes.
+    Only for devices where no guard can replace the bytes.
     """
     calls: list[Callable[[], Any]] = []
     for slot in found:
@@ -371,9 +349,8 @@ def refilling(
 ) -> list[Callable[[], Any]] | None:
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
-    If a storage of `held` and one of `fresh` have the same device and layout, the pair is added to
-    `exchange`. For all other storages, the calls rebind the tensors. The result is None if the
-    tensors of the two modules differ in their names or dtypes.
+    Storages of both with the same device and layout are added to `exchange`; for all others, the
+    calls rebind the tensors. None if the tensors of the two modules differ in names or dtypes.
     """
     old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
@@ -422,10 +399,8 @@ def _view(tensor: Tensor, target: Tensor) -> Tensor:
 
 
 def let_go(error: BaseException) -> None:
-    """Clears the local variables of our own finished frames in the tracebacks of `error`.
-
-    Frames of transformers and safetensors are cleared too. A notebook keeps its last traceback
-    until the next error, and the traceback would keep every tensor in these frames.
+    """Clears the variables of finished frames of ours, transformers and safetensors in the tracebacks
+    of `error`. A notebook keeps its last traceback, which would keep every tensor in these frames.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -438,7 +413,5 @@ def let_go(error: BaseException) -> None:
         for frame, _ in traceback.walk_tb(current.__traceback__):
             if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
                 continue
-            try:
+            with contextlib.suppress(RuntimeError):  # it still runs, and frees them at its end
                 frame.clear()
-            except RuntimeError:  # the frame still runs; its variables are freed when it ends
-                pass

@@ -29,9 +29,7 @@ Segments = Sequence[Mapping[str, Any]]
 
 
 def module_of(device: torch.device | str) -> Any:
-    """torch's module for the kind of `device`; None for the CPU, and for a module that is not
-    initialised.
-    """
+    """torch's module for the kind of `device`; None for the CPU, and if it is not initialised."""
     kind = torch.device(device).type
     module = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
     if module is None or not getattr(module, "is_initialized", bool)():
@@ -42,9 +40,8 @@ def module_of(device: torch.device | str) -> Any:
 def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
     """A context in which the card that torch calls `name` is torch's current card.
 
-    If the process has not used CUDA yet, this card also stays the current card after the context.
-    If it did not, later calls of torch could create a CUDA context on card 0, which takes about
-    400 MB.
+    If the process has not used CUDA yet, it stays so after the context. Otherwise later calls of
+    torch could create a CUDA context on card 0, which takes about 400 MB.
     """
     device = torch.device(name)
     if device.type != "cuda":
@@ -68,9 +65,8 @@ def segments(device: torch.device | str) -> Segments:
 
 
 def allocated_bytes(device: torch.device | str, peak: bool = False) -> int:
-    """The number of bytes that the allocator has given out on `device` now, or at the `peak`.
+    """The bytes that the allocator has given out on `device` now, or at the `peak`; 0 if not counted.
 
-    The result is 0 before this process has used the card, and if the allocator does not count.
     torch's nested figures are read, because its flat figures take ten times as long.
     """
     module = _counting(device)
@@ -93,8 +89,7 @@ def reset_peak(device: torch.device | str) -> None:
 
 
 def release_cached(device: torch.device | str) -> None:
-    """Returns to the card the memory that the allocator keeps for reuse, and the workspaces of
-    cuBLAS.
+    """As `empty_cache`, and also returns the workspaces of cuBLAS.
 
     The caller ensures that no code of this process uses the card during this call.
     """
@@ -139,9 +134,8 @@ def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> 
 def captured() -> bool:
     """Whether a CUDA graph exists. If so, no block may change its address.
 
-    A graph stores the addresses that were used when it was captured, and uses them in each replay.
-    Some addresses may be outside the graph's private pool: those of inputs, weights, and tensors
-    changed in place.
+    Each replay uses the addresses of the capture. Some may be outside the graph's private pool:
+    those of inputs, weights, and tensors changed in place.
     """
     return bool(instances(subclasses(torch.cuda.CUDAGraph)))
 
@@ -207,9 +201,8 @@ def _current(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
 def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which copies from `device` use a stream of their own.
 
-    The bus can copy in both directions at once, but only if each direction has its own stream.
-    Copies to the card use the current stream. The caller waits for the whole device before and
-    after the copies.
+    The bus can copy in both directions at once, but only if each direction has its own stream. The
+    caller waits for the whole device before and after the copies.
     """
     module = module_of(device)
     if module is None:
@@ -225,9 +218,8 @@ def record(
 ) -> None:
     """Records that all `streams`, and the current stream, use the blocks of memory of `tensors`.
 
-    After a block is freed, the allocator waits until these streams have done the work that they had
-    at that moment. Only then it reuses the block. `home` is the stream on `device` to which the
-    blocks belong; it needs no record.
+    The allocator reuses a freed block only after these streams have done the work that they had at
+    that moment. `home` is the stream on `device` to which the blocks belong; it needs no record.
     """
     module = module_of(device)
     if module is None:
@@ -250,10 +242,9 @@ _waiting: dict[torch.device, threads.Running] = {}  # the wait for each card tha
 def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
     """Waits until the cards `devices` have finished all their work, and then returns an empty text.
 
-    Waits at most `seconds` for each card, one card after another. If a card has failed, or has not
-    finished by then, returns a sentence about it. torch has no wait with a limit, so a separate
-    thread waits for the card. If a card never finishes, this thread stays. The next wait for the
-    card then starts no other thread.
+    Returns a sentence about a card that has failed, or has not finished within `seconds`. torch has
+    no wait with a limit, so a thread waits for the card. If a card never finishes, its thread stays,
+    and the next wait for the card starts no other.
     """
     for device in devices:
         module = module_of(device)
@@ -274,9 +265,8 @@ def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
 
 
 def _synchronise(module: Any, device: torch.device, failed: list[str]) -> None:
-    """Waits for all work of `device`. If the work has failed, adds the reason to `failed`.
-
-    After a failed assert in a kernel, for example, each later call of the process fails.
+    """Waits for all work of `device`. If it has failed, as after a failed assert in a kernel, adds the
+    reason to `failed`.
     """
     try:
         module.synchronize(device)

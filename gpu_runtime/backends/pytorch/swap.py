@@ -28,10 +28,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 
 def _mark() -> Callable[[int, str], None] | None:
-    """torch's function that makes each access to a storage raise an error with a given text.
-
-    None if this build of torch has no such function. CPU builds have none.
-    """
+    """torch's function that makes each access to a storage raise a given text; None in CPU builds."""
     return getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
@@ -140,9 +137,8 @@ def unreadable(tensor: Tensor, sentence: str) -> Callable[[], Any]:
     becomes a subclass, because a guard on the CPU cannot refuse reads. C++ code, such as an
     autograd graph, still reads zeros, so a tensor of a graph must keep its bytes.
     """
-    return partial(
-        setattr, tensor, "__class__", _unreadable_class(readable_class(tensor), sentence)
-    )
+    kind = _unreadable_class(readable_class(tensor), sentence)
+    return partial(setattr, tensor, "__class__", kind)
 
 
 def readable_class(tensor: Tensor) -> type:
@@ -158,8 +154,8 @@ def readable(tensor: Tensor) -> Callable[[], Any]:
 class Exchange:
     """An exchange of the bytes of several storages, which can be undone.
 
-    The caller prepares the exchange with `put` and `take`, and passes its `calls` to `at_once`. If
-    a call fails, `undo` reverts the calls before it. The old bytes are freed with this object.
+    The caller prepares it with `put` and `take`, and passes its `calls` to `at_once`. If a call
+    fails, `undo` reverts the calls before it. The old bytes are freed with this object.
     """
 
     def __init__(self) -> None:
@@ -177,8 +173,8 @@ class Exchange:
     ) -> None:
         """Prepares the exchange of the bytes of `storage` and `content`.
 
-        If `refuses` is a tensor of `content`, `storage` refuses writes from then on; see
-        `refuse_writes`. Raises ValueError if they differ in device or size.
+        If `refuses` is a tensor of `content`, `storage` then refuses writes. Raises ValueError if
+        they differ in device or size.
         """
         if storage.device != content.device or storage.nbytes() != content.nbytes():
             raise ValueError(
@@ -190,10 +186,7 @@ class Exchange:
             self._refusing.append(refuses)
 
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
-        """Prepares to replace the bytes of `storage` by a guard; see the function `guard`.
-
-        After the exchange, most accesses raise an error with this `sentence`.
-        """
+        """Prepares to replace the bytes of `storage` by a `guard` with this `sentence`."""
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))
         if device.type != "cpu":
@@ -221,10 +214,7 @@ _exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterato
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes all `calls`. Python runs no instruction between two of these calls.
-
-    An interrupt therefore takes effect before the first of the `calls` or after the last one.
-    """
+    """Makes all `calls`, with no instruction of Python, and so no interrupt, between two of them."""
     _exhaust(map(operator.call, calls))
 
 
@@ -245,10 +235,7 @@ class Unchanged:
     """
 
     def __init__(self, sources: Sequence[Tensor] = (), tensors: Iterable[Tensor] = ()) -> None:
-        """`sources` are the whole bytes of storages, each [nbytes] uint8.
-
-        `tensors` are those whose version counters must stay as they are now.
-        """
+        """`sources` are whole storages, [nbytes] uint8. The versions of `tensors` must stay."""
         self._sources = list(sources)
         self._storages = [one.untyped_storage() for one in self._sources]
         self._addresses = [*map(torch._C._data_address, self._sources)]

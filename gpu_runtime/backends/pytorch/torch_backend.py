@@ -37,9 +37,8 @@ from .torch_model import Destination, TorchModel, destination
 from .two_phases import TwoPhaseMove, assignments, handing_over, nowhere
 
 # Maps a probe to the models that all PyTorch backends have placed on its devices.
-_models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
-    weakref.WeakKeyDictionary()
-)
+_models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]]
+_models_of = weakref.WeakKeyDictionary()
 
 
 @all_outside_modes
@@ -49,19 +48,16 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self, probe: Probe) -> None:
-        """Moves modules between the devices of `probe`."""
         self.probe = probe
         self._models = _models_of.setdefault(probe, weakref.WeakSet())
         memories = [probe.place(device.id) for device in probe.devices]
-        self._by_torch_device = {
-            memory.torch: memory for memory in memories if memory.torch != "cpu"
-        }
+        self._by_torch_device = {one.torch: one for one in memories if one.torch != "cpu"}
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The size of the module `origin`, or of the module that the factory `origin` builds.
 
-        A factory is called on torch's meta device, where the module has no data. If it fails there,
-        the size is unknown.
+        A factory is called on torch's meta device, without data. If it fails there, the size is
+        unknown.
         """
         if isinstance(origin, nn.Module):
             size = st.nbytes(TorchModel(spec, origin).groups())
@@ -73,10 +69,9 @@ class TorchBackend(Backend):
             return Evidence(size, "shapes", config=_config(module))
         except Exception as error:  # the factory is the user's code; the user reads its error
             first_line = (str(error).strip().splitlines() or [""])[0]
-            return Evidence(
-                why_unknown=f"its factory failed on torch's meta device, which has shapes and no data "
-                f"({type(error).__name__}: {first_line[:300]})"
-            )
+            why = f"{type(error).__name__}: {first_line[:300]}"
+            where = "on torch's meta device, which has shapes and no data"
+            return Evidence(why_unknown=f"its factory failed {where} ({why})")
 
     def load(
         self,
@@ -87,12 +82,10 @@ class TorchBackend(Backend):
         progress: Progress | None = None,
         into: Any = None,
     ) -> TorchModel:
-        """Puts the module of `spec` on its `shares`: `origin`, or the result of the factory
-        `origin`.
+        """Puts the module `origin`, or the result of the factory `origin`, on the `shares`.
 
-        `progress` is called with bytes done and bytes in total. `into` is the handle or the module
-        of an earlier load: the module of that load gets the weights of the factory's module. Raises
-        LoadFailed, CannotGovern, the errors of the factory, and the device's out-of-memory error.
+        Raises LoadFailed, CannotGovern, the errors of the factory, and the device's out-of-memory
+        error.
         """
         if isinstance(origin, nn.Module):
             model = self.adopt(spec, origin)
@@ -112,10 +105,9 @@ class TorchBackend(Backend):
     def adopt(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> TorchModel:
-        """A handle for an existing `module` as the model of `spec`. The module stays on its device.
+        """A handle for an existing `module`, which stays on its device. Its state in `optimizer` moves too.
 
-        When the module moves, its state in `optimizer` moves too. Raises CannotGovern, with the
-        reason, and UnknownDevice for a card that is not governed.
+        Raises CannotGovern, and UnknownDevice for a card that is not governed.
         """
         model = TorchModel(spec, module, optimizer)
         self._check(model)
@@ -144,11 +136,10 @@ class TorchBackend(Backend):
         return model
 
     def value(self, model: TorchModel) -> nn.Module:
-        """The module of the handle `model`."""
         return model.module
 
     def move(self, model: TorchModel, shares: Shares, shadow: bool = False) -> None:
-        """Moves all storages of `model` to `shares`. If the move fails, no storage has moved.
+        """Moves all storages of `model` to `shares`, or none if the move fails.
 
         With `shadow`, storages that return to a card leave a copy of their bytes in host memory.
         Raises CannotGovern, and the device's out-of-memory error.
@@ -163,15 +154,10 @@ class TorchBackend(Backend):
         release_cached(left)
 
     def piece_bytes(self, model: TorchModel) -> int:
-        """Bytes of the largest piece of `model`; 0 if the model can only leave as a whole."""
         return model.piece_bytes()
 
     def drop(self, model: TorchModel) -> None:
-        """Releases the module of `model`. A repeated call does nothing.
-
-        The module keeps its bytes, because they exist nowhere else. The user may have the module
-        and continue to use it. Its bytes are freed with it.
-        """
+        """Releases the module of `model`, which keeps its bytes: they exist nowhere else."""
         if not model.memories:
             return
         if model.dispatch:
@@ -187,8 +173,8 @@ class TorchBackend(Backend):
     def measure(self, model: TorchModel) -> Shares:
         """The bytes of `model` on each device now. Empty if the model was dropped.
 
-        Storages of the model that torch has allocated since the last call are recorded as the
-        model's bytes. For example, gradients and optimizer state grow during training.
+        Storages that torch has allocated since the last call, such as gradients and optimizer
+        state, are recorded as the model's bytes.
         """
         held: dict[Memory, int] = dict.fromkeys(model.memories, 0)
         foreign: dict[Memory, int] = {}
@@ -210,9 +196,8 @@ class TorchBackend(Backend):
     ) -> tuple[int, ...]:
         """The bytes of the pieces of `model`, or of the module from `origin` if `model` is None.
 
-        Without `model` and with a single card, the result is empty, and nothing is built. If
-        `origin` is a factory, it builds the module without data. If the factory fails, the result
-        is one piece.
+        A factory builds the module without data; if it fails, the result is one piece. Without
+        `model` and with a single card, the result is empty, and nothing is built.
         """
         cards = sum(not device.is_host for device in self.probe.devices)
         if not model and cards < 2:
@@ -228,7 +213,6 @@ class TorchBackend(Backend):
         return tuple(piece.bytes for piece in pieces(module, groups))
 
     def elsewhere(self, model: TorchModel) -> tuple[str, ...]:
-        """Tensors of `model` that left the device where they were put, each with its device."""
         wrong: list[str] = []
         for slot in st.slots(model.module):
             wanted = model.memories[0]
@@ -241,10 +225,6 @@ class TorchBackend(Backend):
         return tuple(wrong)
 
     def must_return_to(self, model: TorchModel) -> dict[str, int]:
-        """The cards to which `model` must return. The result is empty if it can return to any device.
-
-        Each card is mapped to 0, which means that any number of bytes may return to it.
-        """
         cards = model.cards_to_return_to()
         return {self._by_torch_device[card].device: 0 for card in cards}
 
@@ -269,9 +249,8 @@ class TorchBackend(Backend):
     ) -> TorchModel:
         """Puts the new `model` on the devices of `shares`, and returns it.
 
-        With `shadow`, the bytes are first copied to host memory, and this copy stays there. `into`
-        is the handle or module of an earlier load, or None. If it is given, its module gets the
-        bytes, and becomes the module of `model`.
+        With `shadow`, the bytes are first copied to host memory, and this copy stays there. The
+        module of an earlier load, in `into`, gets the bytes, and becomes the module of `model`.
         """
         try:
             self._check(model)
@@ -299,10 +278,7 @@ class TorchBackend(Backend):
         """Does nothing. A subclass compares the bytes of a new `model` with its shared pages."""
 
     def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
-        """Copies the bytes of a new `model` to host memory. Returns whether this succeeded.
-
-        The result is False if the host has no room, or if the shared pages raise an OSError.
-        """
+        """Copies the bytes of a new `model` to host memory. Returns whether there was room."""
         try:
             there = (Share(HOST, st.nbytes(model.groups())),)
             self._place(model, there, progress, shared=self._shared(model))
@@ -355,10 +331,9 @@ class TorchBackend(Backend):
     ) -> None:
         """Moves all storages of `model` that are not on `shares` yet. If it fails, none has moved.
 
-        The old bytes are freed last. With `shadow`, old bytes in host memory stay. If `shared`
-        pages are given, the new bytes are in these pages. Raises CannotGovern, StillInUse if
-        weights that leave a card are written meanwhile, and the device's out-of-memory error. With
-        `shared` pages it also raises OSError and TornCopy.
+        With `shadow`, old bytes in host memory stay. With `shared` pages, the new bytes are in them.
+        Raises CannotGovern, StillInUse if weights that leave a card are written meanwhile, and the
+        device's out-of-memory error; with `shared` pages also OSError and TornCopy.
         """
         self._check(model)
         groups = model.groups()
@@ -420,10 +395,10 @@ class TorchBackend(Backend):
         more: dict[str, Any],
         proof: swap.Unchanged,
     ) -> None:
-        """Makes the calls of `move`, and sets the attributes of `model` to its new place.
+        """Makes the calls of `move`, and sets the attributes of `model` to `goal` and `more`.
 
-        `goal` is the new place, and `more` are further attributes. If a call fails, or `proof`
-        shows that weights were written since they were copied, everything is undone.
+        If a call fails, or `proof` shows that weights were written since they were copied,
+        everything is undone.
         """
         before = {name: getattr(model, name) for name in nowhere() if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}

@@ -7,7 +7,7 @@ nothing; `torch_backend.py` and `storages.py` copy and allocate.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,11 +63,9 @@ class TorchModel:
 
     @outside_modes
     def groups(self) -> list[st.Group]:
-        """The storages that move with this model.
+        """The storages that move with this model, each with its tensors, also those of a sharer.
 
-        Each Group is one storage with its tensors. If another model shares the storage, the Group
-        has the tensors of both models. Step counters and similar tensors, which optimizers keep on
-        the CPU, are left out.
+        Step counters and similar tensors, which optimizers keep on the CPU, are left out.
         """
         mine = self._own_groups()
         return [self._with_sharers(group) for group in mine] if self.is_shared else mine
@@ -83,7 +81,7 @@ class TorchModel:
     @property
     @outside_modes
     def is_shared(self) -> bool:
-        """Whether another model, which was placed later, has some of the storages of this model."""
+        """Whether a model that was placed later has some of the storages of this model."""
         return any(sharer.memories for sharer in self.sharers)
 
     def _with_sharers(self, group: st.Group) -> st.Group:
@@ -110,10 +108,7 @@ class TorchModel:
 
     @outside_modes
     def hand_over(self) -> None:
-        """Copies the entries of `own` to the models in `sharers`, before this model is dropped.
-
-        After that, a sharer knows the memory of the storages that it shared with this model.
-        """
+        """Copies the entries of `own` to the `sharers` of the storages, before this model is dropped."""
         for group in self.groups():
             away = self.away.get(group.storage._cdata)
             storage = group.storage if away is None else away.untyped_storage()
@@ -138,9 +133,8 @@ class TorchModel:
     def piece_bytes(self) -> int:
         """Bytes of the largest piece of the model that can move without the others.
 
-        The result is 0 if the model is on several cards, shares storages with another model, has
-        one piece, or is smaller than LEAST_BYTES_IN_PARTS. It is also 0 for a model in host memory
-        if torch has allocated one of its storages.
+        0 if the model is on several cards, shares storages with another model, has one piece, or is
+        smaller than LEAST_BYTES_IN_PARTS; also in host memory if torch allocated a storage of it.
         """
         cards = [memory for memory in self.memories if memory.device != HOST]
         if len(cards) > 1 or self.bases or self.is_shared:
@@ -152,20 +146,20 @@ class TorchModel:
         return max((piece.bytes for piece in found), default=0) if len(found) > 1 else 0
 
     def _foreign(self, groups: Sequence[st.Group]) -> bool:
-        """Whether torch, and not this package, has allocated one of the storages `groups`.
+        """Whether torch has allocated one of the storages `groups`.
 
-        Such a storage is counted on the device of its module. So it cannot stay behind while other
-        pieces move.
+        It is counted on the device of its module, so it cannot stay while other pieces move.
         """
         return any(group.storage._cdata not in self.own for group in groups)
 
     @outside_modes
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
-        parts = self.module.modules()
-        return any(
-            p.grad is not None for part in parts for p in part._parameters.values() if p is not None
-        )
+        return any(parameter.grad is not None for parameter in self._parameters())
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for part in self.module.modules():
+            yield from (one for one in part._parameters.values() if one is not None)
 
     @outside_modes
     def needed_elsewhere(self) -> bool:
@@ -174,13 +168,8 @@ class TorchModel:
 
     @outside_modes
     def moves_in_training(self) -> bool:
-        """Whether the storages can move while an autograd graph refers to them.
-
-        For this, a guard must be able to replace their bytes.
-        """
-        parts = self.module.modules()
-        tensors = (p for part in parts for p in part._parameters.values() if p is not None)
-        return all(can_guard(device) for device in {tensor.device for tensor in tensors})
+        """Whether the storages can move while a graph refers to them: a guard can replace their bytes."""
+        return all(map(can_guard, {parameter.device for parameter in self._parameters()}))
 
     def is_away(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes of `tensor` have left their card and a guard replaces them."""
@@ -190,18 +179,16 @@ class TorchModel:
     def cards_to_return_to(self) -> tuple[str, ...]:
         """The torch devices to which the model must return; empty if it can return to any device.
 
-        If a view or a live graph refers to an offloaded storage, the storage must return to its
-        device.
+        A storage to which a view or a live graph refers must return to its device.
         """
         away = [group for group in self.groups() if group.storage._cdata in self.away]
         held = [str(group.storage.device) for group in away if group.referenced_elsewhere]
         return tuple(dict.fromkeys(held))
 
     def place_of(self, group: st.Group, by_torch_device: Mapping[str, Memory]) -> Memory:
-        """The memory of the storage of `group`.
+        """The memory of the storage of `group`, one of `by_torch_device` if it is on a card.
 
-        `by_torch_device` maps each torch device except the CPU to its memory. A storage that torch
-        allocated on the CPU is counted on the device of its module.
+        A storage that torch allocated on the CPU is counted on the device of its module.
         """
         known = self.own.get(group.storage._cdata)
         memory = known or by_torch_device.get(str(group.storage.device))
@@ -226,12 +213,12 @@ def destination(
     model: TorchModel,
     groups: Sequence[st.Group],
     wanted: Mapping[Memory, int],
-    now: Sequence[Memory] = (),
+    now: Sequence[Memory],
 ) -> Destination:
-    """The memories to which the storages `groups` of `model` go.
+    """Where the storages `groups` of `model` go, which are `now` in these memories.
 
-    `wanted` has the bytes that each memory should get. `now` are the memories in which the storages
-    are. Raises CannotGovern if the module cannot be cut in this way.
+    `wanted` has the bytes that each memory should get. Raises CannotGovern if the module cannot be
+    cut in this way.
     """
     memories = tuple(wanted)
     if len(memories) == 1:

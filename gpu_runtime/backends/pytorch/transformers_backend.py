@@ -48,9 +48,7 @@ class TransformersModel(TorchModel):
     files = ""  # the id of its unchanged files, if other processes may share its copy
     shared: SharedCopy | None = None  # the copy that other processes share, during the load
     part: CopiedPart | None = None  # the model's part of the pages that other processes share
-    # True after `unchanged` has compared the bytes; the next `drop` then frees them without a
-    # second comparison.
-    proven = False
+    proven = False  # `unchanged` has compared the bytes, so that the next `drop` need not
 
 
 @all_outside_modes
@@ -64,7 +62,6 @@ class TransformersBackend(TorchBackend):
     shares = True  # copies in host memory are shared with other processes
 
     def __init__(self, probe: Probe) -> None:
-        """Moves models between the devices of `probe`."""
         super().__init__(probe)
         self._checkpoints: dict[str, Checkpoint] = {}  # by source
         # Maps a module to the digests of the bytes from its source, also while it is dropped.
@@ -72,15 +69,12 @@ class TransformersBackend(TorchBackend):
         self._given = weakref.WeakKeyDictionary()
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The bytes of the weights of `spec` in memory, computed from the safetensors headers.
-
-        `origin` is ignored. Raises BadSetting, NotAModel, LoadFailed.
-        """
+        """The bytes of the weights of `spec` in memory, computed from the safetensors headers."""
         dtype_of(spec)
         return sources.of_checkpoint(self._known(spec), spec.options, spec.model_type)
 
     def _known(self, spec: ModelSpec) -> Checkpoint:
-        """The headers of the source of `spec`. They are read again if the files have changed."""
+        """The headers of the source of `spec`, read again if the files have changed."""
         checkpoint = self._checkpoints.get(spec.source)
         if checkpoint is None or not checkpoint.unchanged():
             checkpoint = self._checkpoints[spec.source] = _read(spec)
@@ -98,14 +92,12 @@ class TransformersBackend(TorchBackend):
         copies: Collection[int] | None = None,
         found_only: bool = False,
     ) -> TransformersModel:
-        """Loads the model of `spec` onto its `shares`. `origin` is ignored.
+        """Loads the model of `spec` onto its `shares`.
 
-        `progress` is called with bytes done and bytes in total. `into` is the handle or the module
-        of an earlier load: the module of that load gets the weights. With `shadow`, a copy stays in
-        host memory. `copies` are the pids of processes that may share this copy; None means that
-        the copy is private. If one of these processes has a copy already, that copy is used. If
-        none has one and `found_only` is true, no copy stays. Raises BadSetting, NotAModel,
-        LoadFailed, CannotGovern, and the device's out-of-memory error.
+        With `shadow`, a copy stays in host memory. `copies` are the pids of processes that may
+        share this copy; None means that the copy is private. If one of these processes has a copy
+        already, that copy is used. If none has one and `found_only` is true, no copy stays. Raises
+        BadSetting, NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:
@@ -173,10 +165,7 @@ class TransformersBackend(TorchBackend):
     def _of_shared(
         self, spec: ModelSpec, checkpoint: Checkpoint, copies: Collection[int]
     ) -> TransformersModel | None:
-        """The model of `spec`, made from a copy that one of the processes `copies` has.
-
-        None if there is no copy, or if the copy cannot be used.
-        """
+        """The model of `spec`, made from a usable copy that one of the processes `copies` has, or None."""
         found = SharedCopy.found(copies, content_id(checkpoint, dtype_of(spec)))
         if found is None:
             return None
@@ -214,14 +203,12 @@ class TransformersBackend(TorchBackend):
                 model.shared.require_same(model.given)
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether this torch can swap storages, so that copies may stay in host memory."""
         return swap.can_swap()
 
     def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
-        """Moves all storages of `model` to `shares`; see `TorchBackend.move`.
+        """As `TorchBackend.move`. Only of bytes that are unchanged since the load a copy stays.
 
-        With `shadow`, bytes that are unchanged since the load stay in host memory as a copy. For
-        changed bytes no copy stays, because it would have to be made again when the model leaves.
+        One of changed bytes would have to be made again when the model leaves.
         """
         super().move(model, shares, shadow)
         known = model.digests.keys() & model.shadow.keys()
@@ -229,15 +216,13 @@ class TransformersBackend(TorchBackend):
             model.shadow = {storage: model.shadow[storage] for storage in known}
 
     def free_shadow(self, model: TransformersModel) -> None:
-        """Frees the copies in host memory of storages of `model` that are on a card."""
         model.shadow = {}
 
     def drop(self, model: TransformersModel) -> None:
-        """Frees the bytes of `model`, even if user code has the module.
+        """Frees the bytes of `model`, even if user code has the module, whose weights then raise.
 
-        A later access to the weights raises an error. If `unchanged` is False, or if the
-        interpreter ends, all weights stay with the module instead; see `TorchBackend.drop`. A
-        repeated call does nothing.
+        If `unchanged` is False, or if the interpreter ends, all weights stay with the module; see
+        `TorchBackend.drop`.
         """
         proven, model.proven = model.proven, False
         if not model.memories or ending.is_set() or not (proven or self.unchanged(model)):
@@ -289,9 +274,8 @@ class TransformersBackend(TorchBackend):
     ) -> tuple[int, ...]:
         """The bytes of the pieces of `model`, or of the source of `spec` if `model` is None.
 
-        `origin` is ignored. Without `model`, the sizes are read from the headers. If the tensors'
-        names there do not show the order of the pieces, the module is built without data to get the
-        sizes. The result is empty if the source cannot be read.
+        The source's sizes are read from the headers. If the tensors' names do not show the order of
+        the pieces, the module is built without data. Empty if the source cannot be read.
         """
         if model:
             return super().pieces(spec, origin, model)
@@ -304,15 +288,12 @@ class TransformersBackend(TorchBackend):
     def droppable(self, model: TransformersModel) -> bool:
         """Whether `model` has the same tensors as after its load, and its source is unchanged.
 
-        False for a model with gradients, for a model that shares storages with another model, and
-        while something else needs its bytes: a live graph, a view, a state dict.
-        The bytes of the tensors are not compared here; `unchanged` compares them.
+        False with gradients, with storages of another model, and while something else needs its
+        bytes: a live graph, a view, a state dict. `unchanged` compares the bytes.
         """
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
-        if model.is_shared or model.bases:
-            return False
-        if model.needed_elsewhere():
+        if model.is_shared or model.bases or model.needed_elsewhere():
             return False
         layouts = {group.layout for group in st.grouped(st.slots(model.module))}
         return layouts == model.given.keys()
@@ -337,9 +318,7 @@ def _read(spec: ModelSpec) -> Checkpoint:
 
 
 def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raises BadSetting for an option that gpu-console itself sets. Raises CannotGovern for a
-    quantised model.
-    """
+    """Raises BadSetting for an option that gpu-console sets, CannotGovern for a quantised model."""
     require_none(spec.options, REFUSED_FOR_TRANSFORMERS)
     if "quantization_config" in checkpoint.config:
         quantization = checkpoint.config["quantization_config"]
@@ -358,11 +337,7 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
 
 
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
-    """The progress callback of each load: calls `check`, which may raise, and then `progress`.
-
-    A load with a callback copies the weights in several steps. Between two steps it can be
-    interrupted.
-    """
+    """The progress callback of each load, which can be interrupted between two callbacks."""
     check()
     if progress:
         progress(done, total)

@@ -40,11 +40,7 @@ _MOST_NAMES = 5  # tensors that an error names
 MOST_TOLD = 500  # characters of a library's warning
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.txt",
-    "vocab.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json"),
     "spiece.model",
 )
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -64,10 +60,8 @@ def dtype_of(spec: ModelSpec) -> torch.dtype | None:
 
 
 def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
-    """The class of the module. Raises BadSetting for an unknown task.
-
-    If no task is set, and the class in `config` fits the model type, the result is that class.
-    Otherwise it is the class for the task or the model type, or a default.
+    """The class in `config`, if it fits the model type and no task is set; else that for the task or
+    the model type, or a default. Raises BadSetting for an unknown task.
     """
     architecture = (config.get("architectures") or [""])[0]
     import_whole("transformers", architecture)
@@ -86,14 +80,9 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
 
 
 def _auto_class_in(config: dict[str, Any]) -> str:
-    """The name of the Auto class for which `config` registers the repository's own code.
-
-    AutoModel if there is none.
-    """
-    for name in config.get("auto_map", {}):
-        if name.startswith("AutoModel"):
-            return name
-    return "AutoModel"
+    """The Auto class for which `config` registers the repository's own code, else AutoModel."""
+    own = (name for name in config.get("auto_map", {}) if name.startswith("AutoModel"))
+    return next(own, "AutoModel")
 
 
 def _serves(architecture: str, model_type: str) -> bool:
@@ -160,11 +149,11 @@ def _require_whole(spec: ModelSpec, module: nn.Module, info: dict[str, Any]) -> 
     if missing and not spec.options.get("allow_missing"):
         fault = fault or lacks
     if fault:
-        advice = (
-            "  They would get random values. To load them so all the same:  allow_missing=True"
-            if missing and not shapes
-            else "  Its config.json and its weights belong to different models."
-        )
+        advice = "  Its config.json and its weights belong to different models."
+        if not shapes:
+            advice = (
+                "  They would get random values. To load them so all the same:  allow_missing=True"
+            )
         raise LoadFailed(
             f"{spec.name} cannot be loaded: {fault}.\n{advice}",
             name=spec.name,
@@ -189,10 +178,7 @@ def _listed(names: list[str]) -> str:
 def built_from(
     spec: ModelSpec, checkpoint: Checkpoint, weights: dict[str, torch.Tensor]
 ) -> nn.Module | None:
-    """The module of `spec` on the CPU, made from the tensors `weights`, without the weight files.
-
-    The result is None if the model cannot be built in this way.
-    """
+    """The module of `spec` on the CPU, made from the tensors `weights`; None if that is impossible."""
     import_whole("transformers", "GenerationConfig")
     from transformers import GenerationConfig
 
@@ -226,10 +212,7 @@ def _options(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _trust(spec: ModelSpec) -> dict[str, bool]:
-    """Whether code of the model's directory may run. It is always passed on.
-
-    If it is left out, transformers asks the user on the terminal, and a `y` there runs the code.
-    """
+    """Whether code of the model's directory may run. If left out, transformers asks on the terminal."""
     return {"trust_remote_code": bool(spec.options.get("trust_remote_code"))}
 
 
@@ -278,21 +261,17 @@ def _config(spec: ModelSpec, checkpoint: Checkpoint) -> Any:
 def _attach_files(module: nn.Module, spec: ModelSpec, directory: Path) -> None:
     """Sets `.tokenizer` and `.processor` of the `module`, if the `directory` has files for them.
 
-    The module of an embedder also gets the modules that sentence-transformers has saved, as `.sentence_recipe`. If they
-    cannot be used, each call for a vector is refused, with the reason.
+    The module of an embedder also gets the modules that sentence-transformers has saved, as
+    `.sentence_recipe`. If they cannot be used, each call for a vector is refused, with the reason.
     """
-    trust = _trust(spec)
     import_whole("transformers", "AutoTokenizer", "AutoProcessor")
     import transformers
 
+    options = {"local_files_only": True, **_trust(spec)}
     if any((directory / file).exists() for file in _TOKENIZER_FILES):
-        module.tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, **trust
-        )
+        module.tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
     if any((directory / file).exists() for file in _PROCESSOR_FILES):
-        module.processor = transformers.AutoProcessor.from_pretrained(
-            directory, local_files_only=True, **trust
-        )
+        module.processor = transformers.AutoProcessor.from_pretrained(directory, **options)
     if sources.embeds(spec.options, spec.model_type):
         with contextlib.suppress(ValueError):  # each call for a vector raises it again
             recipe = recipe_of(directory, getattr(module, "tokenizer", None))
@@ -341,8 +320,8 @@ _loads_lock = forks.freed(threading.Lock())
 def _heard(name: str) -> Iterator[None]:
     """A context manager in which the LIBRARIES print nothing.
 
-    Their warnings are logged at its end, each once, under the `name` of the model. After the last
-    of several simultaneous loads, progress bars are shown again if the user had them.
+    Their warnings are logged at its end, each once, under the `name` of the model. After the last of
+    several simultaneous loads, the user's progress bars are shown again.
     """
     global _active_loads, _had_bars
     import_whole("transformers.utils")

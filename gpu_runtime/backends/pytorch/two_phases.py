@@ -48,18 +48,15 @@ class TwoPhaseMove:
         places: Sequence[Memory],
         targets: list[Tensor],
     ) -> None:
-        """Prepares the calls for a move of the storages `going` to the memories `places`.
+        """Prepares the calls for a move of the storages `going`, of all `groups`, to `places`.
 
-        `groups` are all storages of `model`. `targets` are the copies for `going`, in the same
-        order. This list is emptied. Otherwise a traceback with the caller's frame would keep the
-        copies alive.
+        `targets` are the copies for `going`. This list is emptied, because a traceback with the
+        caller's frame would keep the copies alive.
         """
         self.exchange = swap.Exchange()
         self.rebound: list[st.Group] = []
-        self.own, self.away = (
-            _staying(model.own, groups, going),
-            _staying(model.away, groups, going),
-        )
+        self.own = _staying(model.own, groups, going)
+        self.away = _staying(model.away, groups, going)
         copies: list[Tensor] = []
         for group, memory, target in zip(going, places, targets, strict=True):
             storage, content = group.storage, target.untyped_storage()
@@ -117,14 +114,12 @@ def _staying(
 
 
 def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that give the module of `model` the bytes of its that are in `host`.
-
-    The module is governed no longer, and keeps these bytes.
-    """
-    away = []
-    for group in model.groups():
-        if group.storage._cdata in model.away or swap.refuses_writes(group.bytes):
-            away.append(group)
+    """Calls for `at_once` that give the module of `model`, which keeps them, its bytes in `host`."""
+    away = [
+        group
+        for group in model.groups()
+        if group.storage._cdata in model.away or swap.refuses_writes(group.bytes)
+    ]
     return st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
 
 
@@ -143,7 +138,6 @@ def _ordinary(content: Tensor, host: Memory) -> Tensor:
 
 
 def away_sentence(name: str) -> str:
-    """The text of the error for an access to tensors of the model `name` that are in host memory."""
     return (
         f"the weights of {name} are in host memory (gpu-console). "
         f"Bring them back:  with rt.use({name!r}) as model:"
@@ -151,7 +145,6 @@ def away_sentence(name: str) -> str:
 
 
 def dropped_sentence(name: str) -> str:
-    """The text of the error for an access to tensors of the model `name` after it was unloaded."""
     return (
         f"{name} is unloaded (gpu-console), and its weights are in its source. "
         f"Load them again:  with rt.use({name!r}) as model:"
@@ -159,19 +152,9 @@ def dropped_sentence(name: str) -> str:
 
 
 def nowhere() -> dict[str, Any]:
-    """The attributes of a model's handle while the model is on no device. Each call makes new
-    objects.
-    """
-    return {
-        "memories": (),
-        "own": {},
-        "away": {},
-        "noted": {},
-        "layout": {},
-        "dispatch": None,
-        "shadow": {},
-        "digests": {},
-    }
+    """New attributes of a model's handle while the model is on no device."""
+    tables = ("own", "away", "noted", "layout", "shadow", "digests")
+    return {"memories": (), "dispatch": None, **{name: {} for name in tables}}
 
 
 def assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:

@@ -20,9 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _HIDDEN_STATE = "which keeps state outside its parameters"
 _COMPILED = "it was compiled by torch.compile, and compiled code keeps references to its tensors"
 _WRAPPERS = {  # name of the class -> why
-    "DistributedDataParallel": (
-        "it is wrapped in DistributedDataParallel, whose buckets store its addresses"
-    ),
+    "DistributedDataParallel": "it is wrapped in DistributedDataParallel, whose buckets store its addresses",
     "DataParallel": "it is wrapped in DataParallel, which itself copies it to cards",
     "FullyShardedDataParallel": "it is wrapped in FSDP, which itself moves its shards",
     "FSDPModule": "it is wrapped in FSDP (fully_shard), which itself moves its shards",
@@ -51,18 +49,13 @@ def check(
 
 
 def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    for path, part in module.named_modules():
-        why = _of_part(part, f" (at {path})" if path else "", is_ours)
-        if why:
-            return why
-    return None
+    parts = module.named_modules()
+    reasons = (_of_part(part, f" (at {path})" if path else "", is_ours) for path, part in parts)
+    return next(filter(None, reasons), None)
 
 
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    """The reason why the `part` of a module cannot be moved, or None.
-
-    `at` is the text ` (at PATH)` with the path of `part`; it is empty for the root module.
-    """
+    """The reason why the `part` of a module cannot be moved, or None. `at` is its path as text."""
     classes = type(part).__mro__
     for kind in classes:
         if kind.__name__ in _WRAPPERS:
@@ -85,11 +78,8 @@ def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> 
 
 
 def _of_tensors(found: Iterable[TensorSlot], device_types: Collection[str]) -> str | None:
-    for slot in found:
-        why = _of_tensor(slot.name, slot.tensor, device_types)
-        if why:
-            return why
-    return None
+    reasons = (_of_tensor(slot.name, slot.tensor, device_types) for slot in found)
+    return next(filter(None, reasons), None)
 
 
 def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str | None:
@@ -118,10 +108,9 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """The reason if two storages of `groups` overlap, or None. Two from_numpy() of one array do.
+    """The reason if two storages of `groups` overlap, as two from_numpy() of one array do.
 
-    Two such storages would be moved separately. After that, a change of one storage would no longer
-    change the other.
+    Moved separately, a change of one would no longer change the other.
     """
     spans = sorted(
         (
