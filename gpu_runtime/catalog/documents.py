@@ -42,10 +42,7 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line number, from 1, of the value at `path`.
-
-        If there is no value at `path`, the result is the line of the nearest value around it.
-        """
+        """The line number, from 1, of the value at `path`, or of the nearest value around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -77,9 +74,8 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
     if file.endswith(".json"):
         return tuple(_json(text, file))
     if text.lstrip()[:1] == "{":
-        # The text may be JSON, or a YAML mapping in braces. It is read as JSON first, because YAML
-        # rejects some valid JSON: tabs, some numbers, and several documents in a row. A field that
-        # appears twice is an error in both, so the text is not read again.
+        # This may be JSON, or a YAML mapping in braces. YAML rejects some valid JSON: tabs, some
+        # numbers, and several documents in a row. A repeated field is an error in both.
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:
@@ -162,10 +158,7 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of the mapping `node` at `path`.
-
-        The fields of the mapping itself override the fields that the YAML key `<<` merges into it.
-        """
+        """The fields of the mapping `node` at `path`. They override those that `<<` merges into it."""
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -185,10 +178,7 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields of `node`, the value of the YAML key `<<`: a mapping, or a list of mappings.
-
-        If several mappings of the list have a field, the first of them counts.
-        """
+        """The fields of `node`, the value of `<<`: a mapping, or a list, whose first mappings count."""
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)
@@ -246,10 +236,7 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """Yields the JSON documents in `text`, which may have several documents in a row, as in jq.
-
-    Raises BadDocument.
-    """
+    """Yields the JSON documents in `text`, one or several in a row, as in jq. Raises BadDocument."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -280,9 +267,7 @@ def _no_constant(word: str) -> Any:
 
 def _skip(text: str, at: int) -> int:
     """The position of the first character at or after `at` in `text` that is no space or comma."""
-    while at < len(text) and text[at] in " \t\r\n,":
-        at += 1
-    return at
+    return len(text) - len(text[at:].lstrip(" \t\r\n,"))
 
 
 def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> Any:
@@ -304,11 +289,10 @@ def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> An
 
 
 def _json_lines(text: str, before: int) -> dict[Path, int]:
-    """The line of each value in the valid JSON document `text`.
+    """The line of each value in the valid JSON document `text`, which has `before` lines before it.
 
-    `before` is the number of lines before the document in its file. The JSON is read as YAML, with
-    spaces in place of tabs, because YAML's nodes have line numbers. If the document has a character
-    that YAML does not allow, the result has only the line of the document itself.
+    The JSON is read as YAML, with spaces in place of tabs, because YAML's nodes have line numbers.
+    With a character that YAML does not allow, only the line of the document itself is known.
     """
     lines: dict[Path, int] = {}
     spaced = text.replace("\t", " ")
@@ -337,10 +321,9 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, changed to write text with unprintable characters in double quotes.
+    """PyYAML's dumper, which also writes text with unprintable characters as escapes in quotes.
 
-    In double quotes, these characters are written as escapes. Without this change, the rare line
-    break U+0085 would be read back as a space.
+    Else the rare line break U+0085 would be read back as a space.
     """
 
 

@@ -1,8 +1,4 @@
-"""One model of the catalogue: its entry, and the ModelSpec that is made from the entry.
-
-The entry is stored with the fields as a person wrote them; only relative paths are replaced by
-absolute paths. Its ModelSpec depends on the settings of the process.
-"""
+"""One model of the catalogue: its entry, and the ModelSpec that a process makes from it."""
 
 from __future__ import annotations
 
@@ -31,26 +27,22 @@ _BY_CATEGORY = {"diffusion": "diffusers"}
 
 
 class CatalogEntry(Value):
-    """A model of the catalogue, with the fields as a person wrote them and with absolute paths.
-
-    `body` is a document of the first format of `manifests`: apiVersion, kind, metadata and spec.
-    """
+    """A model of the catalogue, with the fields as a person wrote them and with absolute paths."""
 
     name: str
-    body: dict[str, Any]
+    body: dict[str, Any]  # the first format of `manifests`: apiVersion, kind, metadata and spec
     file: str = ""  # the catalogue's file that has the entry
 
     @property
     def id(self) -> str:
-        """The model's id, which is a second name of the model. Empty if the model has no id."""
+        """The model's id, a second name; empty without one."""
         return str(self.body["spec"].get("id") or "")
 
 
 def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
     """The ModelSpec that a process with these `settings` makes from the `entry`.
 
-    If a command-line argument for the engine contradicts a field of the entry, the argument counts,
-    because the engine gets the argument.
+    A command-line argument counts more than a contradicting field, because the engine gets it.
     """
     fields = Fields.model_validate(entry.body["spec"])
     values = _values(fields, settings)
@@ -124,11 +116,7 @@ def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
 
 
 def _template(given: str) -> str:
-    """The text of a chat template. `given` is this text if it has a brace, else the path of a file.
-
-    If the file cannot be read, the path is returned, and a later use of the template raises an
-    error.
-    """
+    """The text of a chat template: `given` itself if it has a brace, else the content of this file."""
     if "{" in given:
         return given
     try:
@@ -138,10 +126,7 @@ def _template(given: str) -> str:
 
 
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
-    """The backend of the entry, else of the setting INFERENCE_BACKEND, else a default.
-
-    The default depends on the type of the model, and on whether the source has GGUF files.
-    """
+    """The backend of the entry, else of INFERENCE_BACKEND, else by the type of model or the files."""
     named = fields.runtime or fields.backend
     if named:
         return named
@@ -152,10 +137,7 @@ def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -
 
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
-    """The arguments in `words` that are passed to the engine.
-
-    --trust-remote-code is removed unless the `settings` of the process allow it.
-    """
+    """`words` for the engine, without --trust-remote-code unless the `settings` allow it."""
     passed = []
     for flag, _, group in group_flags(words):
         if settings.gpu_trust_remote_code or not is_trust(flag):
@@ -178,7 +160,7 @@ def _requests_trust(fields: Fields) -> bool:
 def require_loadable(spec: ModelSpec) -> None:
     """Raises ModelDisabled for a disabled model, and LoadFailed if no backend can load the `spec`.
 
-    This function is called before any model is evicted to make room.
+    Called before any model is evicted to make room.
     """
     if not spec.enabled:
         raise ModelDisabled(spec.name)
@@ -210,11 +192,7 @@ def cannot_load(spec: ModelSpec) -> str:
 
 
 def state(spec: ModelSpec) -> str:
-    """The state of the model of `spec` in the catalogue.
-
-    The state is `ready`, `disabled`, `not found` (there is no such file), or a short text about a
-    missing backend.
-    """
+    """`ready`, `disabled`, `not found` (there is no such file), or which backend is missing."""
     if not spec.enabled:
         return "disabled"
     if spec.backend not in backend_names():
@@ -225,10 +203,7 @@ def state(spec: ModelSpec) -> str:
 
 
 def source_absent(spec: ModelSpec) -> str:
-    """The text `there is no PATH` if the file or directory of the model of `spec` is missing.
-
-    The text is empty if PATH exists, and for a source that is no absolute path, such as a hub id.
-    """
+    """`there is no PATH` if the source of `spec` is a missing absolute path; else empty."""
     if os.path.isabs(spec.source) and not os.path.exists(spec.source):
         return f"there is no {spec.source}"
     return ""
@@ -238,10 +213,8 @@ def source_absent(spec: ModelSpec) -> str:
 
 
 def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
-    """Sentences for the person who applies the `entry`.
-
-    The sentences name the fields that are stored but have no effect in this process, and the reason
-    why the model could not be loaded now.
+    """Sentences for the person who applies the `entry`: fields that have no effect in this process,
+    and why the model could not be loaded now.
     """
     spec = spec_of(entry, settings)
     fields = Fields.model_validate(entry.body["spec"])
@@ -276,7 +249,6 @@ def _argument_notes(fields: Fields) -> list[str]:
 
 
 def _load_notes(spec: ModelSpec) -> list[str]:
-    """Sentences about the reason why the model of `spec` could not be loaded now."""
     here = os.path.exists(spec.source)
     because = cannot_load(spec)
     if not because:

@@ -54,10 +54,9 @@ Found = Manifest | BadDocument  # a model, or the error if it cannot be read
 
 
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
-    """Every model of the `documents` of a `file`, after a check of its fields.
+    """Every model of the `documents` of a `file`, of which there must be one, with checked fields.
 
-    Raises BadDocument with all errors, in the order of their lines. A file without a model is an
-    error too.
+    Raises BadDocument with all errors, in the order of their lines.
     """
     every = [one for document in documents for one in _in_document(document)]
     found = [one for one in every if isinstance(one, Manifest)]
@@ -117,9 +116,9 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The path of the first wrong field in `value`, and the problem; both are empty if it is valid.
+    """The path of the first wrong field in `value`, a document of the first format, and the problem.
 
-    `value` is a document of the first format. The fields inside its spec are not checked here.
+    The fields inside its spec are not checked here.
     """
     if value.get("apiVersion") != API_VERSION:
         version = value.get("apiVersion")
@@ -193,10 +192,7 @@ def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def complaints(manifest: Manifest) -> list[BadDocument]:
-    """An error for each wrong field of the `manifest`, and for each contradiction between fields.
-
-    Contradictions are found only if every field is valid on its own.
-    """
+    """An error for each wrong field of the `manifest`, or else for each contradiction of fields."""
     errors = [
         manifest.wrong(
             f"{unknown} is not a known field; did you mean {nearest}? (Fields of your own are kept "

@@ -88,9 +88,8 @@ def _word_of(
 ) -> Callable[[Any], str]:
     """Returns a function that replaces a word by its value in the table `known`.
 
-    For a word that is not in `known`, the returned function returns the result of `otherwise`. It
-    raises ValueError if `otherwise` is None, or if the word looks like a misspelled known word.
-    `what` names the kind of word in errors.
+    Any other word becomes the result of `otherwise`. It is a ValueError if `otherwise` is None, or
+    if the word looks like a misspelled known word. `what` names the kind of word in errors.
     """
 
     def read(value: Any) -> str:
@@ -103,9 +102,8 @@ def _word_of(
         if close:
             raise ValueError(f"{quoted(value)} is not a known {what}; did you mean {close[0]}?")
         if otherwise is None:
-            raise ValueError(
-                f"{quoted(value)} is not a known {what}: it is one of {', '.join(known)}"
-            )
+            listed = ", ".join(known)
+            raise ValueError(f"{quoted(value)} is not a known {what}: it is one of {listed}")
         return otherwise(value.strip())
 
     return read
@@ -408,10 +406,9 @@ TRUST = "--trust-remote-code"
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
-    """Yields each flag of `words` with its field and its value.
+    """Yields each flag of `words` with its field and its value, None for a flag without a value.
 
     The field is empty for an unknown flag, and for a value that is a placeholder such as `{port}`.
-    The value is None for a flag without a value.
 
     >>> list(read_arguments(("--max-model-len", "32k", "--trust-remote-code", "--seed=1")))
     [('--max-model-len', 'context_length', 32000), ('--trust-remote-code', '', None), ('--seed', '', '1')]

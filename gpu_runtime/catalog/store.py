@@ -58,10 +58,9 @@ _NOT_READABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, Attribut
 
 
 class Catalog:
-    """The catalogue that the settings name.
+    """The catalogue that the settings name, for several threads and processes.
 
-    Threads may share this object, and processes may share the catalogue. If a file of the catalogue
-    has changed, the next call reads all files again.
+    If a file of the catalogue has changed, the next call reads all files again.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -78,7 +77,7 @@ class Catalog:
     # -- reading
 
     def entries(self) -> Mapping[str, CatalogEntry]:
-        """All models by name. Raises CatalogUnavailable, BadDocument."""
+        """All models by name. Raises CatalogUnavailable and BadDocument, as all methods do."""
         files = self._files()
         stamp = tuple((str(file), _stamp(file)) for file in files)
         known = self._known  # another thread may replace it with the entries of older files
@@ -87,10 +86,7 @@ class Catalog:
         return known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
-        """The entry of the model `name`, else of the only model with the id `name`; else None.
-
-        Raises the errors of `entries`.
-        """
+        """The entry of the model `name`, else of the only model with the id `name`; else None."""
         entries = self.entries()
         if name in entries:
             return entries[name]
@@ -98,12 +94,12 @@ class Catalog:
         return with_id[0] if len(with_id) == 1 else None
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The ModelSpec of the model `name`, or None. Raises the errors of `entries`."""
+        """The ModelSpec of the model `name`, or None."""
         entry = self.entry(name)
         return spec_of(entry, self.settings) if entry else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """The ModelSpecs of all models, sorted by name. Raises the errors of `entries`."""
+        """The ModelSpecs of all models, sorted by name."""
         return tuple(spec_of(entry, self.settings) for _, entry in sorted(self.entries().items()))
 
     @checked

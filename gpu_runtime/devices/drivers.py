@@ -32,8 +32,8 @@ class NoAnswer(Exception):
 class Card(NamedTuple):
     """A card, or an instance of a partitioned card.
 
-    `device.index` and the number in `device.id` are the driver's own numbers. These numbers are the
-    same for every process of the host, whichever cards the process sees.
+    `device.index` and the number in `device.id` are the driver's own, the same in every process of
+    the host.
     """
 
     device: Device
@@ -204,10 +204,7 @@ def named_by(variable: str | None, cards: tuple[Card, ...], torch: str) -> tuple
 
 
 def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
-    """The cards that `variable` names, up to the first entry that names no card.
-
-    The result is empty if a card is named twice.
-    """
+    """The cards that `variable` names, up to a wrong entry; none if a card is named twice."""
     chosen: list[Card] = []
     for entry in variable.split(","):
         card = _named(entry.strip(), groups)
@@ -219,10 +216,7 @@ def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
 
 
 def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
-    """The card that an entry names: by index, by an instance's UUID, or by a UUID's beginning.
-
-    The result is None if the entry names no card, or several cards.
-    """
+    """The one card that an entry names: by index, an instance's UUID, or a UUID's beginning."""
     if not entry:
         return None
     if entry.isdigit():
@@ -233,10 +227,8 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
         for card in group:
             if card.is_part and card.device.uuid == entry:
                 return card
-    matches = []
-    for uuid, group in groups.items():
-        if uuid.lower().startswith(entry.lower()):
-            matches.append(group[0])
+    start = entry.lower()
+    matches = [group[0] for uuid, group in groups.items() if uuid.lower().startswith(start)]
     return matches[0] if len(matches) == 1 else None
 
 

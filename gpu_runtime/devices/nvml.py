@@ -121,9 +121,9 @@ def _uses_machine_memory(handle: Any, name: str) -> bool:
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
     """The cards that CUDA shows to a process with this `environment`, in CUDA's order.
 
-    NVML does not show this order in two cases: the `listing` has cards of several models and
-    CUDA_DEVICE_ORDER is not PCI_BUS_ID, or some cards cannot be listed. Then a child process gets
-    the order from CUDA, unless a card is partitioned. Raises NoAnswer if the child does not answer.
+    NVML does not show this order if the `listing` has cards of several models and CUDA_DEVICE_ORDER
+    is not PCI_BUS_ID, or if some cards cannot be listed. Then a child process gets it from CUDA,
+    unless a card is partitioned. Raises NoAnswer if the child does not answer.
     """
     cards = listing.cards
     several_kinds = len({card.device.name for card in cards}) > 1
@@ -138,11 +138,8 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 def _in_order(cards: tuple[Card, ...], order: list[str]) -> tuple[Card, ...]:
     """The cards with the UUIDs in `order`, each with torch's name."""
     by_uuid = {card.device.uuid: card for card in cards}
-    found = []
-    for index, uuid in enumerate(order):
-        if uuid in by_uuid:
-            found.append(by_uuid[uuid]._replace(torch=f"cuda:{index}"))
-    return tuple(found)
+    known = ((index, by_uuid[uuid]) for index, uuid in enumerate(order) if uuid in by_uuid)
+    return tuple(card._replace(torch=f"cuda:{index}") for index, card in known)
 
 
 _CUDA_ORDER = """

@@ -55,18 +55,15 @@ class Probe:
         Call this method before any memory is held, because a Memory keeps its first name.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
-        cards = {}
-        for id, card in self._cards.items():
-            cards[names.get(id, id)] = card._replace(device=_renamed(card.device, names))
-        self._cards = cards
+        cards = [one._replace(device=_renamed(one.device, names)) for one in self._cards.values()]
+        self._cards = {card.device.id: card for card in cards}
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None, ledger: str = "") -> None:
         """From now on, reads the figures of real cards from the helper's files in `directory`.
 
         If `directory` is None, this process measures by itself. `ledger` is the URL of the ledger
-        whose history the helper records; empty for no history. If no helper runs, this call starts
-        a helper and waits a moment for the first figures.
+        whose history the helper records; empty for none. Waits a moment for the first figures.
         """
         self._sampling = None
         if directory is not None and self._cards:
@@ -77,12 +74,8 @@ class Probe:
         card = self._cards.get(device.id)
         if card is not None:
             return Memory(device.id, None, simulated=False, torch=card.torch)
-        return Memory(
-            device.id,
-            device.total_bytes,
-            simulated=device.simulated,
-            pinned=bool(self._cards),
-        )
+        pinned = bool(self._cards)
+        return Memory(device.id, device.total_bytes, simulated=device.simulated, pinned=pinned)
 
     def place(self, device: str) -> Memory:
         """This process's memory on the device with the id `device`. Raises UnknownDevice."""
@@ -109,11 +102,8 @@ class Probe:
         """Maps device ids to the last figures from the driver; for `host`, from the machine.
 
         If `fresh` is true, new figures are requested, and returned if the helper answers at once.
-        `now` is the time of samples that this process takes itself. Simulated devices have no
-        sample.
-
-        Raises ProbeFailed for a device that does not answer, but only if this process measures by
-        itself.
+        `now` is the time of samples that this process takes itself; then ProbeFailed is raised for
+        a device that does not answer. Simulated devices have no sample.
         """
         if self._sampling:
             return self._samples_of_helper(self._sampling, fresh)
@@ -126,13 +116,8 @@ class Probe:
         figures = sampling.fresh() if fresh else sampling.figures()
         if figures is None:
             return {}
-        samples = {}
-        for id, card in self._cards.items():
-            sample = figures.of(card.device)
-            if sample:
-                samples[id] = sample
-        samples[HOST] = figures.host
-        return samples
+        found = {id: figures.of(card.device) for id, card in self._cards.items()}
+        return {**{id: sample for id, sample in found.items() if sample}, HOST: figures.host}
 
     def _measure(self, card: Card, now: float) -> Sample:
         assert self.listing is not None
@@ -144,21 +129,15 @@ class Probe:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """Sentences about the cards that cannot be used or measured; empty if there are none.
-
-        A card whose sample is older than `stale_seconds` counts as not measured.
-        """
-        troubles = list(self._troubles(stale_seconds).values())
+        """Sentences about the cards that cannot be used, or not measured for `stale_seconds`."""
         failed = self.listing.failed if self.listing else {}
-        for number, why in failed.items():
-            troubles.append(f"card {number} cannot be used: {why}")
-        return "; ".join(dict.fromkeys(troubles))
+        unused = (f"card {number} cannot be used: {why}" for number, why in failed.items())
+        return "; ".join(dict.fromkeys([*self._troubles(stale_seconds).values(), *unused]))
 
     def check(self, now: float, stale_seconds: float) -> None:
-        """Raises ProbeFailed if the host's helper measures no card.
+        """Raises ProbeFailed if the helper measures no card; without a helper, if any card fails.
 
-        If this process measures by itself, the error is raised if any card fails. `now` is as in
-        `samples`, and `stale_seconds` as in `trouble`.
+        `now` is as in `samples`, and `stale_seconds` as in `trouble`.
         """
         if not self._sampling:
             self.samples(now)
@@ -192,27 +171,21 @@ class Probe:
         The bytes are those of this process's allocators. On a card, the CUDA context is included if
         the driver reports it. Raises ProbeFailed if this process measures by itself and a driver fails.
         """
-        held = {}
-        for id, memory in self._memories.items():
-            card = self._cards.get(id)
-            if card is None:
-                held[id] = memory.held_bytes()
-            else:
-                held[id] = max(_torch_reserved(card), self._charged(card))
+        held = {id: memory.held_bytes() for id, memory in self._memories.items()}
+        for id, card in self._cards.items():
+            held[id] = max(_torch_reserved(card), self._charged(card))
         return held
 
     def contexts(self) -> dict[str, int]:
         """Bytes of this process on each real card beyond torch's allocator: its CUDA context.
 
-        The value is 0 if there is no context, or if the driver does not report its bytes. Bytes of
-        other engines in this process are included.
+        0 if there is none, or if the driver does not report it. Other engines in this process are
+        included.
         """
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
-        contexts = {}
-        for id, card in self._cards.items():
-            contexts[id] = max(0, self._charged(card) - _torch_reserved(card))
-        return contexts
+        cards = self._cards.items()
+        return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in cards}
 
     def watch_peaks(self) -> None:
         """Resets torch's record of its highest use of each card; see `beyond_now`."""
@@ -223,9 +196,8 @@ class Probe:
             torch_allocators.reset_peak(cuda, f"cuda:{number}")
 
     def beyond_now(self, device: str) -> int | None:
-        """How far torch's use of the `device` rose above its present use, in bytes.
-
-        The highest use since the call of `watch_peaks` counts. None if it is unknown.
+        """Bytes by which torch's highest use of the `device` since `watch_peaks` is above the present
+        use; None if unknown.
         """
         cuda, number = _started_cuda(), dict(self._numbered()).get(device)
         if cuda is None or number is None:
@@ -235,18 +207,15 @@ class Probe:
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
         """Maps each real card of `devices` to the bytes that the driver reports for process `pid`.
 
-        Other devices are left out. The bytes include the process's CUDA context. The value is 0 if
-        the driver reports no bytes.
+        They include the process's CUDA context, and are 0 if the driver reports none.
         """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver reports on a card for the process `pid`.
+        """Bytes that the driver reports on a card for the process `pid` (0: this one); else 0.
 
-        The `pid` 0 stands for this process. The result is 0 if the driver reports no bytes. In a
-        container, some drivers report the pids of the host. Then the result is 0 too, unless a
-        process of the host has the number `pid`: its bytes are returned, since nothing tells it
-        from this process.
+        In a container, some drivers report the pids of the host. Then the result is 0 too, unless a
+        process of the host has the number `pid`: nothing tells it from this process.
         """
         pid = pid or os.getpid()
         if self._sampling is None:
@@ -260,7 +229,7 @@ class Probe:
     def bound(self, device: str, fraction: float) -> bool:
         """Limits torch in this process to the given `fraction` of the `device`.
 
-        Returns whether the limit was set. The limit cannot be set before this process uses CUDA.
+        Returns whether the limit was set. It cannot be set before this process uses CUDA.
         """
         card, cuda = self._cards.get(device), _started_cuda()
         if card is None or cuda is None or not card.torch.startswith("cuda"):
@@ -269,11 +238,7 @@ class Probe:
         return True
 
     def maps(self) -> tuple[AllocatorMap, ...]:
-        """A map of each card's allocator in this process.
-
-        Unused allocators are left out. Only simulated cards, and torch's allocators for CUDA and
-        ROCm, have maps.
-        """
+        """A map of each used allocator of this process: simulated cards, and torch's for CUDA and ROCm."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             maps = [self._memories[id].map() for id in self._simulated()]
@@ -300,18 +265,11 @@ class Probe:
 
     def _numbered(self) -> list[tuple[str, int]]:
         """The cards that torch's CUDA allocator serves, with torch's numbers in this process."""
-        numbered = []
-        for id, card in self._cards.items():
-            kind, _, number = card.torch.partition(":")
-            if kind == "cuda":
-                numbered.append((id, int(number)))
-        return numbered
+        pairs = [(id, card.torch.partition(":")) for id, card in self._cards.items()]
+        return [(id, int(number)) for id, (kind, _, number) in pairs if kind == "cuda"]
 
     def empty_cache(self) -> int:
-        """Releases memory that this process keeps for reuse, on cards and on the host.
-
-        Returns the released bytes.
-        """
+        """Releases memory that this process keeps for reuse, on cards and on the host: its bytes."""
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda, before = _started_cuda(), self._torch_reserved()
         if cuda is not None and before:
@@ -511,23 +469,14 @@ def _torch_reserved(card: Card) -> int:
 
 # Every action of an allocator changes one of these counters.
 _PULSE = (
-    "allocation.all.allocated",
-    "allocation.all.freed",
-    "segment.all.allocated",
-    "segment.all.freed",
-    "active_bytes.all.current",
-    "reserved_bytes.all.current",
-    "num_alloc_retries",
-    "num_ooms",
+    *("allocation.all.allocated", "allocation.all.freed", "segment.all.allocated"),
+    *("segment.all.freed", "active_bytes.all.current", "reserved_bytes.all.current"),
+    *("num_alloc_retries", "num_ooms"),
 )
 
 
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
-    """Arguments for `snapshot` that leave out the traces of allocations.
-
-    Traces exist if the user has made torch record them. The result is empty for older versions of
-    torch, whose `snapshot` has no such arguments.
-    """
+    """Arguments for `snapshot` that leave out the user's traces; older versions of torch have none."""
     if "include_traces" in inspect.signature(snapshot).parameters:
         return {"include_traces": False}
     return {}

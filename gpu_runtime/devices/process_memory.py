@@ -38,17 +38,14 @@ _locking = forks.freed(threading.Lock())
 class Note(weakref.ref):
     """A weak reference to a Block. Once the block is gone, the Note is put into the Memory's queue.
 
-    Python calls the queue's own `append`. It is C code, so an interrupt cannot stop it halfway.
+    The queue's own `append` is C code, which an interrupt cannot stop halfway.
     """
 
     key = simulated_allocator.FREE  # replaced by a unique key when the block is made (`_watch`)
 
 
 class Block:
-    """Bytes on a device.
-
-    The bytes are held until `free` is called, or until nothing refers to the block or its buffers.
-    """
+    """Bytes on a device, until `free` is called, or nothing refers to the block or its buffers."""
 
     __slots__ = ("memory", "size", "note", "segment", "offset", "__weakref__")
 
@@ -58,10 +55,7 @@ class Block:
         self.segment = self.offset = 0
 
     def buffer(self) -> Any:
-        """Real pages for the block: a writable ctypes array [size] that keeps the block alive.
-
-        The contents of the array are undefined.
-        """
+        """Real pages for the block: a writable ctypes array [size], undefined, that keeps it alive."""
         region = self.memory._region(self.segment)
         array = (ctypes.c_ubyte * self.size).from_buffer(region, self.offset)
         array.block = self
@@ -109,7 +103,7 @@ class Memory:
 
     @property
     def counted(self) -> bool:
-        """Whether this object counts bytes. The bytes of a real card are not counted here."""
+        """Whether this object counts bytes: not those of a real card."""
         return self.capacity_bytes is not None
 
     def allocate(self, size: int, *, force: bool = False) -> Block:
@@ -171,8 +165,7 @@ class Memory:
     def empty_cache(self) -> int:
         """Releases unused segments, and returns their bytes.
 
-        In segments that are in use, free pages return to the system too, unless pages are locked
-        for a card. These segments keep their size.
+        Free pages in used segments return to the system too, unless pages are locked for a card.
         """
         if not self.counted:
             return 0
@@ -232,8 +225,7 @@ class Memory:
     def _swept(self) -> simulated_allocator.Segments:
         """The state without the blocks whose notes are queued.
 
-        A note leaves the queue only after its block was freed in the state. So a block that an
-        interrupt leaves queued is freed by the next call.
+        A note leaves the queue only after that, so an interrupt leaves it to the next call.
         """
         gone = tuple(self._freed)
         if gone:
@@ -360,15 +352,11 @@ os.register_at_fork(after_in_child=_keep_left_out)
 
 
 def pinned(region: Region, *, touched: bool = False) -> None:
-    """Locks the pages of the `region` in memory for the card's copy engine.
+    """Locks the pages of the `region` in memory for the card's copy engine, once CUDA is used.
 
-    If `touched` is true, the pages were written before and keep their content. If `touched` is
-    false, this function may overwrite the pages with zeros.
-
-    Without the lock, copies reach a fifth of the bus speed. This function does nothing if the
-    process does not use CUDA yet, or if an earlier call has tried to lock the region. torch's own
-    pinned memory is not used, because torch rounds up to powers of two: for a request of 6 GiB it
-    locked 10 GiB.
+    Pages that are not `touched` yet may be overwritten with zeros. Without the lock, copies reach a
+    fifth of the bus speed. An earlier try is not repeated. torch's own pinned memory is not used,
+    because torch rounds up to powers of two: for a request of 6 GiB it locked 10 GiB.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -411,9 +399,8 @@ def _used_card(torch: Any) -> contextlib.AbstractContextManager[Any]:
 def _clear_error(torch: Any) -> None:
     """Clears the error that a failed call of the CUDA runtime leaves in this thread.
 
-    After torch has started a CUDA kernel, it checks for such an error and raises it. So the next
-    CUDA kernel of the user's code would fail. torch has no function that clears the error.
-    Therefore this function starts a small CUDA kernel, so that torch raises the error here.
+    torch raises it after the next start of a CUDA kernel, which would be the user's, and has no
+    function that clears it. So a small CUDA kernel is started here.
 
     Source: c10/cuda/CUDAException.h, C10_CUDA_ERROR_HANDLED and C10_CUDA_KERNEL_LAUNCH_CHECK.
     """

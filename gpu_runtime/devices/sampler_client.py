@@ -19,6 +19,7 @@ that it used into the book, and other processes read these figures in the book.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -81,12 +82,9 @@ class Figures(Value):
 
 
 class LockHolder(NamedTuple):
-    """The process that holds the helper's lock, as the operating system reports it.
+    """The process that holds the helper's lock, as the operating system reports it."""
 
-    The pid is 0 if the process is in another container, where this process cannot see it.
-    """
-
-    pid: int
+    pid: int  # 0: it is in another container
     started_at: float
 
 
@@ -112,13 +110,7 @@ class Sampling:
     Thread-safe; never calls a driver.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        ledger: str = "",
-        *,
-        simulated: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, ledger: str = "", *, simulated: bool = False) -> None:
         """Reads the files in `directory`.
 
         `ledger` is the URL of the ledger whose history the helper writes. If `simulated` is true,
@@ -134,10 +126,7 @@ class Sampling:
         self._why = ""
 
     def figures(self) -> Figures | None:
-        """The last figures; None if there are no figures.
-
-        For an unchanged file, this call takes one system call. Reading a changed file takes 30 µs.
-        """
+        """The last figures, or None. This takes one system call, and 30 µs for a changed file."""
         path = self.directory / "samples"
         try:
             status = os.stat(path)
@@ -146,17 +135,14 @@ class Sampling:
             if read is None or read[0] != stamp:
                 read = self._read = (stamp, _decode(read_plain(path, _MOST_BYTES)))
             return read[1]
-        except (
-            OSError,
-            msgspec.MsgspecError,
-        ):  # no figures were written yet, or another version wrote them
+        except (OSError, msgspec.MsgspecError):  # there are none yet, or of another version
             return None
 
     def fresh(self) -> Figures | None:
-        """Figures measured after this call; or the last figures if the helper does not answer.
+        """Figures measured after this call; the last figures if there are none after FRESH_SECONDS.
 
-        A call waits at most FRESH_SECONDS. After a call without an answer, the calls of this
-        process return at once, until the helper has answered again.
+        After a call without an answer, the calls of this process return at once, until the helper
+        has answered again.
         """
         requested_at = boot_seconds()
         last = self.figures()
@@ -178,16 +164,13 @@ class Sampling:
     def first(self, seconds: float) -> None:
         """Waits at most `seconds` for figures that are at most LATE_SECONDS old at this call.
 
-        Starts a helper if none runs. If no helper writes such figures in time, this method returns
-        without an error.
+        Starts a helper if none runs.
         """
         began = boot_seconds()
         self.look_after()
-        while True:
+        while boot_seconds() - began <= seconds:
             figures = self.figures()
             if figures is not None and began - figures.began_at <= LATE_SECONDS:
-                return
-            if boot_seconds() - began > seconds:
                 return
             time.sleep(0.005)
 
@@ -198,9 +181,8 @@ class Sampling:
         except OSError:  # no helper has the pipe open
             return False
         try:
-            os.write(bell, b"!")
-        except BlockingIOError:
-            pass  # the pipe is full of requests, so the helper will measure anyway
+            with contextlib.suppress(BlockingIOError):  # full of requests: the helper will measure
+                os.write(bell, b"!")
         finally:
             os.close(bell)
         return True
@@ -254,8 +236,7 @@ class Sampling:
     def _holder(self) -> LockHolder | None:
         """The helper that holds the lock; None if no process holds it.
 
-        The helper's lock is a POSIX lock, because for such a lock the operating system reports the
-        pid of its holder. A pid that is written in the file could be wrong.
+        The operating system reports the holder of a POSIX lock. A pid in the file could be wrong.
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)
@@ -277,10 +258,7 @@ class Sampling:
             return LockHolder(max(0, pid), self._began)
 
     def _start(self) -> None:
-        """Starts a helper, unless another process is starting a helper.
-
-        If several helpers start at once, one helper gets the lock and all others end.
-        """
+        """Starts a helper, unless another process is starting one. Of several, one gets the lock."""
         stamp = self.directory / "sampler.starting"
         try:
             if abs(time.time() - stamp.stat().st_mtime) < START_AGAIN_SECONDS:
@@ -304,14 +282,9 @@ class Sampling:
         inherited = os.environ.get("PYTHONPATH", "")
         paths = os.pathsep.join(filter(None, (package, inherited)))
         options = ["--simulated"] if self._simulated else []
+        module = "gpu_runtime.telemetry.sampler"
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "gpu_runtime.telemetry.sampler",
-                *options,
-                str(self.directory),
-            ],
+            [sys.executable, "-m", module, *options, str(self.directory)],
             # In the notebook's directory, a module of the user could hide a standard module.
             cwd="/",
             # The ledger's URL may contain a password. Every user can read a command line, so the
@@ -325,42 +298,31 @@ class Sampling:
 
     def _last_error(self) -> str:
         try:
-            message = read_plain(self.directory / "sampler.err", _MOST_BYTES).decode(
-                errors="replace"
-            )
+            message = read_plain(self.directory / "sampler.err", _MOST_BYTES)
         except OSError:  # no helper has failed
             return ""
-        return f"the helper that measures them failed: {message[:300].strip()}"
+        text = message.decode(errors="replace")[:300].strip()
+        return f"the helper that measures them failed: {text}"
 
     def _end(self, holder: LockHolder, now: float) -> None:
-        """Kills a helper that hangs.
-
-        A helper that is blocked inside the driver cannot be killed. While such a helper exists, no
-        other helper is started.
-        """
+        """Kills a helper that hangs. While one that is blocked in the driver exists, no other starts."""
+        helper = f"the helper that measures them (pid {holder.pid}) hangs"
         if self._killed and self._killed[0] == holder.pid:
             if now - self._killed[1] > DEAD_SECONDS:
                 self._why = (
-                    f"the helper that measures them (pid {holder.pid}) hangs in the driver and "
-                    f"cannot be ended; nothing is granted there until the driver answers or the "
-                    f"machine is restarted"
+                    f"{helper} in the driver and cannot be ended; nothing is granted there until "
+                    f"the driver answers or the machine is restarted"
                 )
             return
         try:
             self._kill(holder, now)
         except PermissionError:
-            self._why = (
-                f"the helper that measures them (pid {holder.pid}) hangs, and belongs to another "
-                f"user"
-            )
+            self._why = f"{helper}, and belongs to another user"
         except OSError:
             self._why = "the helper that measures them hangs, in another container"
 
     def _kill(self, holder: LockHolder, now: float) -> None:
-        """Kills the process of `holder`. Raises OSError.
-
-        First checks that the process still holds the lock, because pids are reused.
-        """
+        """Kills the process of `holder` if it still holds the lock: pids are reused. Raises OSError."""
         process = os.pidfd_open(holder.pid) if holder.pid else -1
         if process < 0:
             raise ProcessLookupError
@@ -383,32 +345,25 @@ class Sampling:
             waited = now - self._began
             since = f" for {show_seconds(waited)}" if waited > 1.0 else ""
             return {"": self._why or f"the devices have not been measured yet{since}"}
-        troubles = {}
-        for uuid, name in cards.items():
-            why = self._trouble_of(uuid, name, figures, now, stale_seconds)
-            if why:
-                troubles[uuid] = why
+        oldest = now - stale_seconds
+        reasons = {
+            id: self._trouble_of(id, name, figures, now, oldest) for id, name in cards.items()
+        }
+        troubles = {uuid: why for uuid, why in reasons.items() if why}
         if troubles and len(troubles) == len(cards):
             troubles[""] = "; ".join(troubles.values())
         return troubles
 
-    def _trouble_of(
-        self,
-        uuid: str,
-        name: str,
-        figures: Figures,
-        now: float,
-        stale_seconds: float,
-    ) -> str:
-        """Why the card `uuid` is not measured now; empty if the card is measured."""
+    def _trouble_of(self, uuid: str, name: str, figures: Figures, now: float, oldest: float) -> str:
+        """Why the card `uuid` has no sample since `oldest`; empty if it has."""
         error = figures.failed.get(uuid) or figures.failed.get("")
         if error:
             return f"{name} does not answer: {error}"
         sample = figures.cards.get(uuid)
         if sample is None:
             return f"{name} is not among the cards that the driver lists"
-        age = now - sample.taken_at
-        if age <= stale_seconds:
+        if sample.taken_at >= oldest:
             return ""
         reason = f": {self._why}" if self._why else "; the driver may hang"
-        return f"{name} was last measured {show_seconds(age)} ago{reason}"
+        age = show_seconds(now - sample.taken_at)
+        return f"{name} was last measured {age} ago{reason}"

@@ -37,8 +37,7 @@ class SharedPages:
     def create(cls, size: int) -> SharedPages | None:
         """New pages for `size` bytes; None if /dev/shm does not exist or has too little room."""
         try:
-            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
-            file = os.open(DIRECTORY, flags, 0o600)
+            file = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except (OSError, AttributeError):  # the system has no such files
             return None
         try:
@@ -61,12 +60,10 @@ class SharedPages:
 
     @property
     def untouched(self) -> bool:
-        """Whether no process has written the pages since `seal`.
+        """Whether no process has written the pages since `seal`, which sets the file's time to 0.
 
-        `seal` sets the file's time of modification to 0, and a write sets this time to now. A write
-        through a MAP_SHARED mapping sets it only later. So `blocks` itself sets it to now before it
-        makes such a mapping, and the mapping counts as a write. Only a process with a card makes
-        such mappings.
+        A write sets this time to now, but one through a MAP_SHARED mapping only later. So a process
+        with a card, which alone makes such mappings, sets it to now before it makes one.
         """
         return os.fstat(self.file).st_mtime_ns == 0
 

@@ -105,9 +105,8 @@ def footprint(
 
     `evidence` is from the model's source, `declared` is the model's declared size in bytes,
     `measured` is an earlier measurement, and `options` are the options of the registration.
-    `quantization` is the model's format, if the name does not show the format. `context_bytes` is
-    the size of the CUDA context that the load will create. `context_bytes` is 0 if the process has
-    a context on the card already, or if the devices are simulated.
+    `quantization` is the model's format, if the name does not show it. `context_bytes` is the size
+    of the CUDA context that the load will create, or 0.
 
     Raises UnknownSize if nothing shows the size; the error tells the user to declare the size.
     Raises BadSetting for an option that cannot be used.
@@ -324,9 +323,8 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
 def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
     """The bytes of the weights according to the `name`, and a text on how they were computed.
 
-    The result is None if `name` has no number of weights. Each weight has 16 bits if neither `name`
-    nor `quantization` contains a known format. If the name has several numbers, the largest number
-    counts.
+    None if `name` has no number of weights; the largest counts. Each weight has 16 bits if neither
+    `name` nor `quantization` contains a known format.
 
     >>> from_name("Llama-2-7B-Q4_K_M.gguf")
     (4235000000, '7B at 4.84 bits (Q4_K_M)')

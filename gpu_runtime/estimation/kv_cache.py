@@ -85,14 +85,10 @@ class PlannedUse(NamedTuple):
 def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
     """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    The context of a sequence is `context_length`, else `config["context_at_load"]`, which is set
-    for engines that allocate their cache at load. Without this key, the context is the longest
-    context that `config` names; if `sequences` is not given either, the result is None.
-
-    If `config["one_sequence"]` is true, the engine computes one sequence after the other, and
-    `sequences` is ignored.
-
-    Raises BadSetting for a value that cannot be used.
+    The context of a sequence is `context_length`, else `config["context_at_load"]` of an engine that
+    allocates its cache at load, else the longest context that `config` names; None without all of
+    these and `sequences`. If `config["one_sequence"]` is true, the engine computes one sequence
+    after the other, and `sequences` is ignored. Raises BadSetting for a value that cannot be used.
     """
     tokens = options.get("context_length")
     if tokens is None:
@@ -143,12 +139,12 @@ def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """The longest context, in tokens, that `config` names; None if `config` names no context."""
+    """The longest context, in tokens, that `config` names, or None."""
     return _number(_text(config), *_CONTEXT)
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """The tokens that the engine reads at once; None if it reads the whole context at once."""
+    """The tokens that the engine reads at once; None: the whole context."""
     return _number(config, "batch_tokens")
 
 
@@ -181,10 +177,9 @@ def kv_cache_bytes(
 def typical_layers(weights: float) -> tuple[Layer, ...]:
     """Estimates the cache of each layer of a transformer with this number of `weights`.
 
-    This function is used if only the model's name is known. The result is an upper bound, which
-    assumes that every head has keys and values of its own. Models with grouped heads keep a quarter
-    or less. A transformer has about 12 × layers × width² weights, and about one layer for each 128
-    of its width: Llama 2 7B has 32 layers of width 4096, and 13B has 40 layers of width 5120.
+    An upper bound: every head has keys and values of its own. Models with grouped heads keep a
+    quarter or less. A transformer has about 12 × layers × width² weights, and about one layer for
+    each 128 of its width: Llama 2 7B has 32 layers of width 4096, and 13B has 40 of width 5120.
 
     >>> llama_2_7b = typical_layers(7e9)
     >>> len(llama_2_7b), llama_2_7b[0]
@@ -306,10 +301,8 @@ def _kind(word: str) -> str:
 
 
 def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
-    """The most bytes of activations at one time, while a context is read in one pass.
-
-    `config` describes the model, `use` the context. The result is None if the config does not show
-    the size.
+    """The most bytes of activations at one time, while the context of `use` is read in one pass; None
+    if the `config` does not show the size.
 
     The peak is where the feed-forward layer multiplies its two halves. At the peak, each token
     needs three vectors of the layer's inner width and four vectors of the model's width. With
@@ -397,10 +390,7 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first value of `config` under one of `names` that is a whole number above 0, or None.
-
-    If a value is a list, its largest number counts.
-    """
+    """The first of `names` in `config` with a whole number above 0, or a list, whose largest counts."""
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):
@@ -411,10 +401,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _at(config: Mapping[str, Any], index: int, *names: str) -> int | None:
-    """The first value of `config` under one of `names` that is an integer of at least 0; else None.
-
-    If a value is a list, its number for the layer `index` counts.
-    """
+    """The first of `names` in `config` with an integer from 0 on, or a list, that for layer `index`."""
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):

@@ -104,11 +104,10 @@ class Checkpoint(NamedTuple):
     modules: dict[str, TensorEntry] = {}  # of further modules, which an embedder has
 
     def dtype(self, requested: object) -> str:
-        """The name of the dtype to which a load converts the floating-point weights.
+        """The dtype to which a load converts the floating-point weights; empty without a config.
 
-        `requested` is the option `dtype` of the model. Without it, the config decides, as in
-        transformers; then the first floating-point tensor. The result is empty if each tensor keeps
-        its own dtype, because there is no config.
+        The option `requested` decides, then the config, as in transformers, then the first
+        floating-point tensor.
         """
         for wanted in (requested, self.config.get("dtype"), self.config.get("torch_dtype")):
             name = str(wanted).removeprefix("torch.")
@@ -118,10 +117,9 @@ class Checkpoint(NamedTuple):
         return _STORED[stored[0]] if stored and self.config else ""
 
     def weight_bytes(self, dtype: str = "", *, embeds: bool = False) -> int:
-        """Bytes of the weights once they are loaded as `dtype`. Tied weights count once.
+        """Bytes of the weights once they are loaded as `dtype` (empty: as stored), tied ones once.
 
-        If `dtype` is empty, each tensor has the bytes that it has in the files. With `embeds`, the
-        model is loaded as an embedder: without its head, and with its modules in float32.
+        With `embeds`, the model is loaded without its head, and with its modules in float32.
         """
         modules = self.modules.values() if embeds else ()
         total = sum(entry.items * DTYPE_BYTES["float32"] for entry in modules)
@@ -182,11 +180,9 @@ class Checkpoint(NamedTuple):
     def pieces(self) -> tuple[int, ...]:
         """Bytes of the pieces in order: before the layers, each layer, and after the layers.
 
-        Pieces of 0 bytes are left out. The name of a tensor decides to which piece it belongs:
-        `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7. If a
-        model has several lists of layers, the names do not show which list runs first. So the
-        result is empty unless one list holds at least half of the model, and no other list more
-        than 5 %.
+        The name of a tensor decides: `model.layers.7.mlp.up_proj.weight` is in the list
+        `model.layers` at place 7. Of several lists, the names do not show which runs first. So the
+        result is empty unless one list holds at least half of the model, and no other more than 5 %.
         """
         total = self.weight_bytes()
         lists = self._layer_lists()
@@ -237,8 +233,7 @@ def _is_single_trunk(sizes: dict[str, int], trunk: str, total: int) -> bool:
 def read(directory: Path, name: str) -> Checkpoint:
     """The config and the headers of the model `name` in `directory`.
 
-    Raises NotAModel if `directory` holds no model. Raises LoadFailed for a damaged file, with the
-    file's name.
+    Raises NotAModel, and LoadFailed for a damaged file, with its name.
     """
     config_path = directory / "config.json"
     if not config_path.is_file():
@@ -277,10 +272,7 @@ def listed_modules(directory: Path) -> list[dict[str, Any]]:
 
 
 def _modules(directory: Path, name: str) -> tuple[dict[str, TensorEntry], list[Path]]:
-    """The tensors of the modules after the first one that modules.json lists, and their files.
-
-    A list that cannot be read gives none.
-    """
+    """The tensors of the modules after the first one that modules.json lists, and their files."""
     if not (directory / MODULES_FILE).is_file():
         return {}, []
     try:

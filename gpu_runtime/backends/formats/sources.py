@@ -29,9 +29,8 @@ def evidence(
 ) -> Evidence:
     """What the `source` of the model `name` shows about its size.
 
-    Only the `options` `dtype` (or `torch_dtype`), `task` and `revision` are used. Raises NotAModel
-    if the source is not a model. Raises LoadFailed for a damaged source, and for a hub id that was
-    not downloaded.
+    Only the `options` `dtype` (or `torch_dtype`), `task` and `revision` are used. Raises NotAModel,
+    and LoadFailed for a damaged source, or a hub id that was not downloaded.
     """
     options = options or {}
     path = directory(source, name, options.get("revision"))
@@ -51,10 +50,9 @@ def evidence(
 
 
 def template(source: str, name: str, revision: str | None = None) -> str | None:
-    """The chat template that the `source` of the model `name` has; None if it has none, or cannot be read.
+    """The chat template that the `source` of the model `name` has, if it can be read.
 
-    `revision` is as in `directory`. The library transformers saves the template in a file of its own or in the
-    tokenizer's config.
+    transformers saves it in a file of its own or in the tokenizer's config.
     """
     try:
         path = directory(source, name, revision)
@@ -82,8 +80,8 @@ def holds_gguf(path: Path) -> bool:
 def directory(source: str, name: str, revision: str | None = None) -> Path:
     """The local path of the model `name`: `source`, or a hub id's directory in the hub's cache.
 
-    `revision` selects the version of a hub id. Nothing is downloaded. Raises LoadFailed if `source`
-    is a hub id that is not in the cache, and if a file of the model is a link to a missing file.
+    `revision` selects the version of a hub id. Nothing is downloaded. Raises LoadFailed for a hub id
+    that is not in the cache, and if a file of the model is a link to a missing file.
     """
     path = Path(source).expanduser()
     if os.path.lexists(path) or not looks_like_hub_id(source):
@@ -129,8 +127,7 @@ def of_checkpoint(
 ) -> Evidence:
     """What the headers of a `checkpoint` show about the model's size after its load.
 
-    `options` are the options of the model, and `model_type` is its type. The config of the result
-    states the dtype of the load, so that the cache of a context has it too.
+    The config of the result states the dtype of the load, so that the cache of a context has it too.
     """
     dtype = checkpoint.dtype(options.get("dtype", options.get("torch_dtype")))
     config = checkpoint.config
@@ -145,10 +142,7 @@ def of_checkpoint(
 
 
 def embeds(options: Mapping[str, Any], model_type: str) -> bool:
-    """Whether a model with these `options` is loaded as an embedder.
-
-    Then it is loaded without the head of its checkpoint, and with the modules that sentence-transformers has saved.
-    """
+    """Whether a model is loaded without its head, and with the modules of sentence-transformers."""
     task = options.get("task")
     return task == "feature-extraction" or (task is None and model_type == "embedding")
 
@@ -175,10 +169,9 @@ def of_gguf(path: Path, name: str) -> Evidence:
 
 
 def only(found: list[Path], name: str) -> Path:
-    """The first file of the single model among the GGUF files `found`.
+    """The first file of the single model, whole or split, among the GGUF files `found`.
 
-    All parts of a split model count as one model. Raises NotAModel for the model `name` if the
-    files belong to several models.
+    Raises NotAModel for the model `name` if the files belong to several models.
     """
     models = [path for path in found if gguf.part_of(path) in (0, 1)]
     if len(models) == 1:

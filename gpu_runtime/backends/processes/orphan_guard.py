@@ -11,6 +11,7 @@ The guard runs as a separate program and uses only the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -45,10 +46,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_all(patience: float, server: int | None) -> None:
-    """Ends all descendants of this process.
+    """Ends all descendants of this process: the `server`, if it still runs, first gets SIGTERM.
 
-    `server` is the process id of the server, or None if the server has ended. The server first
-    receives SIGTERM. After at most `patience` seconds every remaining process is killed.
+    After at most `patience` seconds every remaining process is killed.
     """
     if server is not None:
         _signal(server, signal.SIGTERM)
@@ -64,18 +64,14 @@ def end_all(patience: float, server: int | None) -> None:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
         os.kill(pid, number)
-    except ProcessLookupError:  # it ended by itself meanwhile
-        pass
 
 
 def _reap() -> None:
-    try:
+    with contextlib.suppress(ChildProcessError):  # there are no children left
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:  # there are no children left
-        pass
 
 
 def main(line: int, owner: int, patience: float, command: list[str]) -> int:

@@ -97,10 +97,9 @@ class Child:
         self._ending = threading.Lock()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits up to `seconds` for the end of the process, and returns whether it has ended.
+        """Waits up to `seconds` (None: no limit) for the end of the process: whether it has ended.
 
-        None means no limit. This method does not reap the process; `end` does. Until it is reaped, no
-        other process can get its process id.
+        The process is not reaped, so that no other process can get its id before `end`.
         """
         if self._popen.returncode is not None:
             return True
@@ -125,23 +124,14 @@ class Child:
         except ChildProcessError:  # it was reaped already
             return True
 
-    def end(self, patience: float = 0.0) -> int:
-        """Ends the whole process group. Returns the exit status in the form of `subprocess`.
-
-        If `patience` is given, the group first receives SIGTERM, and has `patience` seconds to end.
-        """
+    def end(self) -> int:
+        """Kills the whole process group. Returns the exit status in the form of `subprocess`."""
         with self._ending:
             if self._popen.returncode is None:
-                if patience and not self.ended:
-                    self._signal_group(signal.SIGTERM)
-                    self.wait(patience)
-                self._signal_group(signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                    os.killpg(self.pid, signal.SIGKILL)
                 self._popen.wait()
             return self._popen.returncode
-
-    def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
-            os.killpg(self.pid, number)
 
     def tail(self) -> str:
         """The last TAIL_BYTES of the child's output; empty if the log cannot be read."""
@@ -170,8 +160,7 @@ def in_words(status: int) -> str:
 def python_file(file: Path) -> list[str]:
     """The command that runs the Python `file` as a program, without importing its package.
 
-    The option `-P` keeps the file's directory off `sys.path`, because modules in that directory may
-    have the names of libraries.
+    `-P` keeps its directory off `sys.path`: modules there may have the names of libraries.
     """
     return [sys.executable, "-P", str(file)]
 
