@@ -15,7 +15,7 @@ from ..errors import BadSetting, GpuError, NotAModel
 from ..safe_text import quoted
 from ..threads import import_whole
 from .base import Backend, looks_like_hub_id
-from .engines.registry import RECIPES, recipe
+from .engines.recipe import RECIPES, recipe
 from .formats import sources
 
 if TYPE_CHECKING:  # settings load pydantic, a tenth of a second

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import limited_files
 from ..backends.base import looks_like_hub_id
-from ..backends.engines.arguments import RESERVED_FLAGS, group_flags
+from ..backends.engines.recipe import RESERVED_FLAGS, group_flags
 from ..backends.registry import backend_names, file_backend, missing
 from ..errors import LoadFailed, ModelDisabled
 from ..facts import NORMAL, ModelSpec, Value

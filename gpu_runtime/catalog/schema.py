@@ -28,8 +28,7 @@ from ..arguments import (
     WORD,
     Rule,
 )
-from ..backends.engines.arguments import group_flags, is_placeholder
-from ..backends.engines.registry import RECIPES
+from ..backends.engines.recipe import RECIPES, group_flags, is_placeholder
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
 from ..options import OPTIONS

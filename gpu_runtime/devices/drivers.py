@@ -69,17 +69,11 @@ class Source(Protocol):
 
     @staticmethod
     def list_cards() -> Listing:
-        """All cards of the machine. A partitioned card is replaced by its instances.
-
-        May hang. Raises NoAnswer if there is a driver but no card can be listed.
-        """
+        """All cards of the machine, or the instances of partitioned ones. May hang. Raises NoAnswer."""
 
     @staticmethod
     def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-        """The cards of the `listing` that a process with this `environment` sees.
-
-        The cards are in torch's order and have torch's names.
-        """
+        """The cards that a process with this `environment` sees, in torch's order, with its names."""
 
     @staticmethod
     def measure(card: Card, now: float) -> Sample:

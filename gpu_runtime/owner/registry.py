@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..arguments import unknown_option
-from ..backends.engines.arguments import group_flags
+from ..backends.engines.recipe import group_flags
 from ..backends.registry import LAYERED, backend_for
 from ..catalog.entries import require_loadable
 from ..catalog.schema import is_trust

@@ -17,8 +17,7 @@ import pytest
 
 from gpu_runtime.backends.base import is_out_of_memory
 from gpu_runtime.backends.engines.ports import claim, ports
-from gpu_runtime.backends.engines.recipe import LaunchOrder
-from gpu_runtime.backends.engines.registry import recipe
+from gpu_runtime.backends.engines.recipe import LaunchOrder, recipe
 from gpu_runtime.backends.engines.server import MOST_RESTARTS, Server, ServerState
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import samples
-from gpu_runtime.backends.engines.recipe import LaunchOrder
-from gpu_runtime.backends.engines.registry import RECIPES, recipe
+from gpu_runtime.backends.engines.recipe import RECIPES, LaunchOrder, recipe
 from gpu_runtime.backends.llama_cpp.options import LOOKS_FOR_WORK
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.facts import ModelSpec, Share

@@ -7,7 +7,7 @@ import pytest
 from gpu_panels.data import cells, devices
 from msgspec.structs import replace
 
-from gpu_runtime.backends.engines.registry import RECIPES, recipe
+from gpu_runtime.backends.engines.recipe import RECIPES, recipe
 from gpu_runtime.facts import (
     HOST,
     TENSOR_PARALLEL,

@@ -18,8 +18,7 @@ from ..base import Progress
 from ..processes.engine import EngineBackend, EngineHandle, EngineModel
 from ..processes.processes import card_environment
 from .ports import ports
-from .recipe import LaunchOrder, RequestFields
-from .registry import recipe
+from .recipe import LaunchOrder, RequestFields, recipe
 from .server import POLL_SECONDS, Server, ServerState
 
 if TYPE_CHECKING:  # settings load pydantic, a tenth of a second

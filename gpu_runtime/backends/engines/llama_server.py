@@ -28,7 +28,6 @@ from ..llama_cpp.options import (
     llama_arguments,
     waiting_environment,
 )
-from .arguments import has_flag, user_arguments
 from .recipe import (
     Command,
     LaunchOrder,
@@ -37,7 +36,8 @@ from .recipe import (
     SendRequest,
     custom_template,
     fields_in_openapi,
-    placeholders,
+    has_flag,
+    user_arguments,
 )
 
 _FLAGS = {  # an option of the model -> the flags of llama-server, the usual one first
@@ -125,7 +125,7 @@ def _llama_arguments(order: LaunchOrder) -> dict[str, Any]:
 
 def _native(order: LaunchOrder, executable: str) -> Command:
     """The command of `llama-server`. A flag is left out if the user's own arguments set it."""
-    spec, own = order.spec, user_arguments(order.spec, placeholders(order))
+    spec, own = order.spec, user_arguments(order)
     layers = gpu_layers(spec)
     words = ["--model", order.source, "--alias", spec.name]
     words += ["--host", "127.0.0.1", "--port", str(order.port)]

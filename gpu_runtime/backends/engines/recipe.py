@@ -1,15 +1,25 @@
-"""The base of recipes. A recipe defines how an engine's server is started for a lease.
+"""Recipes: how an engine's server is started for a lease, when it is ready, and how requests reach it.
 
-A recipe also defines when the server is ready, and how requests name the model. It starts no
-process. `server.py` starts the servers, checks their health, restarts them and ends them, in the
-same way for all engines.
+A recipe starts no process. `server.py` starts the servers, checks their health, restarts them and
+ends them, in the same way for all engines.
+
+To add an engine, write a module with its RECIPE (see `Recipe`) and add one line to
+`RECIPES`. Also add the name of the engine to these tables:
+
+- `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
+- `CONCURRENCY` in `gpu_runtime/serving/queue/concurrency.py`, if the engine computes several calls at once;
+- `TENSOR_PARALLEL` in `gpu_runtime/facts/labels.py`, if each layer is computed on all cards of the model;
+- `LAYERED` in `gpu_runtime/backends/registry.py`, if some layers may stay on the CPU.
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,8 +27,21 @@ import msgspec
 from ...facts import Evidence, ModelSpec, Shares
 from ..missing import AbsentBackend
 
+RECIPES = {  # name of the backend -> its module in this package
+    "llama-server": "llama_server",
+    "vllm": "vllm",
+    "ollama": "ollama",
+    "diffusers": "diffusers",
+}
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
+RESERVED_FLAGS = (  # the lease decides these
+    *("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode"),
+    *("-ts", "-mg", "-sm"),
+)
+_PLACEHOLDER = re.compile(r"\{(tensor_parallel|gpu_memory_utilization|port)\}")
+_VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks like a flag
+
 # Sends a request with method, path and JSON body. Returns the status (0: no answer) and the body of
 # the answer: the value if it is JSON, else the text.
 SendRequest = Callable[[str, str, Any], tuple[int, Any]]
@@ -170,15 +193,6 @@ def _properties(document: dict[str, Any], route: dict[str, Any]) -> frozenset[st
     return frozenset(names)
 
 
-def placeholders(order: LaunchOrder) -> dict[str, str]:
-    """The values that replace the placeholders in `runtime_args` of the model of `order`."""
-    return {
-        "tensor_parallel": str(len(order.shares)),
-        "gpu_memory_utilization": f"{utilization(order):g}",
-        "port": str(order.port),
-    }
-
-
 def dtype_option(spec: ModelSpec) -> str | None:
     """The dtype of the weights in the options of `spec`, under either of its names; None if not set."""
     return spec.options.get("dtype") or spec.options.get("torch_dtype") or None
@@ -187,3 +201,70 @@ def dtype_option(spec: ModelSpec) -> str | None:
 def custom_template(spec: ModelSpec) -> str | None:
     """The chat template (a text or a path) in the options of `spec` that replaces the model's own."""
     return spec.options.get("chat_template") or None
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of the engine `name`. Raises KeyError if no engine has that name."""
+    return importlib.import_module(f".{RECIPES[name]}", __package__).RECIPE
+
+
+# -- the arguments that users add (`runtime_args`) ------------------------------------------------
+
+
+def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+    """For each flag in `words`: the flag, its value or None, and the words of both together.
+
+    >>> list(group_flags(("--seed", "1", "-ngl", "-1")))
+    [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1'))]
+    >>> list(group_flags(("--fast", "--top=5")))
+    [('--fast', None, ('--fast',)), ('--top', '5', ('--top=5',))]
+    """
+    index = 0
+    while index < len(words):
+        word = words[index]
+        flag, equals, value = word.partition("=")
+        following = words[index + 1 : index + 2]
+        if equals:
+            yield flag, value, (word,)
+            index += 1
+        elif flag.startswith("-") and following and _VALUE.match(following[0]):
+            yield flag, following[0], (word, *following)
+            index += 2
+        else:
+            yield flag, None, (word,)
+            index += 1
+
+
+def is_placeholder(value: str | None) -> bool:
+    """Whether the `value` of a flag has a placeholder, which is replaced when the engine starts.
+
+    >>> is_placeholder("{tensor_parallel}"), is_placeholder('{"image": 10}')
+    (True, False)
+    """
+    return value is not None and _PLACEHOLDER.search(value) is not None
+
+
+def user_arguments(order: LaunchOrder) -> tuple[str, ...]:
+    """The `runtime_args` of the model of `order`, without the flags whose values the lease decides.
+
+    The placeholders `{tensor_parallel}` (the number of cards), `{gpu_memory_utilization}` (the part
+    of each card) and `{port}` are replaced.
+    """
+    values = {
+        "tensor_parallel": str(len(order.shares)),
+        "gpu_memory_utilization": f"{utilization(order):g}",
+        "port": str(order.port),
+    }
+    words = tuple(str(word) for word in order.spec.options.get("runtime_args", ()))
+    groups = (group for flag, _, group in group_flags(words) if flag not in RESERVED_FLAGS)
+    kept = itertools.chain.from_iterable(groups)
+    return tuple(_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in kept)
+
+
+def has_flag(words: tuple[str, ...], *flags: str) -> bool:
+    """Whether one of the `flags` is in the user's `words`. If so, the recipe leaves out its own flag.
+
+    >>> has_flag(("--ctx-size=512",), "--ctx-size", "-c")
+    True
+    """
+    return any(word.partition("=")[0] in flags for word in words)

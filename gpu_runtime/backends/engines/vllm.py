@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 
 from ..formats import sources
-from .arguments import has_flag, user_arguments
 from .recipe import (
     Command,
     LaunchOrder,
@@ -21,7 +20,8 @@ from .recipe import (
     custom_template,
     dtype_option,
     fields_in_openapi,
-    placeholders,
+    has_flag,
+    user_arguments,
     utilization,
 )
 
@@ -45,7 +45,7 @@ class Vllm(Recipe):
 
     def command(self, order: LaunchOrder) -> Command:
         """The command for `order`. A flag is left out if the user's own arguments set it."""
-        own = user_arguments(order.spec, placeholders(order))
+        own = user_arguments(order)
         options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
         options["dtype"] = dtype_option(order.spec)
         words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]

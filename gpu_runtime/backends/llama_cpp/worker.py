@@ -83,7 +83,7 @@ def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[st
     order = inbox.jobs.get()
     if order is None:
         return
-    buffers: dict[str, dict[str, int]] = {}
+    buffers: dict[str, dict[str, int]] = {}  # bytes by device (CPU, CUDA0) and use (model, KV)
 
     def note_line(line: str) -> None:
         log(line)
@@ -99,7 +99,7 @@ def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[st
         send({"failed": _described(error)})
         return
     try:
-        send({"loaded": _facts(model, buffers)})
+        send({"loaded": {"weight_bytes": model.weight_bytes, "buffers": buffers}})
         while (job := inbox.jobs.get()) is not None:
             _answer(model, job, inbox, send)
     finally:
@@ -148,6 +148,7 @@ def _load(
             lib.llama_model_default_params = defaults
     model.kept = (on_progress,)  # keeps it alive: C code has its address
     model.metadata = _metadata(model._model.model)
+    model.weight_bytes = lib.llama_model_size(model._model.model)
     model._model.detokenize = functools.partial(_detokenized, model._model)
     _make_cancellable(model)
     model.model_path = name  # its answers carry this name
@@ -474,16 +475,6 @@ def _set_template(model: Any, template: str) -> None:
     words = [model._model.token_get_text(token) if token != -1 else "" for token in (eos, bos)]
     formatter = Jinja2ChatFormatter(template, *words, stop_token_ids=[eos])
     model.chat_handler = formatter.to_chat_handler()
-
-
-def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """The exact bytes of the weights of a loaded `model`.
-
-    `buffers` has the bytes of llama.cpp's buffers, by device (CPU, CUDA0) and by use (model, KV).
-    """
-    from llama_cpp import llama_cpp as lib
-
-    return {"weight_bytes": lib.llama_model_size(model._model.model), "buffers": buffers}
 
 
 def _answer(
