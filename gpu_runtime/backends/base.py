@@ -15,11 +15,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STA
 
 
 class NotStill(Exception):
-    """Raised when the kernel's memory was not moved. The text is the reason.
-
-    For example, a cell runs, the kernel was used during the copy, or this version of torch cannot
-    protect tensors whose bytes are away.
-    """
+    """Raised when the kernel's memory was not moved. The text is the reason, such as a running cell."""
 
 
 class Stillness(Protocol):
@@ -97,10 +93,7 @@ class Backend:
         return model
 
     def move(self, model: Any, shares: Shares) -> None:
-        """Moves the bytes of `model` to `shares`. If the move fails, no byte has moved.
-
-        The Python objects stay the same.
-        """
+        """Moves all bytes of `model` to `shares`, or none if it fails. The Python objects stay."""
         raise NotImplementedError
 
     def drop(self, model: Any) -> None:
@@ -128,10 +121,7 @@ class Backend:
         return False
 
     def unchanged(self, model: Any) -> bool:
-        """Whether a comparison proves that `model` and its source are unchanged since the load.
-
-        The owner checks this before a drop.
-        """
+        """Whether a comparison, before a drop, proves that `model` and its source are unchanged."""
         return self.droppable(model)
 
     def piece_bytes(self, model: Any) -> int:
@@ -145,10 +135,9 @@ class Backend:
         return 0
 
     def must_return_to(self, model: Any) -> dict[str, int]:
-        """The devices to which the bytes of `model` must return, each with a number of bytes.
+        """The devices to which bytes of `model` must return, each with their number (0: any number).
 
-        The number 0 means that any number of bytes may return to the device. The result is empty if
-        the model can return to any device.
+        Empty if the model can return to any device.
         """
         return {}
 

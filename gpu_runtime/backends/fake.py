@@ -23,10 +23,7 @@ PIECES = 40
 
 
 class FakeModel:
-    """The object that `use` yields for a fake model. It has the model's name and place.
-
-    Calling this object returns the argument, or a tuple of several arguments.
-    """
+    """The object that `use` yields for a fake model. A call returns the argument or arguments."""
 
     def __init__(self, name: str, hook: Hook | None) -> None:
         """`hook` is called with "load" during a load, and with "move" during a move."""

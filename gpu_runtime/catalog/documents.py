@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _MERGE, _MAP, _SEQ = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:map", "tag:ya
 _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
 # JSON has no type for a timestamp, nor for the YAML value `=`. Both are read as text.
 _AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write half of a character, UTF-8 cannot
 _TOO_DEEP = f"this is nested deeper than {DEEPEST} levels"
 
 
@@ -212,20 +214,11 @@ def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
     """Returns `value`. If JSON cannot represent `value`, raises the error that `wrong` makes."""
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
-    if isinstance(value, str) and not _is_unicode(value):
+    if isinstance(value, str) and _SURROGATE.search(value):
         raise wrong(f"{quoted(value)} has half of a character, so it is no text")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise wrong(f"{_short(str(value))} is too large a number")
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether `text` has no lone surrogate, which JSON can write and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
 
 
 def _short(text: str) -> str:

@@ -85,11 +85,9 @@ def _repeated(found: list[Manifest]) -> Iterator[BadDocument]:
 
 def _in_document(document: Document) -> Iterator[Found]:
     value = document.value
-    if not isinstance(value, list):
-        yield from _in_value(document, value, ())
-        return
-    for index, part in enumerate(value):
-        yield from _in_value(document, part, (index,))
+    is_list = isinstance(value, list)
+    for index, part in enumerate(value if is_list else [value]):
+        yield from _in_value(document, part, (index,) if is_list else ())
 
 
 def _in_value(document: Document, value: Any, path: Path) -> Iterator[Found]:

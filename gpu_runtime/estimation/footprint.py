@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ..errors import UnknownSize
@@ -41,41 +42,15 @@ CONTEXT_BYTES = 500 * 2**20
 # tools/quantize/README, Llama 2 7B. For types that this source does not list (IQ*, TQ*, *_0, *_1),
 # the number is calculated from the type's block.
 QUANT_BITS = {
-    "Q2_K": 3.35,
-    "Q2_K_S": 3.35,
-    "Q3_K_S": 3.50,
-    "Q3_K_M": 3.91,
-    "Q3_K_L": 4.27,
-    "Q3_K": 3.91,
-    "Q4_K_S": 4.58,
-    "Q4_K_M": 4.84,
-    "Q4_K": 4.84,
-    "Q5_K_S": 5.52,
-    "Q5_K_M": 5.68,
-    "Q5_K": 5.68,
-    "Q6_K": 6.56,
-    "Q8_K": 9.13,
-    "Q4_0": 4.5,
-    "Q4_1": 5.0,
-    "Q5_0": 5.5,
-    "Q5_1": 6.0,
-    "Q8_0": 8.5,
-    "IQ1_S": 1.56,
-    "IQ1_M": 1.75,
-    "IQ2_XXS": 2.06,
-    "IQ2_XS": 2.31,
-    "IQ2_S": 2.56,
-    "IQ2_M": 2.7,
-    "IQ3_XXS": 3.06,
-    "IQ3_XS": 3.3,
-    "IQ3_S": 3.44,
-    "IQ3_M": 3.66,
-    "IQ4_XS": 4.25,
-    "IQ4_NL": 4.5,
-    "TQ1_0": 1.69,
-    "TQ2_0": 2.06,
-    "MXFP4": 4.25,
-    "NVFP4": 4.5,
+    **{"Q2_K": 3.35, "Q2_K_S": 3.35},
+    **{"Q3_K_S": 3.50, "Q3_K_M": 3.91, "Q3_K_L": 4.27, "Q3_K": 3.91},
+    **{"Q4_K_S": 4.58, "Q4_K_M": 4.84, "Q4_K": 4.84},
+    **{"Q5_K_S": 5.52, "Q5_K_M": 5.68, "Q5_K": 5.68},
+    **{"Q6_K": 6.56, "Q8_K": 9.13},
+    **{"Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5},
+    **{"IQ1_S": 1.56, "IQ1_M": 1.75, "IQ2_XXS": 2.06, "IQ2_XS": 2.31, "IQ2_S": 2.56, "IQ2_M": 2.7},
+    **{"IQ3_XXS": 3.06, "IQ3_XS": 3.3, "IQ3_S": 3.44, "IQ3_M": 3.66, "IQ4_XS": 4.25, "IQ4_NL": 4.5},
+    **{"TQ1_0": 1.69, "TQ2_0": 2.06, "MXFP4": 4.25, "NVFP4": 4.5},
 }
 # Names of other formats -> bits for each weight.
 _WORD_BITS = {
@@ -309,15 +284,8 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
     whole = sum(pieces)
     if not whole:
         return ()
-    stretched = []
-    passed = 0  # bytes of the pieces before this one
-    start = 0  # bytes of the stretched pieces before this one
-    for piece in pieces:
-        passed += piece
-        end = passed * total // whole
-        stretched.append(end - start)
-        start = end
-    return tuple(stretched)
+    ends = [passed * total // whole for passed in accumulate(pieces, initial=0)]
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:

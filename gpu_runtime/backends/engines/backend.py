@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...devices.probe import Probe
@@ -131,10 +132,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     model_type = Served
 
     def __init__(self, probe: Probe, name: str, settings: Settings | None = None) -> None:
-        """The backend of the engine `name` on the devices of `probe`.
-
-        The range of ports and the time-out of a start are read from `settings`.
-        """
+        """The engine is called `name`. `settings` have the ports and the time-out of a start."""
         self.probe, self.recipe = probe, recipe(name)
         self.name = self.engine_name = name
         self.layout = self.recipe.LAYOUT
@@ -145,20 +143,9 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         """As `Recipe.evidence`. `origin` is ignored."""
         return self.recipe.evidence(spec)
 
-    def load(
-        self,
-        spec: ModelSpec,
-        shares: Shares,
-        origin: Any = None,
-        *,
-        progress: Progress | None = None,
-        into: Any = None,
-    ) -> ServerHandle:
-        """Starts a server for `spec` on the cards of `shares`, and returns its handle.
-
-        `progress` is called at the start and at the end. Raises LoadFailed, and the device's
-        out-of-memory error.
-        """
+    def _prepared(
+        self, spec: ModelSpec, shares: Shares, report: Progress
+    ) -> tuple[Server, Callable[[Served], Shares]]:
         missing = self.recipe.missing()
         if missing:
             raise LoadFailed(
@@ -168,20 +155,16 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
                 mistake=True,
             )
         total = sum(share.bytes for share in shares)
-        if progress:
-            progress(0, total)
+        report(0, total)
         server = self._server(spec, shares)
-        handle = ServerHandle(server, self._reused(into, spec.name))
-        try:
+
+        def start(value: Served) -> Shares:
             server.start()
-            handle.value.chat_template = self.recipe.template(server.launch_order())
-            handle.loaded(self._charged(server.pids, shares), self.probe)
-            if progress:
-                progress(total, total)
-            return handle
-        except BaseException:
-            handle.end()
-            raise
+            value.chat_template = self.recipe.template(server.launch_order())
+            report(total, total)
+            return self._charged(server.pids, shares)
+
+        return server, start
 
     def _server(self, spec: ModelSpec, shares: Shares) -> Server:
         """A server for `spec`, not started yet. It sees only the cards of `shares` that it uses."""

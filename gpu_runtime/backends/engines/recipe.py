@@ -88,10 +88,9 @@ class Recipe:
     KEYED = True  # whether the server rejects requests without the key
 
     def health_path(self) -> str:
-        """A path that needs no key. The server answers 200 at this path once it is ready.
+        """A path that needs no key, at which the server answers 200 once it is ready.
 
-        Most engines are ready only after they have loaded the model. The others are ready before
-        that; for them, `prepare` loads the model.
+        Engines that are ready before they have loaded the model do this in `prepare`.
         """
         return "/health"
 

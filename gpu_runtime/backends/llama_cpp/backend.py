@@ -9,7 +9,7 @@ llama.cpp cannot move a loaded model, so an evicted model is dropped, and loaded
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,49 +99,30 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     def runs_here(self, spec: ModelSpec) -> bool:
         return not spec.options.get("isolated", True)
 
-    def load(
-        self,
-        spec: ModelSpec,
-        shares: Shares,
-        origin: Any = None,
-        *,
-        progress: Progress | None = None,
-        into: Any = None,
-    ) -> LlamaHandle:
-        """Loads the model of `spec` to the cards of `shares`, and returns its handle.
-
-        Raises BadSetting, NotAModel, LoadFailed, and the device's out-of-memory error.
-        """
+    def _prepared(
+        self, spec: ModelSpec, shares: Shares, report: Progress
+    ) -> tuple[LlamaEngine, Callable[[LlamaModel], Shares]]:
         found = self.evidence(spec)
         path = str(gguf_file(spec))
         arguments = llama_arguments(spec, shares, path, found.config, self._card_numbers(shares))
         isolated = not self.runs_here(spec)
         arguments["verbose"] = isolated  # a worker's output goes to its log
         total = sum(share.bytes for share in shares)
-        if progress:
-            progress(0, total)
+        report(0, total)
         engine = LlamaEngine(spec.name, *self._open_channel(spec, shares, isolated))
-        handle = LlamaHandle(engine, self._reused(into, spec.name))
 
-        def report(part: float) -> None:
-            if progress:
-                progress(int(total * part), total)
-
-        try:
-            facts = engine.load(arguments, report)
+        def start(value: LlamaModel) -> Shares:
+            facts = engine.load(arguments, lambda part: report(int(total * part), total))
             part = offloaded(spec, found.config)
             if engine.pid is None:
                 charged, numbers = {}, self._card_numbers(shares)
             else:  # the driver's figures include the worker's CUDA context
                 devices = tuple(share.device for share in shares)
                 charged, numbers = self.probe.charged(engine.pid, devices), None
-            handle.loaded(taken(facts, shares, part, charged, numbers), self.probe)
-            if progress:
-                progress(total, total)
-            return handle
-        except BaseException:
-            handle.end()
-            raise
+            report(total, total)
+            return taken(facts, shares, part, charged, numbers)
+
+        return engine, start
 
     def _card_numbers(self, shares: Shares) -> tuple[int, ...] | None:
         """The numbers that the cards of `shares` have in this process. None for simulated cards."""

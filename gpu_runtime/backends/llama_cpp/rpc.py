@@ -171,17 +171,21 @@ class LlamaEngine(Engine):
 
     def _load_error(self, failure: dict[str, str]) -> GpuError:
         kind, text = failure["type"], failure["text"]
+        needs = ""
         if kind == "NoOffload":
-            return self._no_gpu_support(text)
-        if kind in ("ModuleNotFoundError", "ImportError"):
-            return LoadFailed(
-                f"{self.name} needs llama-cpp-python, which is not installed here ({text}).\n"
-                f"  Install it:  pip install 'gpu-console[llama]'",
-                name=self.name,
-                source="",
-                why=text,
-                mistake=True,
+            needs = (
+                "a GPU, and this build of llama-cpp-python has no GPU support: it would run on the CPU.\n"
+                "  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall "
+                "--no-cache-dir llama-cpp-python\n  Or run it on the CPU:  gpu_layers=0"
             )
+        if kind in ("ModuleNotFoundError", "ImportError"):
+            needs = (
+                f"llama-cpp-python, which is not installed here ({text}).\n"
+                f"  Install it:  pip install 'gpu-console[llama]'"
+            )
+        if needs:
+            words = f"{self.name} needs {needs}"
+            return LoadFailed(words, name=self.name, source="", why=text, mistake=True)
         log = self._channel.child.tail() if self._channel.child else ""
         fault = recognise(f"{text}\n{log}")
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
@@ -198,18 +202,6 @@ class LlamaEngine(Engine):
             kind=fault.kind.value if fault else "",
             log=str(self.log or ""),
             mistake=text.startswith("Model path does not exist"),
-        )
-
-    def _no_gpu_support(self, why: str) -> LoadFailed:
-        return LoadFailed(
-            f"{self.name} needs a GPU, and this build of llama-cpp-python has no GPU support: it would run "
-            f"on the CPU.\n"
-            f"  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir "
-            f"llama-cpp-python\n  Or run it on the CPU:  gpu_layers=0",
-            name=self.name,
-            source="",
-            why=why,
-            mistake=True,
         )
 
     @property

@@ -182,12 +182,11 @@ class _OurMethods:
         prompt made by a chat template has them already.
 
         With `by_piece`, each piece of the new text is an item. Otherwise the last item has all of
-        the text. The last item also has the reason of the end and the token counts. It is the value
-        that the generator returns. With
-        `top_logprobs`, each item also has its tokens; see `_scored`. With `echo`, the first item is
-        the prompt. If the context has room for fewer than `most` tokens, an item {"room": tokens}
-        is first, and the answer has at most this number. If the prompt alone fills the context, the
-        only item is {"too_long": tokens of the prompt}; the number is 0 for a prompt without any.
+        the text. The last item, which the generator returns, also has the reason of the end and the
+        token counts. With `top_logprobs`, each item also has its tokens; see `_scored`. With `echo`,
+        the first item is the prompt. If the context has room for fewer than `most` tokens, an item
+        {"room": tokens} is first, and the answer has at most this number. If the prompt alone fills
+        the context, the only item is {"too_long": its tokens}; 0 for a prompt without any.
 
         The answer ends before the first of the texts `stop`. `logit_bias` has the number that is
         added to the score of a token, by the token's number. `json_grammar` is a grammar of
@@ -266,9 +265,8 @@ class _OurMethods:
     def _scored(self, token: int, logprobs: Any, count: int, special: bool = False) -> list[Any]:
         """[the bytes of `token`, the natural logarithm of its probability, alternatives].
 
-        The alternatives are the `count` most probable tokens at this place, each as [its bytes, its
-        logarithm]. `logprobs` are the logarithms of all tokens. The bytes of a special token are
-        its name if `special` is true, otherwise empty.
+        The alternatives are the `count` most probable tokens at this place, each as [bytes, logarithm].
+        `logprobs` are those of all tokens. With `special`, a special token has its name as bytes.
         """
         best = sorted((-logprobs).argpartition(count)[:count], key=lambda one: -logprobs[one])
         top = [[self.detokenize([int(i)], special=True), float(logprobs[i])] for i in best]
@@ -436,9 +434,8 @@ def _metadata(model: Any) -> dict[str, str]:
 def _make_cancellable(model: Any) -> None:
     """Makes every computation of `model` end soon after its result is no longer wanted.
 
-    Before each batch, `decode_if_wanted` raises Cancelled if the result is not wanted. A batch of a
-    prompt may take seconds on a CPU. So for a batch of several tokens, llama.cpp also calls `left`
-    during the computation. If `left` returns True, llama.cpp ends the computation.
+    Before each batch, `decode_if_wanted` raises Cancelled. A batch of a prompt may take seconds on a
+    CPU. So llama.cpp also calls `left` during a batch of several tokens, and ends if it is True.
     """
     from llama_cpp import llama_cpp as lib
 

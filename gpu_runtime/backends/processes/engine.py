@@ -19,7 +19,7 @@ from ...engine_logs import new_log
 from ...errors import CannotGovern, EngineDied, GpuError, LoadFailed, NotResident
 from ...facts import ModelSpec, Share, Shares, where
 from ...fault_texts import Kind, last_line, recognise
-from ..base import Backend
+from ..base import Backend, Progress
 from .processes import MOST_RESTARTS, in_words
 
 OnLoss = Callable[[str, str], None]  # called with kind and because
@@ -252,6 +252,39 @@ class EngineBackend(Backend, Generic[H, V]):
             name=name,
             why=f"{self.engine_name} cannot move",
         )
+
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> H:
+        """Starts an engine for the model of `spec` on the cards of `shares`, and returns its handle.
+
+        The other arguments are as in `Backend.load`. Raises BadSetting, NotAModel, LoadFailed, and
+        the device's out-of-memory error.
+        """
+        engine, start = self._prepared(spec, shares, progress or (lambda done, total: None))
+        handle = EngineHandle(engine, self._reused(into, spec.name))
+        try:
+            handle.loaded(start(handle.value), self.probe)
+            return handle  # type: ignore[return-value]
+        except BaseException:
+            handle.end()
+            raise
+
+    def _prepared(
+        self, spec: ModelSpec, shares: Shares, report: Progress
+    ) -> tuple[Engine, Callable[[V], Shares]]:
+        """An engine, and a function that starts it for the object that `use` yields.
+
+        The function returns the bytes of the model on each device. `report` gets bytes done and in
+        total.
+        """
+        raise NotImplementedError
 
     def drop(self, model: H) -> None:
         model.end()

@@ -318,30 +318,18 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         return self.inner.pieces(spec)
 
-    def load(
-        self,
-        spec: ModelSpec,
-        shares: Shares,
-        origin: Any = None,
-        *,
-        progress: Progress | None = None,
-        into: Any = None,
-    ) -> ProcessHandle:
-        """Starts a process that loads the model of `spec` onto `shares`, and returns its handle.
-
-        Raises LoadFailed, and the errors of the backend in the process.
-        """
+    def _prepared(
+        self, spec: ModelSpec, shares: Shares, report: Progress
+    ) -> tuple[ModelProcess, Callable[[ProcessModel], Shares]]:
         if self.name == "llama_cpp":  # the model needs no second process
             spec = replace(spec, options={**spec.options, "isolated": False})
         process = ModelProcess(self.name, self._devices, self.probe, spec)
-        handle = ProcessHandle(process, self._reused(into, spec.name))
-        try:
-            measured = process.load(shares, progress)
-            handle.loaded(self._charged(process.pids, measured), self.probe)
-            return handle
-        except BaseException:
-            handle.end()
-            raise
+
+        def start(value: ProcessModel) -> Shares:
+            measured = process.load(shares, report)
+            return self._charged(process.pids, measured)
+
+        return process, start
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
         held: list[Block] = []
@@ -358,7 +346,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
             block.free()
 
     def elsewhere(self, model: ProcessHandle) -> tuple[str, ...]:
-        return model.engine.request("elsewhere")
+        return model.engine.request("ask", "elsewhere")
 
     def droppable(self, model: ProcessHandle) -> bool:
         return self._holds(model, "droppable")
@@ -369,6 +357,6 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
     def _holds(self, model: ProcessHandle, kind: str) -> bool:
         """The answer of the process of `model` to the request `kind`; True if the process is gone."""
         try:
-            return model.engine.request(kind)
+            return model.engine.request("ask", kind)
         except EngineDied:  # no changed weights can be lost any more
             return True

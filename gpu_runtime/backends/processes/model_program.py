@@ -64,14 +64,9 @@ class Model:
     def measure(self) -> Shares:
         return self._backend.measure(self._handle)
 
-    def elsewhere(self) -> tuple[str, ...]:
-        return self._backend.elsewhere(self._handle)
-
-    def droppable(self) -> bool:
-        return self._backend.droppable(self._handle)
-
-    def unchanged(self) -> bool:
-        return self._backend.unchanged(self._handle)
+    def ask(self, method: str) -> Any:
+        """The result of the backend's `elsewhere`, `droppable` or `unchanged`."""
+        return getattr(self._backend, method)(self._handle)
 
     def call(self, path: tuple[str, ...], given: remote_calls.Packed) -> remote_calls.Packed:
         """The packed result of a call on the model; see `remote_calls.run`."""

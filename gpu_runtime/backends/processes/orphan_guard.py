@@ -26,8 +26,7 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: 0
 def descendants(pid: int) -> list[int]:
     """The process ids of all descendants of the process `pid`.
 
-    Orphans are included if `pid` is a subreaper, as a guard is: the operating system makes the
-    subreaper the parent of an orphan.
+    Orphans are included if `pid` is a subreaper, as a guard is: it becomes their parent.
     """
     found: list[int] = []
     try:

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import BadCall
@@ -72,7 +73,7 @@ class MessageSocket:
 def pack(value: Any, *, dumps: Callable[..., bytes] = pickle.dumps, share: bool = True) -> Packed:
     """The packed `value`, pickled by `dumps`. With `share`, its large buffers are not copied."""
     buffers: list[pickle.PickleBuffer] = []
-    light = _each_tensor(value, _Tensors().lightened)
+    light = _each_tensor(value, partial(_lightened, {}))
     data = dumps(light, protocol=5, buffer_callback=buffers.append if share else None)
     return data, *buffers
 
@@ -110,28 +111,19 @@ def _tensor(array: Any, dtype: str) -> Any:
     return torch.from_numpy(writable).view(getattr(torch, dtype))
 
 
-class _Tensors:
-    """The tensors of one value as `_LightTensor`. A tensor that occurs twice is sent once."""
+def _lightened(known: dict[int, tuple[Any, _LightTensor]], tensor: Any) -> Any:
+    """`tensor` as a `_LightTensor`, the same one each time; itself if only torch can pickle it."""
+    import_whole("torch")
+    import torch
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, _LightTensor]] = {}
-
-    def lightened(self, tensor: Any) -> Any:
-        """`tensor` as a `_LightTensor`; the tensor itself if only torch can pickle it."""
-        import_whole("torch")
-        import torch
-
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.requires_grad
-        if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            return tensor
-        if id(tensor) not in self._known:
-            light = _LightTensor(_array(tensor.contiguous()), str(tensor.dtype).split(".")[1])
-            self._known[id(tensor)] = (
-                tensor,
-                light,
-            )  # the tensor is kept, so that its id stays its own
-        return self._known[id(tensor)][1]
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    is_plain = is_plain and tensor.device.type == "cpu" and not tensor.requires_grad
+    if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return tensor
+    if id(tensor) not in known:
+        light = _LightTensor(_array(tensor.contiguous()), str(tensor.dtype).split(".")[1])
+        known[id(tensor)] = tensor, light  # the tensor is kept, so that its id stays its own
+    return known[id(tensor)][1]
 
 
 def unpack(packed: Packed) -> Any:

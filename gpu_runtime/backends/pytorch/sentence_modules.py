@@ -133,9 +133,9 @@ def most_tokens(tokenizer: Any) -> int | None:
 
 
 def most_tokens_of_pair(directory: Path, tokenizer: Any) -> int | None:
-    """The most tokens of a query and a document that the reranker in `directory` reads; None if no file names a limit.
+    """The most tokens of a query and a document that the reranker in `directory` reads, if known.
 
-    Raises ValueError for a part of the files of sentence-transformers that is not implemented, as `recipe_of`.
+    Raises ValueError as `recipe_of`.
     """
     if not (directory / safetensors.MODULES_FILE).is_file():
         return most_tokens(tokenizer)

@@ -28,10 +28,7 @@ LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
 class TorchModel:
-    """A module and the places of its bytes. The PyTorch backends use it as their handle.
-
-    Users have the module itself, not this handle.
-    """
+    """A module and the places of its bytes: the handle of the PyTorch backends, not of users."""
 
     def __init__(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
