@@ -5,7 +5,6 @@
         owners/ID             with a Redis: each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
         newest                the newest revision that any process has written (revision_hint.py)
-        ballast               disk space that is freed when the disk is full
 
 `access.py` has the access rights of each file, and the place of the owners' files in a shared
 ledger.
@@ -22,14 +21,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import LedgerUnavailable
-from ..private_paths import make_directory, replace_file
+from ..private_paths import make_directory
 from .access import access_to, outsider, owners_in
 from .liveness import Life, life
 
-BALLAST_BYTES = 1 << 20
 OLD_SECONDS = 86400.0
 _BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_DRAFT = re.compile(r"\.(current-|ballast-|new-|\d+-)[0-9a-f]{8}")
+_DRAFT = re.compile(r"\.(new-|\d+-)[0-9a-f]{8}")
 _OWNER = re.compile(r"\d+\.\d+\.\d+")
 _NETWORK = frozenset(
     "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
@@ -128,34 +126,6 @@ def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
         path=str(path),
         why=why,
     )
-
-
-# Ballast
-
-
-def fill_ballast(directory: Path) -> bool:
-    """Reserves disk space in `directory`, if none is reserved. On a full disk, releases may use it.
-
-    Returns whether the space is reserved now.
-    """
-    path = directory / "ballast"
-    if path.exists():
-        return True
-    try:
-        # The bytes are random, because zeros would take no space on a file system that compresses.
-        replace_file(path, os.urandom(BALLAST_BYTES))
-        return True
-    except OSError:  # the disk is full already
-        return False
-
-
-def drop_ballast(directory: Path) -> bool:
-    """Frees the reserved disk space in `directory`. Returns False if none was reserved."""
-    try:
-        os.unlink(directory / "ballast")
-        return True
-    except OSError:  # the reserve was spent already
-        return False
 
 
 # Cleaning up

@@ -113,7 +113,6 @@ def _make_ledger(place: Path, gid: int) -> None:
         access.make_directory(made, sticky=made in sticky)
         _give_to_root(made, gid, sticky=made in sticky)
     access.make(of_this_boot)
-    files.fill_ballast(of_this_boot)
 
 
 def _serve(place: Path) -> str:

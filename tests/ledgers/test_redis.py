@@ -6,6 +6,7 @@ section of the page in a local file, its roster. A lost page is rebuilt from the
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA, Holdings, Section, Share
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.liveness import read_roster
+from gpu_runtime.ledgers.liveness import OwnerFile, read_roster
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from gpu_runtime.ledgers.redis import page as redis_page
 from gpu_runtime.ledgers.redis.page import RedisBook
@@ -282,6 +283,29 @@ def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeyp
     monkeypatch.setattr(ledger._store, "_run", lose_the_page)
     ledger.transact(decide)
     assert len(runs) == 2 and names(other) == names(ledger) == names(new_owner_here()) == ["qwen"]
+
+
+def test_on_a_full_disk_bytes_are_released_and_nothing_is_granted(
+    new_owner_here, redis, monkeypatch
+):
+    """The copy in the owner's file then claims too much, until the file can be written again."""
+    ledger, other = new_owner_here(), new_owner_here()
+    put(other)
+    put(ledger, "qwen", "llama")
+    write = OwnerFile.write_roster
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(OwnerFile, "write_roster", full)
+    put(ledger, "qwen")
+    assert names(other) == names(ledger) == ["qwen"]
+    with pytest.raises(LedgerUnavailable, match="the disk of the ledger .* is full"):
+        put(ledger, "qwen", "new")
+    redis.cli("FLUSHDB", database=redis.databases)
+    assert names(other) == ["llama", "qwen"], "from the file"
+    monkeypatch.setattr(OwnerFile, "write_roster", write)
+    assert names(ledger) == names(other) == ["qwen"], "the owner knows that it has released llama"
 
 
 def test_a_page_that_two_owners_find_gone_is_made_once(new_owner_here, redis, monkeypatch):

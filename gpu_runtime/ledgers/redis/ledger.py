@@ -124,7 +124,6 @@ class RedisLedger(NamesTeller):
         files.sweep_owners(directory, lambda: self.read().owner_ids())
         files.sweep_drafts(directory)
         files.sweep_boots(directory)
-        files.fill_ballast(directory)
 
     @property
     def path(self) -> str:

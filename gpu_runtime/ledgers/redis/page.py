@@ -149,7 +149,6 @@ class RedisBook:
         self._least_rev = 0  # the newest revision seen: a book below it is an old copy
         self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page before a write that has not succeeded yet
-        self._ballast_dropped = False
         self._agreed: tuple[Any, ...] = (None, None, None)  # facts of all owners in the roster
         self._agreed_piece = b""  # these facts, encoded
         self._server = server
@@ -242,12 +241,7 @@ class RedisBook:
         with self._lock:
             if self._page is not page or self._connection is None:
                 raise LostRace  # another thread of this process has written first
-            try:
-                self._commit(page, draft)
-            except OSError as error:
-                self._commit_without_ballast(page, draft, error)
-        if self._ballast_dropped:
-            self._ballast_dropped = not files.fill_ballast(self.directory)
+            self._commit(page, draft)
 
     def mend(self) -> None:
         """Makes the page again, unless another process has done so.
@@ -329,21 +323,6 @@ class RedisBook:
         connection, self._connection = self._connection, None
         if connection:
             connection.close()
-
-    def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
-        """Repeats a write that failed with `error`, after freeing the ballast (reserved disk space).
-
-        The ballast is only for writes that release bytes, and only for a full disk. In any other
-        case LedgerUnavailable is raised.
-        """
-        disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not disk_full or _claims_more(page.book, draft.book):
-            raise files.cannot_write(self.path, error) from error
-        self._ballast_dropped |= files.drop_ballast(self.directory)
-        try:
-            self._commit(page, draft)
-        except OSError as again:
-            raise files.cannot_write(self.path, again) from again
 
     def _take_back(self, page: Page, before: Page) -> Page:
         """Undoes a write of this owner in a rebuilt `page`; `before` is its last certain page.
@@ -658,13 +637,20 @@ class RedisBook:
 
     def _commit(self, page: Page, draft: Draft) -> None:
         self._require_small(draft.body)
-        part_changed = self._part_changed(page, draft)
+        part_changed, is_kept = self._part_changed(page, draft), True
         if part_changed:
             # The roster may differ from the page until the page is known to be written. The next
             # `look` repairs the roster.
             self._roster_doubtful = True
             self._unfinished = page
-            self._write_roster(draft.book, draft.raw, page.rev + 1)
+            try:
+                self._write_roster(draft.book, draft.raw, page.rev + 1)
+            except OSError as error:
+                # A roster that claims too much is safe, so bytes are released on a full disk too.
+                disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if not disk_full or _claims_more(page.book, draft.book):
+                    raise
+                is_kept = False
         grants = self._grants(page, draft)
         what, *seconds = self._run(
             "write",
@@ -686,8 +672,8 @@ class RedisBook:
         self._least_rev = page.rev + 1
         self._hint.record(page.name, page.rev + 1)
         if part_changed:
-            self._roster_doubtful = False
-            self._unfinished = None
+            self._roster_doubtful = not is_kept
+            self._unfinished = None if is_kept else self._page
 
     def _require_small(self, body: bytes) -> None:
         """Raises LedgerRefused if the encoded page (`body`) is larger than MOST_BYTES."""
