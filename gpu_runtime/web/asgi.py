@@ -41,15 +41,13 @@ class Asgi(RequestHandler):
         self._body_taken = False
 
     def compute_etag(self) -> None:
-        """Returns None, so that no answer has an etag. The answers change all the time."""
+        """Makes no etag, since the answers change all the time."""
 
     def on_connection_close(self) -> None:
-        """Records that the client has disconnected."""
         self._disconnected.set()
 
     async def _answer(self) -> None:
-        # If the application fails, Tornado logs the error and answers 500. If an answer has begun, Tornado closes the
-        # connection instead.
+        # If the application fails, Tornado logs the error and answers 500, or closes a connection with a begun answer.
         await self._app(self._scope(), self._receive, self._send)
         self._disconnected.set()
 
@@ -107,10 +105,9 @@ class Asgi(RequestHandler):
                 self.add_header(name.decode("latin-1"), value.decode("latin-1"))
 
     async def _until_written(self, write: asyncio.Future[None]) -> None:
-        """Returns when `write` is done, or when the client has disconnected.
+        """Returns when `write` is done, or when the client has disconnected or takes no data for too long.
 
-        Tornado drops the future of a write to a closed connection, so such a future never
-        completes. The connection is closed if the client takes no data for too long.
+        Tornado drops the future of a write to a closed connection, so such a future never completes.
         """
         if not write.done():
             await self._wait_while_taken(write)
@@ -120,9 +117,7 @@ class Asgi(RequestHandler):
             self._disconnected.set()  # `_receive` then reports the disconnection to the application
 
     async def _wait_while_taken(self, write: asyncio.Future[None]) -> None:
-        """Waits for `write` as long as the client takes data. If the client takes none for too
-        long, closes the connection.
-        """
+        """Waits for `write` as long as the client takes data, else closes the connection."""
         disconnected = asyncio.ensure_future(self._disconnected.wait())
         try:
             while not write.done() and not disconnected.done():
@@ -143,7 +138,5 @@ class Asgi(RequestHandler):
         return self.request.connection.stream  # type: ignore[union-attr]
 
     def _bytes_written(self) -> int:
-        """The number of bytes that the client's connection has taken. Tornado has no public name
-        for this number.
-        """
+        """The bytes that the client's connection has taken. Tornado has no public name for this number."""
         return self._stream()._total_write_done_index

@@ -1,7 +1,6 @@
-"""Decides which role a request has, from the credentials that the request carries.
+"""Decides which role a request has, from the credentials that the request carries. `gate.py` applies these rules.
 
-This module is pure: it reads no clock, no environment and no server. `gate.py` applies these rules
-to every request.
+This module is pure: it reads no clock, no environment and no server.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class Visitor:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """The tokens, names and roles of one server. The repr of this object, and so a traceback,
-    contains no token.
-    """
+    """The tokens, names and roles of one server. Its repr, and so a traceback, contains no token."""
 
     user: str  # the user who runs the server; the operator's token acts under this name
     operator_token: str = field(repr=False)
@@ -69,9 +66,8 @@ def role_of_tokens(
 ) -> Role | None:
     """The highest role that a request's tokens give, or None.
 
-    `authorization` is the whole header, `cookie` the value of this server's cookie, `query` the
-    value of `?token=`. Every token is compared with every known token in constant time, so the
-    duration shows nothing about the tokens.
+    `authorization` is the whole header, `cookie` the value of this server's cookie, `query` that of `?token=`. Every
+    token is compared with every known token in constant time, so the duration shows nothing about the tokens.
 
     >>> rules = AccessRules("ann", operator_token="o" * 32, viewer_token="v" * 32)
     >>> role_of_tokens(rules, authorization="Bearer " + "v" * 32), role_of_tokens(rules, query="o" * 32)
@@ -79,15 +75,13 @@ def role_of_tokens(
     >>> role_of_tokens(rules, cookie="o") is None
     True
     """
-    known_tokens = ((OPERATOR, rules.operator_token), (VIEWER, rules.viewer_token))
-    found = set()
-    for offered in (bearer(authorization), cookie, query):
-        for role, token in known_tokens:
-            if _equal(offered, token) and token:
-                found.add(role)
-    if OPERATOR in found:
-        return OPERATOR
-    return VIEWER if VIEWER in found else None
+    known: tuple[tuple[Role, str], ...] = (
+        (OPERATOR, rules.operator_token),
+        (VIEWER, rules.viewer_token),
+    )
+    offered = (bearer(authorization), cookie, query)
+    found = {role for one in offered for role, token in known if _equal(one, token) and token}
+    return next((role for role, _ in known if role in found), None)
 
 
 def bearer(authorization: str) -> str:
@@ -101,8 +95,7 @@ def bearer(authorization: str) -> str:
 
 
 def role_of_name(name: str, rules: AccessRules) -> Role | None:
-    """The role that `rules` give to a `name` that a login proved. None for an unknown name and for
-    Panel's guests.
+    """The role that `rules` give to a `name` that a login proved; None for an unknown name and for Panel's guests.
 
     >>> rules = AccessRules("ann", "", operators=frozenset({"bob"}), viewers=frozenset({"*"}))
     >>> role_of_name("bob", rules), role_of_name("eve", rules), role_of_name("guest", rules)
@@ -116,10 +109,9 @@ def role_of_name(name: str, rules: AccessRules) -> Role | None:
 
 
 def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
-    """Whether a page of this `origin` may send requests to this `host`.
+    """Whether a page of this `origin` may send requests to this `host`: it is on it, or on a host in `also`.
 
-    True if the origin is on the same host, or on a host in `also`. A wildcard in `also` matches
-    nothing. The ports must be equal too, since another port may belong to another user's server.
+    A wildcard in `also` matches nothing. The ports must be equal too, since another port may belong to another user.
 
     >>> same_origin("http://box:8211", "box:8211"), same_origin("http://box:9999", "box:8211", also=["*"])
     (True, False)
@@ -139,17 +131,13 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
 class GuessLimiter:
     """Slows down the answers to wrong tokens of one stranger (a client without a right token).
 
-    The first few refusals are sent at once, then one refusal a second, and only a few refusals may wait. A request that
-    is admitted is never delayed, so a flood of wrong tokens keeps nobody out.
+    The first `free` refusals are sent at once, then one every `seconds` by the `clock`, and at most `waiting` may wait.
+    A request that is admitted is never delayed, so a flood of wrong tokens keeps nobody out.
     """
 
     def __init__(
         self, clock: Callable[[], float], *, free: int = 5, seconds: float = 1.0, waiting: int = 10
     ) -> None:
-        """Allows `free` guesses at once, then one guess every `seconds` by this `clock`.
-
-        At most `waiting` guesses may wait.
-        """
         self._clock = clock
         self._seconds = seconds
         self._free_seconds = free * seconds
@@ -157,11 +145,7 @@ class GuessLimiter:
         self._used_until = clock()
 
     def wait_seconds(self) -> float | None:
-        """The seconds by which the answer to the next guess is delayed.
-
-        The result is None if too many answers wait already. In this case the next guess must not be
-        checked.
-        """
+        """The seconds until the next guess is answered; None: too many wait, so it must not be checked."""
         wait = max(0.0, self._used_until - self._clock() - self._free_seconds)
         return wait if wait < self._longest_wait else None
 
@@ -171,10 +155,7 @@ class GuessLimiter:
 
 
 def _equal(offered: str, token: str) -> bool:
-    """Whether `offered` and `token` are equal. The comparison takes the same time for any two values.
-
-    The digests of the two texts are compared, so the time does not depend on their lengths either.
-    """
+    """Whether `offered` and `token` are equal, compared in the same time for any two values of any lengths."""
     digests = [
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (offered, token)
     ]

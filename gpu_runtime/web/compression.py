@@ -1,9 +1,8 @@
 """Compresses the text answers of a server with gzip, if the client accepts gzip.
 
-Streams of events are not compressed, nor are answers of less than a kilobyte.
-
-Compressed files are kept in memory, so that the scripts of the console are compressed once for all
-visitors. Without compression, the first page of the console transferred 4.6 MB.
+Streams of events are not compressed, nor are answers of less than a kilobyte. Compressed files are kept in memory, so
+that the scripts of the console are compressed once for all visitors. Without compression, its first page transferred
+4.6 MB.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Compression(GZipContentEncoding):
     def transform_first_chunk(
         self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
     ) -> tuple[int, HTTPHeaders, bytes]:
-        """The status, the headers and the first part of the compressed answer."""
         # Only an answer that sends a file has both headers. Its etag is a digest of the file's content.
         etag = headers.get("Etag", "") if "Last-Modified" in headers else ""
         if self._gzipping and status_code == 200 and etag in _kept:
@@ -46,7 +44,6 @@ class Compression(GZipContentEncoding):
         return super().transform_first_chunk(status_code, headers, chunk, finishing)
 
     def transform_chunk(self, chunk: bytes, finishing: bool) -> bytes:
-        """The next part of the compressed answer."""
         if self._from_memory:
             return b""  # the first part was the whole answer
         part = super().transform_chunk(chunk, finishing)
@@ -61,9 +58,7 @@ class Compression(GZipContentEncoding):
 
 
 def _keep(etag: str, content: bytes) -> None:
-    """Keeps the compressed `content` of a file, and drops the files that were not requested for the
-    longest time.
-    """
+    """Keeps the compressed `content` of a file, and drops the least recently requested ones."""
     _kept[etag] = content
     while sum(map(len, _kept.values())) > MOST_KEPT_BYTES:
         _kept.popitem(last=False)

@@ -1,5 +1,4 @@
-"""Limits the connections that strangers may open to a server, and closes connections that stay idle
-for long.
+"""Limits the connections that strangers may open to a server, and closes connections that stay idle for long.
 
 A stranger is a user of this machine, or an address of another machine. A connection counts as the stranger's until the
 gate has admitted a request on it. On a shared machine all users have the same address, so the operating system is asked
@@ -41,9 +40,7 @@ class Connections:
     """Accepts the connections of one Tornado server. Closes a new connection if too many are open."""
 
     def __init__(self, http: HTTPServer) -> None:
-        """Takes over the listening sockets of `http`. Also raises this process's limit of open
-        files.
-        """
+        """Takes over the listening sockets of `http`. Also raises this process's limit of open files."""
         self._http = http
         self._most = max(1, raise_file_limit() - RESERVED_FILES)
         self._strangers: dict[IOStream, str] = {}  # each open connection, and who opened it
@@ -63,13 +60,11 @@ class Connections:
         return len(self._strangers)
 
     def stranger(self, stream: Any) -> str:
-        """The stranger who opened the connection `stream`: `uid 1000` or an address; "" if the
-        stranger is not known.
-        """
+        """Who opened the connection `stream`: `uid 1000` or an address; "" if not known."""
         return self._strangers.get(stream, "")
 
     def admit(self, stream: Any) -> None:
-        """Records that the request on `stream` was admitted. The connection no longer counts as a stranger's."""
+        """Records that the request on `stream` was admitted: it counts as a stranger's no longer."""
         who = self._strangers.get(stream)
         if who is not None and stream not in self._admitted:
             self._admitted.add(stream)
@@ -101,18 +96,15 @@ class Connections:
             del self._unadmitted[who]
 
     def _accept_on(self, listening: socket.socket) -> Callable[[], None]:
-        """Starts to accept connections on the socket `listening`. Returns a function that stops
-        accepting.
+        """Accepts connections on the socket `listening`. Returns a function that stops this.
 
-        Tornado's own function for this raises an error when this process can open no more files.
-        The event loop then logs the error and calls Tornado's function again at once. That took
-        83 % of a core and wrote 3.8 MB of log a second.
+        Tornado's own function raises an error when this process can open no more files. The event loop then logs the
+        error and calls it again at once. That took 83 % of a core and wrote 3.8 MB of log a second.
         """
         loop = IOLoop.current()
         paused: list[object] = []  # during a pause, the timer that ends it
 
         def accept(fd: Any, events: int) -> None:
-            """Accepts the connections that wait; pauses if this process can open no more files."""
             for _ in range(MOST_ACCEPTED):
                 try:
                     connection, address = listening.accept()
@@ -145,18 +137,14 @@ class Connections:
 
 
 class PerStranger(Generic[Kept]):
-    """Holds one value for each stranger, made at the first use. The least recently used values are
-    dropped.
-    """
+    """One value for each stranger, which `make` returns at its first use; the `most` recently used ones."""
 
     def __init__(self, make: Callable[[], Kept], most: int = 1024) -> None:
-        """Keeps at most `most` values that `make` returns."""
         self._make = make
         self._most = most
         self._values: OrderedDict[str, Kept] = OrderedDict()
 
     def of(self, stranger: str) -> Kept:
-        """The value of this `stranger`."""
         if stranger not in self._values:
             self._values[stranger] = self._make()
             if len(self._values) > self._most:
@@ -166,10 +154,10 @@ class PerStranger(Generic[Kept]):
 
 
 def stranger_of(connection: socket.socket, address: Any) -> str:
-    """The stranger who opened `connection`: a user of this machine as `uid 1000`, or the host in `address`.
+    """The stranger who opened `connection`: a user of this machine as `uid 1000`, or the host in `address`, the
+    client's.
 
-    `address` is the address of the client. An IPv6 address is returned as its network of 64 bits: one
-    machine may have all addresses of such a network, so they count as one stranger.
+    An IPv6 address counts as its network of 64 bits, since one machine may have all addresses of it.
     """
     uid = user_of_client(connection)
     if uid is not None:

@@ -1,8 +1,7 @@
 """Lets pages of other origins send requests, if the operator allows these origins.
 
-A request of another origin needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or
-a token in the URL, does not count. So a page of another origin can use only a token that it was
-given.
+A request of another origin needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or a token in the
+URL, does not count. So a page of another origin can use only a token that it was given.
 """
 
 from __future__ import annotations
@@ -46,21 +45,11 @@ def allows(origins: Collection[str], origin: str) -> bool:
     return origin.lower() in origins or ANY in origins
 
 
-def set_headers(handler: RequestHandler, origin: str) -> None:
-    """Permits the page of this `origin` to read the answer of `handler`."""
-    handler.set_header("Access-Control-Allow-Origin", origin)
-    handler.set_header("Access-Control-Expose-Headers", READABLE)
-    handler.set_header("Vary", "Origin")
-
-
 class PreflightHandler(RequestHandler):
-    """Answers a browser's preflight request, which asks whether a page may send a request.
-
-    A preflight request needs no token.
-    """
+    """Answers a browser's request, which needs no token, whether a page may send a request."""
 
     def initialize(self, gate: object) -> None:
-        """Ignores the `gate`, which all handlers of the gate receive."""
+        """All handlers of the gate receive the `gate`."""
 
     def options(self) -> None:
         """Permits the methods of this server, and the headers that the browser's request names."""

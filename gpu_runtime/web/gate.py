@@ -1,14 +1,13 @@
-"""The gate of a server. The gate checks every request before the request's route is looked up.
+"""The gate of a server. It checks every request before the request's route is looked up.
 
-The gate removes the credentials from the request, so no handler, page or log sees them. It admits
-or refuses the request, and stores the visitor in `request.visitor`. This module depends only on
-Tornado. `gpu_panels.panel_gate` adds the parts that depend on Panel.
+It removes the credentials from the request, so no handler, page or log sees them. It admits or refuses the request,
+and stores the visitor in `request.visitor`. This module depends only on Tornado. `gpu_panels.panel_gate` adds the parts
+that depend on Panel.
 
-A browser sends a cookie to every port of the host. So it would send this server's cookie to another
-user's server on the same host, if that user could guess the cookie's path. Therefore the gate
-redirects a browser to a *lane*: a path that only holders of a token can know. The cookie is valid
-for the lane only. The lane and the cookies are derived from the tokens. So a page stays open over a
-restart of the server with the same token. With a new token, the lane and the cookies are new.
+A browser sends a cookie to every port of the host. So it would send this server's cookie to another user's server on
+the same host, if that user could guess the cookie's path. Therefore the gate redirects a browser to a *lane*: a path
+that only holders of a token can know. The cookie is valid for the lane only. The lane and the cookies are derived from
+the tokens. So a page stays open over a restart of the server with the same token, and not with a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import os
 import posixpath
 import re
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +31,7 @@ from tornado.routing import ReversibleRouter
 from tornado.web import RequestHandler
 from tornado.websocket import WebSocketHandler
 
+from ..tcp_sockets import user_of_client
 from . import auth, cors, login
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
 from .compression import Compression
@@ -91,9 +90,7 @@ class Gate(ReversibleRouter):
     def __init__(
         self, app: Any, rules: AccessRules, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """The gate of `app` under these `rules`. `clock` returns seconds, and is used to limit
-        guesses of tokens.
-        """
+        """The gate of `app` under these `rules`. The `clock`, in seconds, limits guesses of tokens."""
         self.rules = rules
         self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = _derived(rules.operator_token, "lane")[:22]
@@ -115,13 +112,10 @@ class Gate(ReversibleRouter):
         )
 
     def reverse_url(self, name: str, *args: Any) -> str | None:
-        """The URL of the route called `name`, filled with `args`."""
         return self._routes.reverse_url(name, *args)
 
     def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
-        """The handler of the route if `request` is admitted. If not, a handler that refuses the
-        request.
-        """
+        """The handler of the route if `request` is admitted, else one that refuses it."""
         credentials = self._take_credentials(request)
         request.visitor = None
         allowed = self._has_allowed_origin(request)
@@ -140,12 +134,7 @@ class Gate(ReversibleRouter):
         return self._admit(request, credentials)
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role that the typed `token` gives, and the seconds by which the answer to `request`
-        is delayed.
-
-        Only the answer to a wrong token is delayed. If too many answers wait already, the seconds
-        are None.
-        """
+        """The role of the typed `token`, and the seconds until a wrong one is answered (None: too many wait)."""
         role = auth.role_of_tokens(self.rules, query=token)
         return role, 0.0 if role else self._counted(self.guesses, request)
 
@@ -174,12 +163,13 @@ class Gate(ReversibleRouter):
         return set()
 
     def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
-        """Whether this `visitor` may open the websocket that `request` names. True, unless a subclass refuses."""
+        """Whether this `visitor` may open the websocket that `request` names."""
         return True
 
     def _admit(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        uid = peer_uid(request)
-        if uid is not None and uid == os.getuid():
+        sock = getattr(getattr(request.connection, "stream", None), "socket", None)
+        is_local = sock is not None and sock.family == socket.AF_UNIX
+        if is_local and user_of_client(sock) == os.getuid():
             return self._let_in(request, self.rules.visitor(OPERATOR))
         return self._admit_by_token(request, credentials)
 
@@ -230,9 +220,7 @@ class Gate(ReversibleRouter):
     def _counted(
         self, limits: PerStranger[GuessLimiter], request: HTTPServerRequest
     ) -> float | None:
-        """Counts a refused `request`. Returns the seconds by which its answer is delayed, or None
-        if too many answers wait.
-        """
+        """Counts a refused `request`. Returns the seconds by which its answer is delayed; None if too many wait."""
         limiter = limits.of(self._stranger(request))
         wait = limiter.wait_seconds()
         if wait is not None:
@@ -240,23 +228,20 @@ class Gate(ReversibleRouter):
         return wait
 
     def _stranger(self, request: HTTPServerRequest) -> str:
-        """The stranger who sent `request`. The result is empty if the server does not limit its connections."""
+        """The stranger who sent `request`; "" if the server does not limit its connections."""
         stream = getattr(request.connection, "stream", None)
         return self.connections.stranger(stream) if self.connections is not None else ""
 
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
         """Whether `request` may be answered: no web page sent it, or a page whose origin is allowed.
 
-        Removes the headers that name the origin, so that Bokeh does not check the origin again:
-        Bokeh's own list of hosts lacks the addresses of SSH tunnels and proxies. Sets
-        `request.cors_origin` to the page's origin if GPU_SERVE_CORS is the only reason why the page
-        is allowed, else to "".
+        Removes the headers that name the origin, so that Bokeh does not check it again: Bokeh's own list of hosts lacks
+        the addresses of SSH tunnels and proxies. Sets `request.cors_origin` to the page's origin if GPU_SERVE_CORS is
+        the only reason why the page is allowed, else to "".
         """
         request.cors_origin = ""
-        origins = []
-        for name in ("Origin", "Sec-Websocket-Origin"):
-            if name in request.headers:
-                origins.append(request.headers.pop(name))
+        names = [name for name in ("Origin", "Sec-Websocket-Origin") if name in request.headers]
+        origins = [request.headers.pop(name) for name in names]
         allowed = self.allowed_origins()
         foreign = [name for name in origins if not auth.same_origin(name, request.host, allowed)]
         if not foreign:
@@ -316,14 +301,10 @@ class Gate(ReversibleRouter):
         return self._app.get_handler_delegate(request, harden(handler), {"gate": self, **options})
 
     def _path_by_lane(self, request: HTTPServerRequest) -> str:
-        """The URL, below the lane, of the page that `request` names. The URL is relative, since a
-        proxy may add a prefix.
-        """
+        """The URL, below the lane, of the page that `request` names. It is relative, since a proxy may add a prefix."""
         here = request.path.removeprefix(self.prefix)
-        known = self._routes.find_handler(request) is not None
-        there = (
-            here if known else self.home
-        )  # a path with the lane of an earlier token is also unknown
+        # A path with the lane of an earlier token is unknown too.
+        there = here if self._routes.find_handler(request) is not None else self.home
         if not here:  # the request's path is the prefix without its slash
             up = posixpath.basename(self.prefix) + "/"
         else:
@@ -335,16 +316,12 @@ class Gate(ReversibleRouter):
     # -- credentials
 
     def _take_credentials(self, request: HTTPServerRequest) -> Credentials:
-        """Removes the credentials from `request`, and the lane from the request's path. Returns the
-        credentials.
-        """
+        """Removes the credentials from `request`, and the lane from its path. Returns the credentials."""
         sent_cookies = request.headers.get("Cookie", "")
         authorization = request.headers.get("Authorization", "")
         if not authorization and "X-Api-Key" in request.headers:  # as Anthropic's clients send it
             authorization = f"Bearer {request.headers['X-Api-Key']}"
-        if (
-            not self.keeps_cookies
-        ):  # the header includes other servers' cookies, which Bokeh would show
+        if not self.keeps_cookies:  # Bokeh would show other servers' cookies too
             request.headers.pop("Cookie", None)
         for name in REMOVED_HEADERS:
             request.headers.pop(name, None)
@@ -357,11 +334,7 @@ class Gate(ReversibleRouter):
         )
 
     def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
-        """Removes tokens from the `query` of `request`, and masks other secrets there. Returns the
-        last token in the query, or "".
-
-        `query` is the query as text.
-        """
+        """Removes tokens from the `query` of `request`, and masks other secrets there. Returns the last token."""
         pairs = parse_qsl(query, keep_blank_values=True)
         kept = [
             (name, MASKED if SECRET_IN_QUERY.fullmatch(name) else value)
@@ -376,9 +349,7 @@ class Gate(ReversibleRouter):
         return tokens[-1] if tokens else ""
 
     def _take_lane(self, request: HTTPServerRequest, path: str) -> bool:
-        """Sets the path of `request` to `path` without the lane. Returns whether `path` contains
-        the lane.
-        """
+        """Sets the path of `request` to `path` without the lane. Returns whether `path` contains the lane."""
         rest = path.removeprefix(self.prefix)
         by_lane = path.startswith(self.prefix) and rest.startswith(f"/{self.lane}/")
         request.path = self.prefix + rest[len(self.lane) + 1 :] if by_lane else path
@@ -387,9 +358,7 @@ class Gate(ReversibleRouter):
 
 
 def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
-    """Returns the gate of the Tornado application `app`. If `app` has no gate, installs a new gate
-    of the class `gate_class`.
-    """
+    """The gate of the Tornado application `app`, which is made with `gate_class` at the first call."""
     gate = app.settings.get(COOKIE)
     if gate is None:
         gate = app.settings[COOKIE] = gate_class(app, rules)
@@ -431,34 +400,20 @@ def _is_probe(request: HTTPServerRequest) -> bool:
     return is_here and not is_websocket(request) and "X-Forwarded-For" not in request.headers
 
 
-def peer_uid(request: HTTPServerRequest) -> int | None:
-    """The user id of the client of a Unix socket, as the kernel reports it.
-
-    The result is None if `request` came over the network, or the platform cannot report it.
-    """
-    sock = getattr(getattr(request.connection, "stream", None), "socket", None)
-    if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
-        return None
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return uid
-
-
 @functools.cache
 def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
-    """A subclass of `handler`. The headers of its answers allow a page to load things only from
-    this server. It answers HEAD as it does GET.
-    """
+    """A subclass of `handler`, whose headers allow a page to load things only from this server. HEAD is as GET."""
 
     def set_default_headers(self: RequestHandler) -> None:
-        """Sets the headers that restrict the browser."""
         super(hardened, self).set_default_headers()
         for name, value in HEADERS.items():
             self.set_header(name, value)
         self.clear_header("Access-Control-Allow-Origin")
         self.clear_header("Access-Control-Allow-Credentials")
         if getattr(self.request, "cors_origin", ""):
-            cors.set_headers(self, self.request.cors_origin)
+            self.set_header("Access-Control-Allow-Origin", self.request.cors_origin)
+            self.set_header("Access-Control-Expose-Headers", cors.READABLE)
+            self.set_header("Vary", "Origin")
 
     members: dict[str, Any] = {"set_default_headers": set_default_headers}
     if issubclass(handler, WebSocketHandler):
@@ -478,8 +433,7 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
 def _derived(token: str, purpose: str) -> str:
     """A text of 43 characters for this `purpose`, from which the `token` cannot be found.
 
-    A token may be as short as 16 characters. So scrypt makes each guess of a token cost 16 MiB and
-    some 50 ms (RFC 7914).
+    A token may be as short as 16 characters, so scrypt makes each guess cost 16 MiB and some 50 ms (RFC 7914).
     """
     salt = f"gpu-console {purpose}".encode()
     key = hashlib.scrypt(token.encode(), salt=salt, n=2**14, r=8, p=1, dklen=32)
@@ -487,10 +441,5 @@ def _derived(token: str, purpose: str) -> str:
 
 
 def _own_cookies(sent: str) -> tuple[str, ...]:
-    """All values of this server's cookie in `sent`, a Cookie header."""
-    values = []
-    for part in sent.split(";"):
-        parsed = parse_cookie(part)
-        if COOKIE in parsed:
-            values.append(parsed.get(COOKIE, ""))
-    return tuple(values)
+    parsed = map(parse_cookie, sent.split(";"))
+    return tuple(found[COOKIE] for found in parsed if COOKIE in found)

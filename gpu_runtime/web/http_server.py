@@ -1,8 +1,8 @@
-"""Runs one server behind the gate until the process is interrupted.
+"""Runs one server behind the gate until the process is interrupted: its address, its URL, its log, and its end.
 
-This module handles the server's address, its URL, its log, and its end.
 The caller makes the server: `gpu_runtime.serving.server` makes a plain Tornado server, and `gpu_panels.server` makes
-one with the console's page.
+one with the console's page. A Unix socket is one that only its owner can reach. It is only as private as the
+directories above it: a user who may rename one of them can replace the socket.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -29,9 +30,8 @@ from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
 
 from ..errors import GpuError
-from ..private_paths import make_directory, state_home
+from ..private_paths import make_directory, state_home, weak_step
 from ..settings import Settings, masked
-from . import sockets
 from .auth import AccessRules, Visitor
 
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
@@ -60,9 +60,7 @@ class Service:
     # without waiting for this function.
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
-    close: Callable[[], Awaitable[None]] | None = (
-        None  # runs at the end, in the server's event loop
-    )
+    close: Callable[[], Awaitable[None]] | None = None  # runs at the end, in the event loop
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,12 @@ def run(
     read_only: bool = False,
     browser: bool = False,
 ) -> None:
-    """Serves `service` until the process is interrupted, and prints the URL to open.
+    """Serves `service` until the process is interrupted, and prints the URL to open. Raises GpuError if it cannot
+    listen.
 
-    Raises GpuError if the server cannot listen.
-
-    `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`.
-    Without a `port`, it uses the service's default port; 0 means any free port. With `read_only` no
-    visitor may act. With `browser` a browser opens the URL.
+    `make_server` makes the server. It listens on `socket_path`, else on `port` of `host`. Without a `port`, it uses the
+    service's default port; 0 means any free port. With `read_only` no visitor may act. With `browser` a browser opens
+    the URL.
     """
     rules = access_rules(read_only=read_only)
     rules = replace(rules, cors=service.cors, key_visitor=service.key_visitor)
@@ -138,11 +135,10 @@ def run(
 
 
 def access_rules(*, read_only: bool = False) -> AccessRules:
-    """The access rules from the settings. If the settings have no operator's token, a new token is
-    made.
+    """The access rules from the settings, with a new operator's token if the settings have none.
 
-    No visitor may act if `read_only` or the setting GPU_CONSOLE_READ_ONLY is true. Raises GpuError
-    for an invalid setting.
+    No visitor may act if `read_only` or the setting GPU_CONSOLE_READ_ONLY is true. Raises GpuError for an invalid
+    setting.
     """
     settings = Settings.load()
     operator = settings.gpu_console_token
@@ -173,11 +169,10 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """The text to print for the URL `address`, and a file to remove when the server ends, or None.
+    """The text to print for the URL `address`, and a file to remove when the server ends, or None. Raises OSError.
 
-    `address` contains a token. The text contains the token only on a terminal. Output to a file or
-    a pipe may be read by other people. So in such output the text names a file of mode 0600 that
-    has the URL. Raises OSError.
+    `address` contains a token, which is printed only on a terminal. Output to a file or a pipe may be read by other
+    people, so it names a file of mode 0600 that has the URL.
     """
     if sys.stdout.isatty():
         return address, None
@@ -191,10 +186,7 @@ def printable_address(address: str) -> tuple[str, Path | None]:
 
 
 def mask_logs() -> None:
-    """Masks tokens in Tornado's logs, and limits the lines of LIMITED_LOGS.
-
-    Without the mask, a request that did not reach the gate would be logged with its token.
-    """
+    """Limits the lines of LIMITED_LOGS. Masks tokens, which requests that did not reach the gate would show."""
     for name in LIMITED_LOGS:
         log = logging.getLogger(name)
         if any(isinstance(known, LineLimit) for known in log.filters):
@@ -205,19 +197,16 @@ def mask_logs() -> None:
 
 
 class LineLimit(logging.Filter):
-    """Leaves out lines of a log once there are too many, so that no stranger can fill a disk."""
+    """Leaves out lines of a log after LINES_AT_ONCE and LINES_A_SECOND, so that no stranger can fill a disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Allows LINES_AT_ONCE lines at once, then LINES_A_SECOND. `clock` returns seconds."""
         super().__init__()
         self._clock = clock
         self._left, self._at = float(LINES_AT_ONCE), clock()
         self._omitted = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line of `record` is written. A written line includes how many lines before it
-        were left out.
-        """
+        """Whether the line of `record` is written. It then includes how many lines before it were left out."""
         now = self._clock()
         self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_A_SECOND)
         self._at = now
@@ -233,11 +222,10 @@ class LineLimit(logging.Filter):
 
 
 def open_browser(address: str) -> Path | None:
-    """Opens `address` in a browser. Returns the file that redirects the browser, or None if there
-    is no screen.
+    """Opens `address` in a browser. Returns the file that redirects the browser, or None if there is no screen.
 
-    The file has mode 0600. If the browser got the address directly, every user of this machine
-    could read the token on the browser's command line.
+    The file has mode 0600. If the browser got the address directly, every user of this machine could read the token on
+    its command line.
     """
     has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if not has_screen and sys.platform != "darwin":
@@ -260,10 +248,9 @@ def bound(
     port: int | None,
     socket_path: str | None,
 ) -> tuple[WebServer, Address]:
-    """A server that listens, and its address.
+    """A server that listens, and its address. Raises GpuError if the server cannot listen.
 
     If `port` is None or 0 and another process takes the chosen port first, another port is chosen.
-    Raises GpuError if the server cannot listen.
     """
     attempts_left = BIND_ATTEMPTS if not port and socket_path is None else 1
     while True:
@@ -281,16 +268,14 @@ def _free_address(
     service: Service, host: str, port: int | None, socket_path: str | None
 ) -> Address:
     if socket_path is not None:
-        return Address(host, 0, sockets.prepare(socket_path))
+        return Address(host, 0, prepare(socket_path))
     first = service.default_port if port is None else port
     tries = service.ports_tried if port is None else 1
-    return Address(host, sockets.free_port(host, first, tries, service.command))
+    return Address(host, free_port(host, first, tries, service.command))
 
 
 def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[str, Path | None]:
-    """Prints the address of the server. Returns its URL ("" on a Unix socket), and the file that has
-    the URL, or None.
-    """
+    """Prints the address of the server. Returns its URL ("" on a Unix socket), and the file that has it, or None."""
     if address.socket_path is not None:
         print(
             f"{service.name} listens on {address.socket_path}, for {rules.user} alone.", flush=True
@@ -309,14 +294,10 @@ def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[s
 
 
 def _handle_signals(loop: IOLoop, service: Service) -> None:
-    """Ends the `loop` at SIGTERM, after `service.drain`. Ends it at once at a second SIGTERM.
-
-    SIGHUP calls `service.reload`. On a terminal, SIGHUP ends the server as usual.
-    """
+    """Ends the `loop` at SIGTERM, after `drain`; at once at a second one. SIGHUP reloads, but not on a terminal."""
     draining: list[asyncio.Task[None]] = []
 
     def end() -> None:
-        """Begins to drain the service, or stops the loop."""
         if service.drain is None or draining:
             loop.stop()
             return
@@ -331,10 +312,7 @@ def _handle_signals(loop: IOLoop, service: Service) -> None:
 
 
 async def _close(closing: Awaitable[None]) -> None:
-    """Closes the service, and cancels tasks that still run, such as calls of waiting clients.
-
-    The threads of these tasks would keep the process alive.
-    """
+    """Closes the service, and cancels tasks that still run: their threads would keep the process alive."""
     await closing
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
@@ -344,10 +322,7 @@ async def _close(closing: Awaitable[None]) -> None:
 
 
 def _log_unless_browser_left(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs the error in `context`, unless a browser has disconnected during a write.
-
-    A browser may disconnect at any time. Without this function, a traceback would be logged each time.
-    """
+    """Logs the error in `context`, unless a browser has disconnected during a write, as it may."""
     if not isinstance(context.get("exception"), WebSocketClosedError):
         loop.default_exception_handler(context)
 
@@ -361,3 +336,89 @@ def _mask_record(record: logging.LogRecord) -> bool:
 def _names(text: str | None) -> frozenset[str]:
     names = (name.strip() for name in (text or "").split(","))
     return frozenset(name for name in names if name)
+
+
+MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
+
+
+def prepare(path: str) -> Path:
+    """Prepares the place for a socket, and returns the absolute `path`.
+
+    A missing directory is made with mode 0700, and the socket of a server that has ended is removed. Raises GpuError if
+    another user can enter the directory, or if `path` is the socket of a running server or no socket.
+    """
+    place = Path(os.path.abspath(path))
+    length = len(os.fsencode(place))
+    if length > MAX_PATH_BYTES:
+        most = f"it has {length} bytes; {MAX_PATH_BYTES} are the most."
+        raise GpuError(f"{place} is too long for a socket: {most}")
+    try:
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise GpuError(f"{place.parent} cannot be made ({error.strerror}).") from None
+    _check_directories(place.parent)
+    _remove_old_socket(place)
+    return place
+
+
+def free_port(host: str, port: int, tries: int, command: str = "gpu console") -> int:
+    """The first free of `tries` ports from `port` on; any if that is 0. Raises GpuError, which advises `command`."""
+    last_error: OSError | None = None
+    for candidate in range(port, port + tries):
+        try:
+            return _try_to_bind(host, candidate)
+        except OSError as error:
+            last_error = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    assert last_error is not None
+    if last_error.errno == errno.EADDRINUSE:
+        raise GpuError(f"port {port} of {host} is in use. Take another:  {command} --port N")
+    raise GpuError(f"nothing can listen on {host}, port {port} ({last_error.strerror}).")
+
+
+def _try_to_bind(host: str, port: int) -> int:
+    """Binds `port` (0: the system chooses one) and releases it. Returns the port. Raises OSError."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
+        return int(trial.getsockname()[1])
+
+
+def _check_directories(directory: Path) -> None:
+    """Raises GpuError if another user can enter `directory`, or can replace a directory above it."""
+    about = os.stat(directory)
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise GpuError(
+            f"a socket needs a directory that is yours alone (mode 0700), and {directory} is not. "
+            f"Make one:  mkdir -m 700 DIR      then:  --socket DIR/socket"
+        )
+    weak = weak_step(directory)
+    if weak:
+        raise GpuError(f"a socket in {directory} could be replaced by others: {weak}.")
+
+
+def _remove_old_socket(place: Path) -> None:
+    """Removes the socket at `place`. Raises GpuError if a server listens on it, or if it is no socket."""
+    try:
+        about = os.lstat(place)
+    except FileNotFoundError:  # nothing to remove
+        return
+    if not stat.S_ISSOCK(about.st_mode):
+        raise GpuError(f"{place} exists and is no socket; it is left as it is.")
+    if _server_listens(place):
+        raise GpuError(f"a server listens on {place} already.")
+    place.unlink(missing_ok=True)
+
+
+def _server_listens(place: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as trial:
+        trial.settimeout(1.0)
+        try:
+            trial.connect(os.fspath(place))
+        except (ConnectionRefusedError, FileNotFoundError):  # its server has ended
+            return False
+        except OSError:
+            pass  # a server listens and is busy
+    return True

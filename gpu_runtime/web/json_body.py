@@ -8,10 +8,8 @@ from typing import Any
 
 
 def parsed(data: bytes) -> Any:
-    """The JSON value in `data`.
-
-    Raises ValueError with a sentence: for bytes that are not UTF-8, for NaN and numbers beyond those of
-    a double, for half a surrogate pair, and for deep nesting.
+    """The JSON value in `data`. Raises ValueError with a sentence: for bytes that are not UTF-8, for NaN and numbers
+    beyond those of a double, for half a surrogate pair, and for deep nesting.
     """
     try:
         text = data.decode()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import html
-from typing import Any, Protocol
+from typing import Any
 
-from tornado.httputil import HTTPServerRequest
 from tornado.web import RequestHandler, stream_request_body
 
 from .auth import Role
@@ -38,29 +37,15 @@ _FORM = """<form method="post">
 <button>Open</button></form>"""
 
 
-class TokenChecker(Protocol):
-    """The part of the gate that these handlers use."""
-
-    def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role of the `token` typed in `request`, and the seconds by which the answer to a
-        wrong token is delayed.
-        """
-
-    def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
-        """Answers through `handler` with the cookie of `role` and a redirect to the requested page."""
-
-
 def page(text: str, *, form: bool) -> str:
-    """An HTML page with one sentence, `text`. If `form` is true, the page has a field for the
-    token.
-    """
+    """An HTML page with one sentence, `text`; with `form`, also with a field for the token."""
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>GPU console</title>
 <meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>
 <body><main><h1>GPU console</h1><p>{html.escape(text)}</p>{_FORM if form else ""}</main></body></html>"""
 
 
 def as_json(text: str, status: int) -> dict[str, Any]:
-    """The error body with the sentence `text` and the HTTP `status`, in the format that OpenAI's clients read."""
+    """The error with the sentence `text` and the HTTP `status`, in the format that OpenAI's clients read."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": text, "type": kind, "code": None, "param": None}}
 
@@ -69,13 +54,9 @@ class RefusalHandler(RequestHandler):
     """Refuses the request. If the answer has a form, the visitor can type a token in it."""
 
     def initialize(
-        self, gate: TokenChecker, status: int, text: str, form: bool = False, wait: float = 0.0
+        self, gate: Any, status: int, text: str, form: bool = False, wait: float = 0.0
     ) -> None:
-        """Sets the `status` and the `text` of the answer. The answer is sent after `wait` seconds,
-        to slow down guesses.
-
-        With `form` the page has a field for a token, which `gate` checks.
-        """
+        """Sends `status` and `text` after `wait` seconds; with a `form` for a token, which `gate` checks."""
         self._gate = gate
         self._status = status
         self._text = text
@@ -88,7 +69,6 @@ class RefusalHandler(RequestHandler):
             await self._refuse(self._status, self._text, self._wait)
 
     async def post(self) -> None:
-        """Checks the typed token."""
         role, wait = self._gate.try_token(self.request, self.get_body_argument("token", ""))
         if role:
             self._gate.redirect_inside(self, role)
@@ -117,15 +97,12 @@ class RefusalHandler(RequestHandler):
 class TooLargeHandler(RefusalHandler):
     """Refuses a request that announces a too large body.
 
-    If the client sends the body without waiting for `100 Continue`, the server reads and discards
-    the body. If the server closed the connection instead, the client would not read the reason of
-    the refusal.
+    If the client sends the body without waiting for `100 Continue`, the body is read and discarded. If the server
+    closed the connection instead, the client would not read the reason of the refusal.
     """
 
     async def prepare(self) -> None:
-        """Refuses the request before its body is sent, if the client waits for permission to send
-        the body.
-        """
+        """Refuses a client that waits for permission to send the body."""
         if self.request.headers.get("Expect", "").lower() == "100-continue":
             await super().prepare()
 
@@ -140,15 +117,13 @@ class TooLargeHandler(RefusalHandler):
 
 
 class RedirectHandler(RequestHandler):
-    """Redirects a request with a token in its URL to the same page without the token."""
+    """Redirects a request with a token in its URL, which gave the `role`, to the same page without it."""
 
-    def initialize(self, gate: TokenChecker, role: Role) -> None:
-        """Sets the `gate`, which makes the redirect, and the `role` that the token gave."""
+    def initialize(self, gate: Any, role: Role) -> None:
         self._gate = gate
         self._role = role
 
     def get(self) -> None:
-        """Sets the cookie and redirects."""
         self._gate.redirect_inside(self, self._role)
 
     head = get

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_runtime.errors import GpuError
-from gpu_runtime.web import http_server, sockets
+from gpu_runtime.web import http_server
 from tests.faces.served import OPERATORS, free_port
 
 
@@ -22,12 +22,12 @@ def mine(tmp_path):
 def test_a_new_directory_is_private(mine):
     before = os.umask(0)
     try:
-        assert sockets.prepare(str(mine / "new" / "s")) == mine / "new" / "s"
+        assert http_server.prepare(str(mine / "new" / "s")) == mine / "new" / "s"
     finally:
         os.umask(before)
     assert stat.S_IMODE((mine / "new").stat().st_mode) == 0o700
     with pytest.raises(GpuError, match="107 are the most"):
-        sockets.prepare(str(mine / ("x" * 120)))
+        http_server.prepare(str(mine / ("x" * 120)))
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
@@ -35,7 +35,7 @@ def test_a_directory_that_others_may_enter_is_refused(mine, mode):
     (mine / "open").mkdir()
     (mine / "open").chmod(mode)
     with pytest.raises(GpuError, match=r"yours alone \(mode 0700\)"):
-        sockets.prepare(str(mine / "open" / "s"))
+        http_server.prepare(str(mine / "open" / "s"))
 
 
 def test_a_directory_that_others_could_replace_is_refused(mine):
@@ -45,12 +45,12 @@ def test_a_directory_that_others_could_replace_is_refused(mine):
     inner.chmod(0o700)
     (mine / "shared").chmod(0o777)
     with pytest.raises(GpuError, match="could be replaced by others: .*shared can be changed"):
-        sockets.prepare(str(inner / "s"))
+        http_server.prepare(str(inner / "s"))
     (mine / "link").symlink_to(inner)
     with pytest.raises(GpuError, match="could be replaced by others"):
-        sockets.prepare(str(mine / "link" / "s"))
+        http_server.prepare(str(mine / "link" / "s"))
     (mine / "shared").chmod(0o1777)  # like /tmp: a user cannot rename another user's files
-    assert sockets.prepare(str(inner / "s"))
+    assert http_server.prepare(str(inner / "s"))
 
 
 def test_an_existing_file_or_server_is_not_replaced(mine):
@@ -59,13 +59,13 @@ def test_an_existing_file_or_server_is_not_replaced(mine):
     (mine / "link").symlink_to(mine / "elsewhere")
     for name in ("file", "link"):
         with pytest.raises(GpuError, match="exists and is no socket"):
-            sockets.prepare(str(mine / name))
+            http_server.prepare(str(mine / name))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(mine / "live"))
         listening.listen()
         with pytest.raises(GpuError, match="a server listens on .*live already"):
-            sockets.prepare(str(mine / "live"))
-    assert sockets.prepare(str(mine / "live")) and not (mine / "live").exists()
+            http_server.prepare(str(mine / "live"))
+    assert http_server.prepare(str(mine / "live")) and not (mine / "live").exists()
     assert (mine / "file").read_text() == "precious"
 
 
@@ -75,12 +75,12 @@ def test_the_first_free_port_is_used_unless_one_was_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert sockets.free_port("127.0.0.1", port, tries=50) > port
+        assert http_server.free_port("127.0.0.1", port, tries=50) > port
         with pytest.raises(
             GpuError,
             match=f"port {port} of 127.0.0.1 is in use. Take another:  gpu console --port N",
         ):
-            sockets.free_port("127.0.0.1", port, tries=1)
+            http_server.free_port("127.0.0.1", port, tries=1)
 
 
 @pytest.mark.parametrize(
