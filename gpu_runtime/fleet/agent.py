@@ -1,9 +1,7 @@
-"""The agent of one host: a detached Ray actor that owns the leases of the fleet's models on the
-host.
+"""The agent of one host: a detached Ray actor that owns the leases of the fleet's models on the host.
 
-The agent's runtime is one more owner in the host's book, beside the host's notebooks. All grants of
-the host are decided in that book. The methods run in Ray's threads. Loads and offers have separate
-threads, so that an offer never waits for a load.
+Its runtime is one more owner in the host's book, beside the host's notebooks. All grants of the host are decided in
+that book. The methods run in Ray's threads. Loads and offers have separate threads, so that an offer never waits.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ class HostAgent:
             self._trouble = error
 
     def _open(self, devices: str, ledger: str | None) -> None:
-        # At each start, the catalogue is in a new, empty directory. It is filled from the wishes at
-        # Ray's head.
+        # At each start, the catalogue is empty. It is filled from the wishes at Ray's head.
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
         self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))
@@ -98,7 +95,7 @@ class HostAgent:
         start(self._watch)
 
     def ready(self) -> dict[str, Any]:
-        """The process id and the versions of this agent. Raises the error of the agent's start, if the start failed."""
+        """The process id and the versions of this agent. Raises the error of its start, if that failed."""
         if self._trouble is not None:
             raise self._trouble.with_traceback(None)
         return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
@@ -106,10 +103,7 @@ class HostAgent:
     # -- what this host would take -----------------------------------------------------------------
 
     def learn(self, revision: int) -> wishes.Wishes | None:
-        """Reads the wishes from Ray's head node, applies them, and returns them.
-
-        Does nothing and returns None if the agent knows this `revision` already.
-        """
+        """Reads the wishes from Ray's head, applies and returns them; None if this `revision` is known already."""
         if revision <= self._revision:
             return None
         with self._learning:
@@ -127,7 +121,7 @@ class HostAgent:
             return found
 
     def _drain_if_wished(self, wished: bool) -> None:
-        """Drains this host's cards if `wished` is true, else opens them again. Does nothing without a change."""
+        """Drains this host's cards if `wished`, else opens them again."""
         if wished == self._drained:
             return
         for view in self.rt.status().devices:
@@ -136,10 +130,10 @@ class HostAgent:
         self._drained = wished
 
     def offer(self, name: str, revision: int, for_wish: bool = False) -> Offer:
-        """What this host offers for the model `name`: a plan, or the reason why the host cannot take the model.
+        """What this host offers for the model `name`: a plan, or the reason why it cannot take the model.
 
-        If `for_wish` is true, the model is not requested for a use, but only wished: a wish takes free room, or evicts
-        models that are wished less, and never waits for other models. Never raises GpuError.
+        With `for_wish`, the model is only wished: it takes free room, or evicts models that are wished less, and never
+        waits for other models. Never raises GpuError.
         """
         try:
             self.learn(revision)
@@ -161,7 +155,7 @@ class HostAgent:
 
     @contextlib.contextmanager
     def _errors_from_afar(self) -> Iterator[None]:
-        """A context manager whose errors are for readers in other processes."""
+        """The errors that are raised in this block are for readers in other processes."""
         try:
             yield
         except GpuError as error:
@@ -169,10 +163,7 @@ class HostAgent:
             raise
 
     def _require_wish(self, name: object) -> None:
-        """Raises UnknownModel if the fleet's wish for the model `name` was removed.
-
-        The runtime itself still knows such a model, and would plan a load of it.
-        """
+        """Raises UnknownModel if the wish for `name` was removed: the runtime would still plan a load of it."""
         if name in self._removed:
             raise UnknownModel(
                 str(name),
@@ -197,13 +188,10 @@ class HostAgent:
         )
 
     def _need(self, name: str) -> tuple[int, bool]:
-        """The declared bytes of the model `name`, and whether the model may use several cards.
-
-        The bytes are 0 if this host does not know them.
-        """
+        """The declared bytes of the model `name` (0: not known here), and whether it may use several cards."""
         try:
             spec = self.rt.spec(name)
-        except GpuError:  # this host does not know the model: its size is unknown here
+        except GpuError:  # this host does not know the model
             return 0, True
         return spec.size or 0, spec.layout != "single"
 
@@ -234,11 +222,10 @@ class HostAgent:
         only_here: bool = False,
         revision: int = 0,
     ) -> bool:
-        """Pins the model `name` on its device, under the id `hold`, for a client of the Ray job
-        `job`.
+        """Pins the model `name` on its device, under the id `hold`, for a client of the Ray job `job`.
 
-        Returns True when the model is pinned. If `only_here` is true and the model is not on its device, returns False.
-        Raises NotAllowed if the host is drained, and the errors of `rt.use`.
+        Returns True when it is pinned; False if `only_here` and it is not on its device. Raises NotAllowed if the host
+        is drained, and the errors of `rt.use`.
         """
         self.learn(revision)
         if only_here and not self.rt.here(name):
@@ -252,10 +239,7 @@ class HostAgent:
         return True
 
     def call(self, message: Any) -> Any:
-        """Runs a call on a model. Returns the packed result as a message; see `remote_calls.message`.
-
-        `message` contains the packed arguments of `FleetHolds.call`.
-        """
+        """Runs a call. `message` has the packed arguments of `FleetHolds.call`; the result is packed too."""
         hold, path, given = remote_calls.unpack(remote_calls.packed_in(message))
         return remote_calls.message(self.holds.call(hold, path, given))
 
@@ -277,8 +261,8 @@ class HostAgent:
     def place(self, name: str, devices: tuple[str, ...], revision: int, timeout: float) -> str:
         """Loads the model `name` on exactly these `devices`, and returns their names.
 
-        If the model is elsewhere on this host, it is first unloaded, also from host memory: it returns from there only
-        to the cards that it was registered for. Raises StillInUse, DoesNotFit, Busy, UnknownDevice.
+        If it is elsewhere on this host, it is first unloaded, also from host memory: it returns from there only to the
+        cards that it was registered for. Raises StillInUse, DoesNotFit, Busy, UnknownDevice.
         """
         self.learn(revision)
         lease = self._leases().get(name)
@@ -290,9 +274,7 @@ class HostAgent:
         return self.load(name, revision, timeout)
 
     def slots(self) -> list[tuple[str, str, int, int]]:
-        """A row for each card of each model: the model, the card, the model's bytes on it, and the number of the
-        model's users.
-        """
+        """A row for each card of each model: the model, the card, the bytes on it, and the model's users."""
         return [
             (name, share.device, share.bytes, self.holds.users(name))
             for name, lease in sorted(self._leases().items())
@@ -311,11 +293,7 @@ class HostAgent:
             return getattr(self.rt, name)(*args, **kwargs)
 
     def serve(self, begin: Callable[[Runtime, str], T]) -> T:
-        """Starts the HTTP server of this host by `begin(runtime, address)`, and returns the result of `begin`.
-
-        `begin` is called only the first time; later calls of `serve` return the first result. `address` is the address
-        under which other hosts reach this host.
-        """
+        """The result of the first `begin(runtime, address)`, which starts this host's HTTP server at its address."""
         with self._serving:
             if self._served is None:
                 address = cluster.ray().util.get_node_ip_address()
@@ -331,7 +309,7 @@ class HostAgent:
     # -- clients and nodes that ended --------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Repeatedly ends the uses of clients that have ended. Ends this process if Ray declared its node dead."""
+        """Ends the uses of clients that have ended, and this process if Ray declared its node dead."""
         turn = 0
         while not self.rt._closed:
             time.sleep(WATCH_SECONDS)
@@ -350,9 +328,6 @@ class HostAgent:
             log.info("%s: ended %d uses of clients that have ended", self.host, count)
 
     def _end(self) -> None:
-        """Ends this process, because Ray declared its node dead while the process was frozen.
-
-        The clients already use other hosts. The leases of this process end like the leases of any dead process.
-        """
+        """Ends this frozen process, whose node is declared dead: its clients use other hosts already."""
         log.warning("%s was declared dead, and ends", self.host)
         os._exit(1)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from ..arguments import checked
 from ..catalog.store import Catalog
 from ..errors import AmbiguousName, Busy, FleetUnavailable, GpuError, UnknownModel
@@ -19,8 +21,7 @@ from ..settings import Settings
 from ..threads import import_whole
 from ..units import parse_seconds
 from . import cluster, joining, placing
-from .far_runtime import FarRuntime
-from .hosts import Hosts, on
+from .hosts import FarRuntime, Hosts, on
 from .remote_model import FleetUse
 from .wishes import Slot, Wishes
 
@@ -86,9 +87,7 @@ class Fleet:
     def _obtain(
         self, hold: str, name: str, timeout: float | None, importance: Any
     ) -> tuple[str, Any]:
-        """The host on which the use with the id `hold` has begun, and the agent of this host. Raises the errors of
-        `use`.
-        """
+        """The host on which the use with the id `hold` has begun, and its agent. Raises the errors of `use`."""
         if found := self._where_it_was(hold, name, importance):
             return found
         began = time.monotonic()
@@ -99,7 +98,6 @@ class Fleet:
             left = None if timeout is None else max(0.0, timeout - waited)
 
             def enter(offer: Offer, left: float | None = left, revision: int = revision) -> bool:
-                """Pins the model on the host of this `offer`."""
                 patience = SLICE_SECONDS if offer.level is PlanLevel.WAIT else RACE_SECONDS
                 if left is not None:
                     patience = min(patience, left)
@@ -128,11 +126,7 @@ class Fleet:
                 time.sleep(ASK_AGAIN_SECONDS)  # perhaps an agent is being restarted
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
-        """Remembers `host`, so that the next use of the model `name` tries this host first.
-
-        If the `offers` show that other hosts have copies, nothing is remembered: then each use asks
-        all hosts which copy has the fewest users.
-        """
+        """The next use of `name` tries `host` first, unless the `offers` show other copies with perhaps fewer users."""
         copies = [offer for offer in offers if offer.level in _COPIES and offer.host != host]
         if copies:
             self._last.pop(name, None)
@@ -140,10 +134,7 @@ class Fleet:
             self._last[name] = host, time.monotonic() + BELIEVED_SECONDS
 
     def _where_it_was(self, hold: str, name: str, importance: Any) -> tuple[str, Any] | None:
-        """Pins the model `name` on the host of its last use, if it is still on a device of that host.
-
-        Returns this host and its agent, or None.
-        """
+        """Pins the model `name` on the host of its last use, if it is there. Returns the host and its agent."""
         host, until = self._last.get(name, ("", 0.0))
         if time.monotonic() >= until:
             return None
@@ -174,15 +165,11 @@ class Fleet:
         """Raises UnknownModel if the fleet has no wish for `name`."""
         wishes = self._wishes()
         if wishes.find(name) is None:
-            raise UnknownModel(
-                name,
-                wishes.names,
-                none="The fleet has no model yet.",
-                advice="Add it:  fleet.apply(FILE)",
-            )
+            none, advice = "The fleet has no model yet.", "Add it:  fleet.apply(FILE)"
+            raise UnknownModel(name, wishes.names, none=none, advice=advice)
 
     def _ask_controller(self, method: str, *args: Any) -> Any:
-        """Calls the `method` of the controller, and returns its answer. Calls again while the controller restarts."""
+        """The answer of the `method` of the controller. Calls again while the controller restarts."""
         while True:
             try:
                 return cluster.answer(cluster.call(getattr(self._controller, method), *args), None)
@@ -207,7 +194,7 @@ class Fleet:
                 self._last.pop(name, None)
 
     def _withdraw(self, hold: str) -> None:
-        """Ends the hold with the id `hold` on every host, because the host of an interrupted request is not known."""
+        """Ends the hold `hold` on every host, because the host of an interrupted request is not known."""
         for host in self._hosts.names():
             on(self._hosts.agent(host), "leave", "verbs", hold)
 
@@ -370,8 +357,6 @@ class Fleet:
         names them. If no host has answered by then, the wait for the first answer continues for up
         to a minute in all.
         """
-        from msgspec.structs import replace
-
         found = self._read("status", seconds=parse_seconds(timeout))
         return tuple(replace(found[host], host=host) for host in sorted(found))
 

@@ -1,7 +1,7 @@
 """All uses of Ray by the fleet: connections, named actors, stored values and answers.
 
-Errors of Ray become errors of gpu-console here. `Gone` means that the process is dead.
-`Unreachable` means that the process did not answer; it may still live.
+Errors of Ray become errors of gpu-console here. `Gone` means that the process is dead. `Unreachable` means that it did
+not answer; it may still live.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from .. import forks
-from ..errors import FleetUnavailable
+from ..errors import FleetUnavailable, GpuError
 from ..threads import import_whole
 
 NAMESPACE = "gpu-console"
@@ -31,9 +31,7 @@ AGENT = "agent:"  # followed by the id of the node
 WISHES = b"wishes"
 HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
 ANSWER_SECONDS = 60.0  # for an answer that needs no model
-READ_SECONDS = (
-    5.0  # a host that does not answer a reading for so long is left out, if another answers
-)
+READ_SECONDS = 5.0  # a host that answers no reading for so long is left out, if another answers
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
@@ -92,10 +90,7 @@ def require_token() -> None:
 
 
 def connect(address: str = "auto") -> None:
-    """Connects this process to the cluster at `address`, unless this process is connected already.
-
-    Raises FleetUnavailable if there is no cluster, or if the cluster's token or versions differ.
-    """
+    """Connects this process to the cluster at `address`, unless it is connected already. Raises FleetUnavailable."""
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
     global _survives
@@ -132,8 +127,8 @@ def connect(address: str = "auto") -> None:
 def _surviving_the_head() -> Iterator[None]:
     """Ray must be imported and connect in this block, so that this process survives its head.
 
-    By default, Ray ends every process whose head does not answer for 60 s, and so a notebook. The
-    setting is removed after the block, because hosts that this process starts end with their head.
+    By default, Ray ends every process whose head does not answer for 60 s, and so a notebook. The setting is removed
+    after the block, because hosts that this process starts end with their head.
     """
     is_set = HEAD_SECONDS in os.environ
     os.environ.setdefault(HEAD_SECONDS, str(10**9))
@@ -145,7 +140,7 @@ def _surviving_the_head() -> Iterator[None]:
 
 
 def _open() -> None:
-    """Lets calls run. From now on this process disconnects before Ray does so at the end of the process."""
+    """Lets calls run. From now on this process disconnects before Ray does so at its end."""
     global _has_left
     with _change:
         _has_left = False
@@ -162,20 +157,17 @@ class _EndingCore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def remove_object_ref_reference(self, reference: Any) -> None:
-        """Does nothing."""
+    def remove_object_ref_reference(self, reference: Any) -> None: ...
 
-    def remove_actor_handle_reference(self, actor: Any) -> None:
-        """Does nothing."""
+    def remove_actor_handle_reference(self, actor: Any) -> None: ...
 
 
 def leave() -> None:
-    """Disconnects this process from the cluster, after the calls that run in other threads have
-    ended. Calls that wait end at once with Left.
+    """Disconnects this process from the cluster, after the calls that run in other threads. Those that wait raise Left.
 
-    Ray frees memory that its calls in other threads still read, and the process dies by SIGSEGV.
-    Ray also ends the process if another thread frees a reference while Ray's core disconnects, so
-    the core counts no references from now on.
+    Ray frees memory that its calls in other threads still read, and the process dies by SIGSEGV. Ray also ends the
+    process if another thread frees a reference while Ray's core disconnects, so the core counts no references from now
+    on.
     """
     global _has_left
     with _change:
@@ -207,7 +199,7 @@ def _running() -> Iterator[Any]:
 
 
 def _forget_calls() -> None:
-    """In a forked child, the calls of the parent's threads do not run."""
+    """A forked child does not run the calls of its parent's threads."""
     global _calls
     _calls = 0
 
@@ -249,9 +241,7 @@ def versions() -> dict[str, str]:
 
 
 def require_equal_versions(theirs: Mapping[str, str], whose: str) -> None:
-    """Raises FleetUnavailable if a version of this process differs from `theirs`. `whose` names the
-    other process.
-    """
+    """Raises FleetUnavailable if a version of this process differs from `theirs`, those of `whose` process."""
     ours = versions()
     differing = [name for name in ours if theirs.get(name) != ours[name]]
     if differing:
@@ -292,9 +282,7 @@ def unstore(key: bytes) -> None:
 
 
 class Joined(NamedTuple):
-    """A host that has joined. Each join has a new serial number, which distinguishes the new agent
-    from earlier agents.
-    """
+    """A host that has joined. Each join has a new serial number, which tells its agent from earlier ones."""
 
     name: str
     serial: str
@@ -361,8 +349,7 @@ def actor(name: str) -> Any:
 
 
 def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
-    """Waits for the call `reference`, and returns its value. `timeout` is in seconds; None waits
-    without limit.
+    """Waits up to `timeout` seconds (None: without limit) for the call `reference`, and returns its value.
 
     Raises the error of the call itself, such as DoesNotFit, and Gone or Unreachable.
     """
@@ -388,9 +375,7 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
 
 
 def ended(references: Iterable[Any], seconds: float | None, count: int | None = None) -> list[Any]:
-    """The calls among `references` that end within `seconds`, with a result or with an error. The
-    wait ends as soon as `count` of them have ended; None means all.
-    """
+    """The calls among `references` that end within `seconds`. The wait ends once `count` (None: all) have."""
     pending = list(references)
     count = len(pending) if count is None else count
     until = math.inf if seconds is None else time.monotonic() + seconds
@@ -403,11 +388,7 @@ def ended(references: Iterable[Any], seconds: float | None, count: int | None = 
 
 
 def _cause(error: Any) -> BaseException:
-    """The error that the remote call raised. An error of another package has the remote traceback
-    as a note.
-    """
-    from ..errors import GpuError
-
+    """The error that the remote call raised. An error of another package has the remote traceback as a note."""
     cause = error.cause
     if not isinstance(cause, BaseException):
         return error
@@ -425,9 +406,9 @@ def answers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of the calls that answered, and the reasons of the other calls, each by its key.
 
-    All calls together get `timeout` seconds. If `enough(values)` is false after this time, the
-    other calls get more time: until `enough(values)` is true, but at most `longest` seconds from
-    the beginning. A call that fails does not stop the others.
+    All calls together get `timeout` seconds. If `enough(values)` is false after this time, the other calls get more
+    time: until it is true, but at most `longest` seconds from the beginning. A call that fails does not stop the
+    others.
     """
     keys = {reference: key for key, reference in references.items()}
     pending = list(keys)
@@ -449,9 +430,7 @@ def answers(
 
 
 def _take(key: str, reference: Any, found: dict[str, Any], missing: dict[str, str]) -> None:
-    """Puts the value of a call that has ended into `found`, or the reason of its failure into
-    `missing`.
-    """
+    """Puts the value of a call that has ended into `found`, or the reason of its failure into `missing`."""
     try:
         found[key] = answer(reference, 0.0)
     except Unreachable:

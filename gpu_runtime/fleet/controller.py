@@ -1,8 +1,8 @@
 """The controller of the fleet: a named Ray actor that stores wishes and chooses hosts.
 
-A wish is a model that the fleet should hold. The controller stores only wishes, at Ray's head. The
-agents know where the models are, so no data is lost if the controller dies. No model's data passes
-through the controller. Each method may run twice, because Ray repeats calls after a restart.
+A wish is a model that the fleet should hold. Only wishes are stored, at Ray's head. The agents know where the models
+are, so nothing is lost if the controller dies. No model's data passes through the controller. Each method may run
+twice, because Ray repeats calls after a restart.
 """
 
 from __future__ import annotations
@@ -56,16 +56,13 @@ class Controller:
         start(self._watch)
 
     def ready(self, theirs: Mapping[str, str]) -> int:
-        """The process id of the controller. Raises FleetUnavailable if the caller's versions
-        `theirs` differ.
-        """
+        """The process id of the controller. Raises FleetUnavailable if the caller's versions `theirs` differ."""
         cluster.require_equal_versions(theirs, THIS_PROCESS)
         return os.getpid()
 
     # -- wishes ------------------------------------------------------------------------------------
 
     def wishes(self) -> wishes.Wishes:
-        """The wishes that are stored."""
         return self._wishes
 
     def apply(
@@ -73,8 +70,8 @@ class Controller:
     ) -> dict[str, str]:
         """Stores wishes for the models in `bodies`, and loads them, the largest first.
 
-        `bodies` has the name, the entry and the bytes (0: unknown) of each model. The result has
-        the hosts of each model, or why it is not loaded.
+        `bodies` has the name, the entry and the bytes (0: unknown) of each model. The result has the hosts of each
+        model, or why it is not loaded.
         """
         listed = list(bodies)
         new = [wishes.Wish(name, body, copies, dedicated) for name, body, _ in listed]
@@ -90,19 +87,16 @@ class Controller:
         self._change(lambda old: wishes.without(old, name) if old.find(name) else old)
 
     def drain(self, host: str, undo: bool) -> None:
-        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens the
-        host again.
-        """
+        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens the host again."""
         self._hosts.refresh()
         self._change(lambda old: wishes.with_drain(old, host, undo=undo))
         self._hosts.ask("learn", self._wishes.revision, hosts=[host])
         self._fill_all_later()
 
     def create_slot(self, slot: wishes.Slot) -> str:
-        """Stores `slot`, and loads its model on its cards. Returns the names of these cards.
+        """Stores `slot`, and loads its model on its cards. Returns their names. Raises the error of the load.
 
-        If the model cannot be loaded on these cards, the slot is not kept, and an earlier slot of
-        the model on this host is wished again. Raises the error of the load.
+        After an error, the slot is not kept, and an earlier slot of the model on this host is wished again.
         """
         before = self._wishes
         self._change(lambda old: wishes.with_slot(old, slot))
@@ -148,12 +142,11 @@ class Controller:
     ) -> tuple[tuple[Offer, ...], int]:
         """The offers for the model `name`, the best offer first, and the revision of the wishes.
 
-        `for_wish` is as in `HostAgent.offer`. The hosts in `without` are left out. A drained host is
-        listed with an offer of the level `never`. A host that did not answer lately is not asked,
-        unless no host answered lately. A host without an answer is listed with `answered` False.
-        With more than eight hosts, all hosts first report their room. Then the best eight hosts make
-        a plan. If none of the eight can take the model, for example because they lack its engine,
-        the next eight hosts do.
+        `for_wish` is as in `HostAgent.offer`. The hosts in `without` are left out. A drained host is listed with the
+        level `never`, a host without an answer with `answered` False. A host that did not answer lately is not asked,
+        unless no host answered lately. With more than eight hosts, all hosts first report their room, and the best
+        eight make a plan. If none of them can take the model, for example because they lack its engine, the next eight
+        hosts do.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -187,10 +180,9 @@ class Controller:
         *args: Any,
         enough: Callable[[Iterable[Any]], bool] = _can_serve,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The answers of the agents of `hosts` to `method`, and the reasons of hosts without an
-        answer. A host without an answer is excluded for CHECK_SECONDS.
+        """The answers of the agents of `hosts` to `method`, and the reasons of hosts without an answer.
 
-        Slow hosts are awaited longer until `enough(answers)` is true.
+        The latter are excluded for CHECK_SECONDS. Slow hosts are awaited longer until `enough(answers)` is true.
         """
         found, missing = self._hosts.ask(
             method,
@@ -206,7 +198,7 @@ class Controller:
         return found, missing
 
     def _answering(self, hosts: list[str]) -> list[str]:
-        """The `hosts` without those that `_ask` has excluded for a while; all `hosts` if none is left."""
+        """The `hosts` without those that `_ask` has excluded for a while; all if none is left."""
         now = time.monotonic()
         answering = [host for host in hosts if self._silent.get(host, 0.0) < now]
         return answering or hosts
@@ -218,11 +210,7 @@ class Controller:
         return self._hosts.ask("holdings", group="offers", timeout=cluster.OFFER_SECONDS)[0]
 
     def _fill(self, name: str) -> str:
-        """Loads the missing copies of the wished model `name`. Returns the hosts that have the model,
-        or the reason why no host has it.
-
-        Only one thread at a time loads copies of a model, since two threads would load too many.
-        """
+        """Loads the missing copies of `name`, in one thread at a time. Returns its hosts, or why no host has it."""
         with self._filling[name]:
             return self._fill_now(name)
 
@@ -253,7 +241,6 @@ class Controller:
             offers = tuple(sorted(offers, key=lambda one: (one.level.order, -one.left_bytes)))
 
         def load(offer: Offer) -> str:
-            """Loads the model on the host of this `offer`."""
             agent = self._hosts.agent(offer.host)
             call = on(agent, "load", "loads", name, revision, LOAD_SECONDS)
             return cluster.answer(call, None)
@@ -269,9 +256,7 @@ class Controller:
                         self._evict(name, host)
 
     def _evict(self, name: str, host: str) -> None:
-        """Evicts the model `name` from `host`. If the model is in use, it stays, and this is
-        logged.
-        """
+        """Evicts the model `name` from `host`. If it is in use, it stays, and this is logged."""
         try:
             call = on(self._hosts.agent(host), "verb", "verbs", "evict", (name,), {})
             cluster.answer(call, LOAD_SECONDS)
@@ -298,7 +283,7 @@ class Controller:
             self._in_background(name, partial(self._fill, name))
 
     def _in_background(self, name: str, fill: Callable[[], str]) -> None:
-        """Calls `fill` in a new thread. Until `fill` ends, `name` (a model or a slot) is in `_loading`."""
+        """Calls `fill` in a new thread. Until it ends, `name` (a model or a slot) is in `_loading`."""
         self._loading.add(name)
         start(partial(self._fill_in_background, name, fill))
 
@@ -313,9 +298,7 @@ class Controller:
     # -- watching ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Repeatedly reads the living nodes. Once a host is gone, loads its wished models on other
-        hosts.
-        """
+        """Reads the living nodes again and again. Loads wished models of lost hosts on other hosts."""
         next_check = time.monotonic() + CHECK_SECONDS
         while True:
             time.sleep(WATCH_SECONDS)

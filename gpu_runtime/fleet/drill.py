@@ -1,7 +1,6 @@
 """Several hosts on one machine, for drills, runbooks and tests.
 
-Each host is a Ray node with simulated cards and its own ledger. Ray is set to notice a dead node after 1 s instead of
-14.
+Each host is a Ray node with simulated cards and its own ledger. Ray notices a dead node after 1 s instead of 14.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,7 @@ MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a 
 
 
 def _default_directory() -> Path:
-    """Ray's default directory, which must exist: `Cluster` always writes a file there.
-
-    If the cluster uses another directory, Ray does not create the default one.
-    """
+    """Ray's default directory, in which `Cluster` always writes a file. Ray makes it only if it is used."""
     parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(parent) / "ray"
 
@@ -46,10 +43,7 @@ class Drill:
     """Hosts of one cluster on this machine, by name. Call `close` at the end."""
 
     def __init__(self, directory: Path, ray_directory: str = "") -> None:
-        """Creates a drill without hosts. The ledgers of its hosts will be in `directory`.
-
-        Ray's own files are in `ray_directory`. If this is empty, Ray chooses the directory.
-        """
+        """A drill without hosts, with its ledgers in `directory`, and Ray's files in `ray_directory`, if given."""
         self.directory, self._ray_directory = directory, ray_directory
         self.nodes: dict[str, Any] = {}
         self.devices: dict[str, str] = {}
@@ -157,16 +151,10 @@ def _cards(devices: str) -> int:
 
 def _ports() -> dict[str, int]:
     """Free ports for Ray's own agent processes on a node, which then need not choose ports."""
-    sockets = [socket.socket() for _ in range(4)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    names = (
-        "metrics_agent_port",
-        "runtime_env_agent_port",
-        "metrics_export_port",
-        "dashboard_agent_listen_port",
-    )
-    ports = {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
-    for one in sockets:
-        one.close()
-    return ports
+    names = ("metrics_agent", "runtime_env_agent", "metrics_export", "dashboard_agent_listen")
+    with ExitStack() as stack:  # all are open at once, so that they differ
+        sockets = [stack.enter_context(socket.socket()) for _ in names]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        found = [one.getsockname()[1] for one in sockets]
+    return {f"{name}_port": port for name, port in zip(names, found, strict=True)}

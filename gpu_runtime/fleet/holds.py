@@ -1,8 +1,7 @@
 """Models that clients of the fleet use on this host, with one thread for each use (a hold).
 
-A pin belongs to the thread that took it. So each hold has its own thread, which stays inside `with
-rt.use(model)` until the hold is released. Each call of a client runs in the thread that receives
-the call.
+A pin belongs to the thread that took it. So each hold has its own thread, which stays inside `with rt.use(model)` until
+the hold is released. Each call of a client runs in the thread that receives the call.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ MOST_RELEASED = 1000  # releases that arrived before their hold, and are remembe
 class _HoldReleased(BaseException):
     """Raised in a thread that waits for room, once the hold of that thread was released.
 
-    This class is no subclass of Exception, so that no `except Exception` between the wait and
-    `FleetHolds` catches it.
+    It is no Exception, so that no `except Exception` between the wait and `FleetHolds` catches it.
     """
 
 
 class FleetHold:
-    """One use of a model by a client, or the wait for the use."""
+    """One use of `model` by a client of the Ray `job`, or the wait for the use."""
 
     def __init__(self, id: str, job: str, model: str) -> None:
-        """The hold `id` of the Ray job `job` on `model`."""
         self.id, self.job, self.model = id, job, model
         self.ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.released = threading.Event()
@@ -47,10 +44,9 @@ class FleetHold:
 
 
 class FleetHolds:
-    """All holds of this host, by their ids."""
+    """All holds of this `host`, by their ids, over its runtime `rt`."""
 
     def __init__(self, rt: Any, host: str) -> None:
-        """`rt` is the runtime of this host, and `host` the name of this host."""
         self._rt, self._host = rt, host
         self._all: dict[str, FleetHold] = {}
         # Ids that were released before their hold began: the release may arrive first.
@@ -59,11 +55,7 @@ class FleetHolds:
         rt.tell_waits(self._on_wait)
 
     def enter(self, hold: FleetHold, timeout: float | None, importance: Any) -> None:
-        """Waits until the model of `hold` is on its device.
-
-        `timeout` and `importance` have the same meaning as in `rt.use`. Raises the errors of
-        `rt.use`.
-        """
+        """Waits until the model of `hold` is on its device. Parameters and errors are those of `rt.use`."""
         self._all[hold.id] = hold
         if hold.id in self._released_early:
             self.release(hold.id)
@@ -77,11 +69,10 @@ class FleetHolds:
             del error
 
     def call(self, id: str, path: tuple[str, ...], given: Packed) -> Packed:
-        """The packed result of a call on the model of the hold `id`.
+        """The packed result of a call on the model of the hold `id`. Raises the errors of the call.
 
-        `path` and `given` have the same meaning as in `remote_calls.run`. Raises the errors of the
-        call. Raises NodeLost in two cases: there is no such hold, because the agent has been
-        restarted, or the model's process is gone for good.
+        `path` and `given` are as in `remote_calls.run`. Raises NodeLost if there is no such hold, because the agent has
+        been restarted, or if the model's process is gone for good.
         """
         hold = self._all.get(id)
         if hold is None:
@@ -99,7 +90,7 @@ class FleetHolds:
                 raise NodeLost(hold.model, self._host, "its process is gone") from None
 
     def release(self, id: str) -> None:
-        """Ends the hold with this `id`. If there is no such hold, nothing happens."""
+        """Ends the hold with this `id`, if there is one."""
         if hold := self._all.pop(id, None):
             hold.release()
         else:
@@ -138,11 +129,7 @@ class FleetHolds:
             hold.released.set()
 
     def _on_wait(self, model: str, wait: Any) -> None:
-        """Ends the wait for a hold that was released, by raising _Released.
-
-        Called in the thread of a hold each time the ledger decides that the hold's request must
-        wait.
-        """
+        """Called in a hold's thread when its request must wait. Raises _HoldReleased if the hold was released."""
         hold = self._by_thread.get(_thread.get_ident())
         if hold is not None and wait is not None and hold.released.is_set():
             raise _HoldReleased

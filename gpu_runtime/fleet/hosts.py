@@ -1,12 +1,16 @@
-"""The hosts of the fleet: their names, their agents, and calls to all agents at once."""
+"""The hosts of the fleet: their names, their agents, calls to all agents at once, and the runtime of one of them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from .. import attribution
+from ..errors import NodeLost, UnknownDevice
 from . import cluster
+from .agent import VERBS
 
 
 class Hosts:
@@ -18,11 +22,7 @@ class Hosts:
         self._lock = threading.Lock()
 
     def refresh(self) -> tuple[str, ...]:
-        """Reads the hosts from Ray. Returns the names of the hosts that are gone since the last
-        call of `refresh`.
-
-        A host that has left, or whose node is dead, is gone.
-        """
+        """Reads the hosts from Ray. Returns those that have left, or whose nodes have died, since the last call."""
         alive = cluster.living_nodes()
         joined = cluster.stored_hosts()
         with self._lock:
@@ -73,8 +73,8 @@ class Hosts:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answers of the agents by host; and for each host without an answer the reason.
 
-        `method` is called with `args` on all `hosts` at once; None means all hosts. `timeout` and
-        `patience` (the keywords `longest` and `enough`) are passed to `cluster.answers`.
+        `method` is called with `args` on all `hosts` at once; None means all hosts. `timeout` and `patience` (the
+        keywords `longest` and `enough`) are passed to `cluster.answers`.
         """
         references = {}
         for host in self.names() if hosts is None else hosts:
@@ -85,7 +85,54 @@ class Hosts:
 
 
 def on(agent: Any, method: str, group: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the `method` of an `agent` in the `group` of its threads. Returns the reference of the
-    call.
-    """
+    """Calls the `method` of an `agent` in the `group` of its threads. Returns the reference of the call."""
     return cluster.call(getattr(agent, method).options(concurrency_group=group), *args, **kwargs)
+
+
+class FarRuntime:
+    """The verbs of a runtime, carried out on another host: `fleet.host("box2").status()`."""
+
+    def __init__(self, fleet: Any, host: str) -> None:
+        """The runtime of `host` in the `fleet`."""
+        self._fleet, self.host = fleet, host
+
+    def __repr__(self) -> str:
+        return f"<Runtime of {self.host}>"
+
+    def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
+        """In this block, the host's journal names `name` for the actions of this thread."""
+        return attribution.on_behalf_of(name)
+
+    def _patience(self, verb: str) -> float | None:
+        """The longest wait for the answer of `verb`, in seconds; None: no limit. A subclass may set one."""
+        return None
+
+    def _send(self, verb: str, args: Any, kwargs: Any) -> Any:
+        """Calls the `verb` on the host, and returns the reference of its result. Raises Gone."""
+        agent = self._fleet._agent(self.host)
+        return on(agent, "verb", "verbs", verb, args, kwargs, attribution.speaking_for())
+
+    def require_cards(self, names: Iterable[str]) -> None:
+        """Raises UnknownDevice if the host has no card of one of the `names`."""
+        cards = [view.device.id for view in self.status().devices if not view.device.is_host]
+        for name in names:
+            if name not in cards:
+                raise UnknownDevice(name, tuple(f"{card} of {self.host}" for card in cards))
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb not in VERBS:
+            raise AttributeError(
+                f"the runtime of {self.host} has no {verb!r} here. It has: {', '.join(VERBS)}"
+            )
+
+        def far(*args: Any, **kwargs: Any) -> Any:
+            try:
+                patience = self._patience(verb)
+                return cluster.answer(self._send(verb, args, kwargs), patience)
+            except (cluster.Gone, cluster.Unreachable) as error:
+                self._fleet._forget(self.host)
+                self._fleet._require_host(self.host)
+                raise NodeLost("", self.host, str(error)) from None
+
+        far.__name__ = verb
+        return far

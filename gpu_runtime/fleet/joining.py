@@ -45,13 +45,10 @@ def join(
 ) -> Outcome:
     """Makes this machine a host of the fleet. Starts its agent, which owns the leases of the models.
 
-    `name` is the name of the host; the default is the machine's name. `devices` are the cards as in
-    GPU_DEVICES; simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the
-    host's ledger. By default the agent uses the ledger of the machine's configuration, as the
-    notebooks of the machine do. `address` is the address of Ray's head. `node` is the id of the Ray
-    node; the default is the node of this machine.
-
-    Raises FleetUnavailable.
+    `name` is the name of the host; the default is the machine's name. `devices` are the cards as in GPU_DEVICES;
+    simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the host's ledger, by default that of the
+    machine's configuration, as for its notebooks. `address` is the address of Ray's head. `node` is the id of the Ray
+    node; the default is the node of this machine. Raises FleetUnavailable.
     """
     cluster.connect(address)
     cluster.require_token()
@@ -88,9 +85,7 @@ def join(
 
 
 def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | None) -> Any:
-    """Starts the agent of `host` on its `node`. The agent claims all `cards` in Ray, so that Ray
-    gives them to no other task.
-    """
+    """Starts the agent of `host` on its `node`. It claims all `cards` in Ray, so that no other task gets them."""
     import_whole("ray.util.scheduling_strategies")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -114,17 +109,14 @@ def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | N
 def _devices_here() -> str:
     """The cards of this machine as a value of GPU_DEVICES.
 
-    Ray hides cards from processes that did not claim them. In such a process `auto` would find no
-    card, so the value is `cuda` in place of `auto`.
+    Ray hides cards from processes that did not claim them. There `auto` would find no card, so the value is `cuda`.
     """
     given = os.environ.get("GPU_DEVICES", "")
     return given if given not in ("", "auto") else CARDS_HERE
 
 
 def _free_name(wanted: str, node: str) -> str:
-    """The name `wanted`, or another name if a living host of another node is already called
-    `wanted`.
-    """
+    """The name `wanted`, or another one if a living host of another node has it."""
     alive = cluster.living_nodes()
     taken = {
         joined.name
@@ -137,8 +129,7 @@ def _free_name(wanted: str, node: str) -> str:
 def leave(*, node: str = "", address: str = "auto") -> Outcome:
     """Takes this machine out of the fleet: frees the models of its agent, and ends the agent.
 
-    `node` is the id of the Ray node; the default is the node of this machine. Raises
-    FleetUnavailable.
+    `node` is the id of the Ray node; the default is the node of this machine. Raises FleetUnavailable.
     """
     cluster.connect(address)
     module = cluster.ray()

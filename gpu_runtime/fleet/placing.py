@@ -16,16 +16,9 @@ from .cluster import Gone, Unreachable
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
-NEXT_HOST = (  # after such an error, the next host is tried
-    Busy,
-    DoesNotFit,
-    Deadlock,
-    NotAllowed,
-    LoadFailed,
-    OutOfMemory,
-    UnknownModel,
-)
 _PASSING = (Busy, Deadlock, OutOfMemory)  # a later attempt may succeed
+# After such an error, the next host is tried.
+NEXT_HOST = (*_PASSING, DoesNotFit, NotAllowed, LoadFailed, UnknownModel)
 
 
 class FleetAnswer(NamedTuple):
@@ -38,15 +31,10 @@ class FleetAnswer(NamedTuple):
     errors: tuple[Exception, ...] = ()  # if no host served the model, the errors of those tried
 
 
-def attempts(
-    name: str,
-    offers: Iterable[Offer],
-    attempt: Callable[[Offer], T],
-) -> FleetAnswer:
+def attempts(name: str, offers: Iterable[Offer], attempt: Callable[[Offer], T]) -> FleetAnswer:
     """Calls `attempt` with one offer after the other, until one call of `attempt` succeeds.
 
-    If a host has become busy since its offer, the next host is tried. Offers of the level `never`
-    are not tried. Every attempt is logged.
+    If a host has become busy since its offer, the next one is tried. Offers of the level `never` are not tried.
     """
     listed = list(offers)
     able = [offer for offer in listed if offer.level is not PlanLevel.NEVER]
@@ -69,8 +57,8 @@ def attempts(
 def refusal(name: str, offers: Iterable[Offer], served: FleetAnswer, waited: float) -> Exception:
     """The error for a model that no host served, after `waited` seconds. It names every host with its reason.
 
-    The error is Busy if a later attempt may succeed, or if a host has not answered. In all other cases the error is
-    LoadFailed if a host had room and could not load the model, else DoesNotFit.
+    It is Busy if a later attempt may succeed, or if a host has not answered. Else it is LoadFailed if a host had room
+    and could not load the model, else DoesNotFit.
     """
     listed, reasons = list(offers), served.reasons
     each = "\n".join(f"  {host}: {reason}" for host, reason in sorted(reasons.items()))
@@ -80,19 +68,14 @@ def refusal(name: str, offers: Iterable[Offer], served: FleetAnswer, waited: flo
             "  On each host:  gpu fleet join",
             **_facts(name, listed),
         )
+    errors = served.errors
     answered = all(offer.answered for offer in listed)
-    if answered and all(offer.level is PlanLevel.NEVER for offer in listed):
-        return DoesNotFit(f"{name} fits on no host of the fleet.\n{each}", **_facts(name, listed))
-    if (
-        answered
-        and served.errors
-        and not served.gone
-        and not any(isinstance(e, _PASSING) for e in served.errors)
-    ):
-        if any(isinstance(error, LoadFailed) for error in served.errors):
-            return LoadFailed(
-                f"{name} was loaded by no host of the fleet.\n{each}", name=name, source=""
-            )
+    none_offers = all(offer.level is PlanLevel.NEVER for offer in listed)
+    is_final = bool(errors) and not served.gone and not any(isinstance(e, _PASSING) for e in errors)
+    if answered and (none_offers or is_final):
+        if is_final and any(isinstance(error, LoadFailed) for error in errors):
+            text = f"{name} was loaded by no host of the fleet.\n{each}"
+            return LoadFailed(text, name=name, source="")
         return DoesNotFit(f"{name} fits on no host of the fleet.\n{each}", **_facts(name, listed))
     return Busy(
         f"{name} was not served by any host within {waited:.0f} s.\n{each}",

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..backends.processes import remote_calls
 from ..errors import EngineDied, NodeLost
@@ -17,8 +17,7 @@ from .hosts import on
 log = logging.getLogger("gpu_runtime")
 PING_SECONDS = 1.0
 MOST_HOSTS = 4  # that may be lost under one call: a call that kills its host must not kill all
-# The most calls of a `with` block that run again on another host, and the most bytes of their
-# arguments.
+# The most calls of a block that run again on another host, and the most bytes of their arguments.
 MOST_CALLS, MOST_BYTES = 1000, 256 << 20
 
 
@@ -29,27 +28,14 @@ class _Made(NamedTuple):
     given: remote_calls.Packed  # the arguments
 
 
-class Placer(Protocol):
-    """The part of the client that finds a host for a use."""
-
-    def _obtain(
-        self, hold: str, name: str, timeout: float | None, importance: Any
-    ) -> tuple[str, Any]: ...
-
-    def _withdraw(self, hold: str) -> None: ...
-
-    def _forget(self, host: str) -> None: ...
-
-
 class RemoteModel:
     """The model of a `with fleet.use(…)` block. An attribute of this object is an attribute of the model on its host.
 
     `model.generate(**words)` runs on the model's host. Tensors are sent to the model's device, and results come back in
-    host memory. `host` is the name of the host.
+    host memory.
     """
 
     def __init__(self, use: FleetUse) -> None:
-        """The model that `use` holds."""
         self._use = use
 
     @property
@@ -88,12 +74,14 @@ class _Path:
 
 
 class FleetUse:
-    """`with fleet.use("qwen") as model:` — the model on one of the hosts, pinned while the block runs."""
+    """`with fleet.use("qwen") as model:` — the model on one of the hosts, pinned while the block runs.
+
+    The arguments are those of `Fleet.use`, and the `fleet` itself.
+    """
 
     def __init__(
-        self, fleet: Placer, name: str, timeout: float | None, importance: Any, retry: bool
+        self, fleet: Any, name: str, timeout: float | None, importance: Any, retry: bool
     ) -> None:
-        """The arguments are the arguments of `Fleet.use`."""
         self._fleet, self.name, self._retry = fleet, name, retry
         self._timeout, self._importance = timeout, importance
         self.host = ""
@@ -139,11 +127,11 @@ class FleetUse:
         """The result of a call on the model.
 
         Raises the error of the call, EngineDied if the model's process died, and NodeLost if the host died. With
-        `retry`, EngineDied and NodeLost are not raised. Instead the model is used again on another host or in a new
-        process, and the calls of the `with` block run again on this new copy.
+        `retry`, the model is then used again on another host or in a new process, and the calls of the `with` block run
+        again there.
         """
-        # The agent passes the packed arguments on. Only the model's process and this process unpack
-        # values. A call that may run again has copies of its arrays, because the caller may change them.
+        # Only the model's process and this process unpack values. A call that may run again has
+        # copies of its arrays, because the caller may change them.
         dumps = cluster.ray().cloudpickle.dumps
         made = _Made(path, remote_calls.pack((args, kwargs), dumps=dumps, share=not self._retry))
         found = self._on_a_living_host(lambda: self._send(made))
@@ -181,11 +169,10 @@ class FleetUse:
         raise AssertionError  # the last attempt returns or raises
 
     def _run_again(self, lost: int, *, elsewhere: bool) -> None:
-        """Runs the calls of the `with` block again on a new copy of the model.
+        """Runs the calls of the `with` block again on a new copy of the model, which replaces the copy number `lost`.
 
-        The new copy replaces the copy number `lost`. Does nothing if another thread has already
-        replaced that copy. With `elsewhere`, the new copy is on another host. Otherwise it is in
-        the model's new process on the same host. Raises NodeLost if the calls are too many.
+        Does nothing if another thread has already replaced it. With `elsewhere`, the new copy is on another host, else
+        in the model's new process on the same host. Raises NodeLost if the calls are too many.
         """
         with self._moving:
             if self._copy != lost:
@@ -201,7 +188,7 @@ class FleetUse:
                 self._on_a_living_host(partial(self._send, made))
 
     def _why_lost(self) -> str:
-        """The reason why a call has no answer: the host is gone, it is silent, or only the connection broke."""
+        """Why a call has no answer: the host is gone, it is silent, or only the connection broke."""
         try:
             cluster.answer(on(self._agent, "ready", "offers"), PING_SECONDS)
         except cluster.Gone:

@@ -1,7 +1,4 @@
-"""The wishes of the fleet: the models with the number of their copies, the slots, and the drained hosts.
-
-This module is pure.
-"""
+"""The wishes of the fleet: models with the number of their copies, slots, and drained hosts. This module is pure."""
 
 from __future__ import annotations
 
@@ -56,11 +53,10 @@ class Wishes(Value):
 
 
 def applied(wishes: Wishes, new: Iterable[Wish], *, dedicated: bool) -> Wishes:
-    """The `wishes` after each wish in `new` was added, or has replaced the earlier wish for the
-    same model.
+    """The `wishes` with each wish in `new` added, or replacing the earlier wish for the same model.
 
-    With `dedicated`, the new wishes replace the dedicated set: dedicated models that are not among
-    `new` are no longer wished. If nothing changes, the same wishes are returned.
+    With `dedicated`, dedicated models that are not among `new` are no longer wished. If nothing changes, the same
+    wishes are returned.
     """
     kept = {wish.name: wish for wish in wishes.models if not (dedicated and wish.dedicated)}
     kept |= {wish.name: wish for wish in new}
@@ -81,11 +77,7 @@ def without(wishes: Wishes, name: str) -> Wishes:
 
 
 def with_slot(wishes: Wishes, slot: Slot) -> Wishes:
-    """The `wishes` with `slot` added. An earlier slot of the same model on the same host is
-    replaced.
-
-    Raises UnknownModel if nobody wished the model.
-    """
+    """The `wishes` with `slot`, instead of an earlier one of the same model and host. Raises UnknownModel."""
     if wishes.find(slot.model) is None:
         raise UnknownModel(slot.model, wishes.names, none="The fleet has no model.")
     if slot in wishes.slots:
@@ -104,9 +96,7 @@ def without_slot(wishes: Wishes, id: str) -> Wishes:
 
 
 def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
-    """The catalogue entries of the models for `host`. A slot on the host sets the cards of its
-    model's entry.
-    """
+    """The catalogue entries of the models for `host`. A slot there sets the cards of its model's entry."""
     cards = {slot.model: slot.devices for slot in wishes.slots if slot.host == host}
     found = []
     for wish in wishes.models:
@@ -118,10 +108,9 @@ def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
 
 
 def marks(wishes: Wishes, host: str) -> dict[str, int]:
-    """How much each model is wished on `host`, as in `Lease.wished`.
+    """How much each model is wished on `host`, as in `Lease.wished`; without those that are loaded on request only.
 
-    A model that has a slot on the host counts as one of the dedicated set. Models that are loaded on
-    request only are left out.
+    A model that has a slot on the host counts as one of the dedicated set.
     """
     found = {wish.name: 2 if wish.dedicated else 1 for wish in wishes.models if wish.copies}
     return found | {slot.model: 2 for slot in wishes.slots if slot.host == host}

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import FleetUnavailable, NodeLost
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.fleet import cluster
-from gpu_runtime.fleet.far_runtime import FarRuntime
+from gpu_runtime.fleet.hosts import FarRuntime
 from gpu_runtime.rendering import elements
 from gpu_runtime.rendering import fleet as rendering
 from gpu_runtime.web.auth import Visitor

@@ -12,7 +12,7 @@ from gpu_panels.fleet_console import READ_SECONDS, FleetHosts, seen_from_outside
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import FleetUnavailable
-from gpu_runtime.fleet import far_runtime
+from gpu_runtime.fleet import hosts as hosts_of_fleet
 from gpu_runtime.fleet.agent import HostAgent
 from tests.clock import Clock
 
@@ -35,7 +35,7 @@ class StandInFleet:
 
     def _agent(self, host):
         if host not in self.agents:
-            raise far_runtime.cluster.Gone(host)
+            raise hosts_of_fleet.cluster.Gone(host)
         return self.agents[host]
 
     def _forget(self, host):
@@ -95,13 +95,13 @@ def fleet(boxes, monkeypatch, clock):
     def answer(call, timeout):
         """The result of the call."""
         if not ended([call], timeout):
-            raise far_runtime.cluster.Unreachable(call.host)
+            raise hosts_of_fleet.cluster.Unreachable(call.host)
         # The agent is another process: it does not have the context of the caller.
         return contextvars.Context().run(call.run)
 
-    monkeypatch.setattr(far_runtime, "on", on)
-    monkeypatch.setattr(far_runtime.cluster, "ended", ended)
-    monkeypatch.setattr(far_runtime.cluster, "answer", answer)
+    monkeypatch.setattr(hosts_of_fleet, "on", on)
+    monkeypatch.setattr(hosts_of_fleet.cluster, "ended", ended)
+    monkeypatch.setattr(hosts_of_fleet.cluster, "answer", answer)
     return found
 
 
