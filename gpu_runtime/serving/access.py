@@ -5,6 +5,7 @@ A visitor who sends the key NAME is called `key:NAME`. A visitor who sends the o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,12 +16,11 @@ from ..facts import parse_importance
 from ..web.auth import Visitor
 from .choices import TASK_PREFIX
 from .engines.openai_format import max_tokens_of
-from .health.allowance import Allowance
 from .health.costs import prompt_tokens
 from .request_log import CallRecord, current
 from .requests import Call, Refused, prompts_of
 from .routing.fallback import Choice
-from .usage import Usage
+from .store import Usage
 
 BEGIN = "key:"  # a visitor's name begins with this if the visitor has a key
 _WRITTEN = ("chat", "completions")
@@ -29,10 +29,7 @@ _NOT_BEGUN = "budget_too_short"  # with this code of a time-out, no engine was a
 
 
 def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
-    """The visitor with the `offered` key, or None if there is no such key in `keys`.
-
-    If `read_only` is true, the visitor may not call models.
-    """
+    """The visitor with the `offered` one of the `keys`, or None. If `read_only`, the visitor may not call models."""
     name = name_of(keys, offered)
     if not name:
         return None
@@ -50,7 +47,6 @@ class KeyRules:
         self._allowance = Allowance(clock)
 
     def may_call(self, visitor: str, model: str) -> bool:
-        """Whether this `visitor` may call the `model`."""
         key = self._key(visitor)
         return key is None or key.may_call(model)
 
@@ -77,7 +73,6 @@ class KeyRules:
     def _of_key(
         self, key: AccessKey, call: Call, visitor: str, record: CallRecord
     ) -> Iterator[Call]:
-        """The context manager of `admitted` for a visitor with a `key`."""
         if not key.may_call(call.model):
             text = f"the key {visitor.removeprefix(BEGIN)} may not call {call.model[:64]!r}"
             raise Refused(403, "model_not_allowed", text, param="model")
@@ -103,19 +98,16 @@ class KeyRules:
                     grant.used = facts["prompt_tokens"] + facts["completion_tokens"]
 
     def allowed(self, choices: tuple[Choice, ...], call: Call, visitor: str) -> tuple[Choice, ...]:
-        """The `choices` whose models the key of `visitor` allows.
+        """The `choices` whose models the key of `visitor` allows. Raises Refused (403) if none is left.
 
         If the call names a task, all `choices` stay, because the key allows the task by its name.
-
-        Raises Refused (403) if no choice is left.
         """
         if call.model.startswith(TASK_PREFIX):
             return choices
         found = tuple(choice for choice in choices if self.may_call(visitor, choice.model))
         if not found:
-            text = (
-                f"the stand-ins of {call.model} that could answer now are not allowed for this key"
-            )
+            which = f"the stand-ins of {call.model} that could answer now"
+            text = f"{which} are not allowed for this key"
             raise Refused(403, "model_not_allowed", text, param="model")
         return found
 
@@ -134,3 +126,101 @@ def _limited(call: Call, most: int) -> Call:
     asked = call.body.get(name)
     most = most if asked is None else min(most, asked)
     return replace(call, body={**call.body, name: most})
+
+
+WINDOW_SECONDS = 60.0
+# If the caller sets no limit, this number of tokens is reserved for the answer, and the answer cannot be longer.
+UNSAID_TOKENS = 1024
+
+
+class TokenGrant:
+    """The tokens of one running call: `prompt`, and at most `answer` (None: no limit). `used` are those counted."""
+
+    def __init__(self, prompt: int, answer: int | None) -> None:
+        self.answer = answer
+        self.reserved = prompt + (answer or 0)
+        self.used: int | None = None
+
+
+class _Recent:
+    """The calls of one key that began or ended in the last minute, and the calls of the key that run now."""
+
+    def __init__(self) -> None:
+        self.begun: deque[float] = deque()  # the time of the start
+        self.ended: deque[tuple[float, int]] = deque()  # the time of the end, and the tokens
+        self.running: set[TokenGrant] = set()
+
+
+class Allowance:
+    """The requests and tokens that each key has used in the last minute.
+
+    A call reserves its tokens before it starts, so that simultaneous calls stay within a limit. At its end, the counted
+    tokens replace the reserved ones. All calls of a key are counted in one event loop, so no lock is needed.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._recent: dict[str, _Recent] = {}
+
+    @contextmanager
+    def granted(
+        self, name: str, key: AccessKey, prompt: int, asked: int | None, least: int = 1
+    ) -> Iterator[TokenGrant]:
+        """A context manager in which a call of the `key` called `name` runs.
+
+        `prompt` is about the number of tokens in the prompt. `asked` is the caller's limit for the answer in tokens, or
+        None. `least` is the length in tokens of the shortest possible answer. If `asked` is None and the key has a
+        limit of tokens, the answer may have UNSAID_TOKENS or `least`, whichever is more, but at most the tokens that
+        the key has left.
+
+        The call needs the tokens of its prompt and `asked` tokens, or `least` if `asked` is None. Raises Refused with
+        400 if the key may not use so many tokens in a minute, and with 429 if it has fewer left now, or no request
+        left.
+        """
+        recent = self._recent.setdefault(name, _Recent())
+        now = self._clock()
+        _forget(recent, now - WINDOW_SECONDS)
+        limit = key.requests_a_minute
+        if limit is not None and len(recent.begun) >= limit:
+            wait = recent.begun[-limit] + WINDOW_SECONDS - now
+            raise _refusal(name, f"{limit} requests", wait)
+        grant = self._grant(name, key, recent, prompt, asked, least)
+        recent.begun.append(now)
+        recent.running.add(grant)
+        try:
+            yield grant
+        finally:
+            recent.running.discard(grant)
+            used = grant.reserved if grant.used is None else grant.used
+            recent.ended.append((self._clock(), used))
+
+    def _grant(
+        self, name: str, key: AccessKey, recent: _Recent, prompt: int, asked: int | None, least: int
+    ) -> TokenGrant:
+        limit = key.tokens_a_minute
+        if limit is None:
+            return TokenGrant(prompt, asked)
+        needed = prompt + (least if asked is None else asked)
+        if needed > limit:
+            text = f"the call has about {needed} tokens; the key {name} has {limit} a minute"
+            raise Refused(400, "over_limit", text)
+        taken = sum(tokens for _, tokens in recent.ended)
+        taken += sum(grant.reserved for grant in recent.running)
+        if taken + needed > limit:
+            first = recent.ended[0][0] if recent.ended else self._clock()
+            raise _refusal(name, f"{limit} tokens", first + WINDOW_SECONDS - self._clock())
+        if asked is None:
+            return TokenGrant(prompt, min(max(least, UNSAID_TOKENS), limit - taken - prompt))
+        return TokenGrant(prompt, asked)
+
+
+def _forget(recent: _Recent, before: float) -> None:
+    while recent.begun and recent.begun[0] <= before:
+        recent.begun.popleft()
+    while recent.ended and recent.ended[0][0] <= before:
+        recent.ended.popleft()
+
+
+def _refusal(name: str, limit: str, wait: float) -> Refused:
+    text = f"the key {name} has {limit} a minute, which are used. Try again in {wait:.0f} s."
+    return Refused(429, "rate_limit_exceeded", text, max(1.0, wait))

@@ -1,4 +1,4 @@
-"""Finds the models that may answer a call.
+"""Finds the models that may answer a call, and what callers may know of a model before it is loaded.
 
 The package `routing` makes the decisions. This module looks up their inputs: the models of a Runtime, `tasks.yaml`,
 the cloud guard (whether clouds may be used as stand-ins), and the measured durations.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..errors import GpuError, UnknownModel
-from ..facts import ModelSpec
+from ..errors import BadSetting, GpuError, UnknownModel
+from ..facts import Evidence, ModelSpec
 from ..safe_text import quoted
+from .engines import chat_template
 from .health.costs import Costs
-from .model_facts import ModelFacts
-from .requests import Call, Refused
+from .requests import Call, Json, Refused
 from .routing.fallback import Choice, CloudGuard, address_variable, chain, is_configured_cloud
 from .routing.tasks import TOO_SHORT, Cost, ServingConfig, Task, candidates, fits, too_short
 
@@ -26,6 +27,56 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 TASK_PREFIX = "task:"
+
+
+class ModelFacts:
+    """The facts of one model, from its specification, and from the `evidence` and chat `template` of its source."""
+
+    def __init__(self, spec: ModelSpec, evidence: Evidence, template: str = "") -> None:
+        self.spec, self.evidence = spec, evidence
+        try:
+            self.template = chat_template.override(spec.options) or template
+        except BadSetting:  # a load reports it
+            self.template = template
+
+    @cached_property
+    def config(self) -> Json:
+        """The model's config under Hugging Face's names. The fields of its text model are among them."""
+        config = self.evidence.config
+        inner = config.get("text_config")
+        return {**inner, **config} if isinstance(inner, dict) else config
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens of a prompt and its answer together; None if it is not known."""
+        options = self.spec.options.get("context_length")
+        found = options or self.config.get("context_at_load")
+        found = found or self.config.get("max_position_embeddings")
+        return found if isinstance(found, int) else None
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the weights as far as the source shows them; else the declared size; 0: unknown."""
+        evidence = self.evidence
+        return evidence.file_bytes or evidence.weight_bytes or self.spec.size or 0
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What the model can do, in Ollama's words."""
+        kind = self.spec.model_type
+        if kind in ("embedding", "reranker"):
+            return ["embedding"] if kind == "embedding" else []
+        if kind == "diffusion":
+            return ["image"]
+        found = ["completion"]
+        if "tools" in self.template:
+            found.append("tools")
+        if kind == "vision":
+            found.append("vision")
+        switches = ("enable_thinking", "<think>", "reasoning_effort", "[THINK]")
+        if any(word in self.template for word in switches):
+            found.append("thinking")
+        return found
 
 
 class Choices:
@@ -41,11 +92,11 @@ class Choices:
     ) -> None:
         """Looks up models in `rt` and in its catalogue. `config()` returns the content of `tasks.yaml`.
 
-        `guard` is the cloud guard, `costs` has the measured durations, and `environment` has the clouds' addresses
-        and keys.
+        `guard` is the cloud guard, `costs` has the measured durations, and `environment` the clouds' addresses and
+        keys.
         """
         self._rt = rt
-        self._config = config  # returns the content of tasks.yaml
+        self._config = config
         self._guard = guard
         self._costs = costs
         self._environment = environment
@@ -59,14 +110,12 @@ class Choices:
     ) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in the order in which they are tried, and the `call` itself.
 
-        If the call names a task and sets no time budget, the returned call has the task's budget.
-
-        Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models. Of the
-        calls that would be refused for their budget, some are tried, see `Costs.is_trial`. The text of a 404 has the
-        names for which `may_name` returns true.
+        If the call names a task and sets no time budget, the returned call has the task's budget. Raises Refused with
+        404 for an unknown model, naming those for which `may_name` is true, and with 504 if the budget is too short for
+        all models. Some calls with too short budgets are tried, see `Costs.is_trial`.
         """
         try:
-            return self._expected(call, may_name, self._cost_of(call))
+            return self._expected(call, may_name, lambda model: self._costs.expect(model, call))
         except Refused as refused:
             if refused.code != TOO_SHORT or not self._costs.is_trial(call.model):
                 raise
@@ -93,10 +142,7 @@ class Choices:
         return fitting, call
 
     def task(self, name: str, may_name: Callable[[str], bool] = lambda name: True) -> Task | None:
-        """The task of a `name` in the form `task:NAME`, or None if `name` has another form.
-
-        Raises Refused (404) if there is no such task.
-        """
+        """The task of a `name` in the form `task:NAME`; None for another form. Raises Refused (404) for no task."""
         if not name.startswith(TASK_PREFIX):
             return None
         task = self._config().tasks.get(name.removeprefix(TASK_PREFIX))
@@ -115,7 +161,7 @@ class Choices:
             if self._known(name):
                 yield f"aliases.{name}: this hides the model {quoted(name)}; calls get {model}"
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[Json]:
         """The rows of `/v1/models`: the models of this process and of the catalogue, and the tasks and aliases."""
         specs = {spec.name: spec for spec in self._rt.specs()}
         for name in self._rt.catalog_names():
@@ -128,14 +174,9 @@ class Choices:
             rows.append(self._row(name, {"alias_of": model}))
         return rows
 
-    def _row(self, id: str, facts: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": id,
-            "object": "model",
-            "created": self._began,
-            "owned_by": "gpu-console",
-            "x_gpu": facts,
-        }
+    def _row(self, id: str, facts: Json) -> Json:
+        head = {"id": id, "object": "model", "created": self._began, "owned_by": "gpu-console"}
+        return {**head, "x_gpu": facts}
 
     def facts(self, name: str) -> ModelFacts | None:
         """What is known of the model with this name or alias; None for a task, or if the model is unknown.
@@ -152,12 +193,9 @@ class Choices:
             return None
         return known
 
-    def _model_row(self, spec: ModelSpec) -> dict[str, Any]:
-        facts = {
-            "model_type": spec.model_type,
-            "backend": spec.backend,
-            "warm": self._rt.here(spec.name),
-        }
+    def _model_row(self, spec: ModelSpec) -> Json:
+        warm = self._rt.here(spec.name)
+        facts = {"model_type": spec.model_type, "backend": spec.backend, "warm": warm}
         row = self._row(spec.name, facts)
         known = self.facts(spec.name)
         if known and known.context_length:  # the second name is vLLM's
@@ -176,10 +214,6 @@ class Choices:
             load=self.calls_of,
         )
 
-    def _cost_of(self, call: Call) -> Callable[[str], Cost]:
-        """A function that returns the expected cost of `call` with a model."""
-        return lambda model: self._costs.expect(model, call)
-
     def _known(self, name: str) -> bool:
         try:
             self._rt.spec(name)
@@ -194,9 +228,8 @@ class Choices:
         advice = "See them:  GET /v1/models"
         if ":" in name and not name.startswith(TASK_PREFIX):
             variable = address_variable(name.partition(":")[0])
-            advice += (
-                f"\n  If it is the model of a cloud, its address is missing:  {variable}=https://…"
-            )
+            cloud = "If it is the model of a cloud, its address is missing"
+            advice += f"\n  {cloud}:  {variable}=https://…"
         error = UnknownModel(name, known, none="None is registered.", advice=advice)
         return Refused(404, "model_not_found", str(error), param="model")
 

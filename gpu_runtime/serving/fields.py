@@ -1,9 +1,8 @@
-"""Which fields of a request each kind of engine can serve.
+"""Which fields of a request each kind of engine can serve. This module is pure.
 
-This module is pure. No field is ignored silently: if a field has an effect that the engine cannot serve, the call is
-refused with 400. `requests` checks the ranges of values for all engines. An engine that is a server ignores fields that
-it does not read. So a call is checked against the fields that the server reads, if they are known. Clouds check the
-fields themselves.
+No field is ignored silently: if a field has an effect that the engine cannot serve, the call is refused with 400.
+`requests` checks the ranges of values for all engines. An engine that is a server ignores fields that it does not
+read. So a call is checked against the fields that the server reads, if they are known. Clouds check them themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..facts import ModelSpec, Value
-from .requests import KINDS, Call, Refused, no_field
+from .requests import KINDS, Call, Json, Refused, no_field
 
 LLAMA, TORCH = "llama_cpp", "transformers"
 CHECKED_BACKENDS = (LLAMA, TORCH)
@@ -72,19 +71,11 @@ FIELDS: dict[str, Field] = {
 # These fields label the caller or the call, control OpenAI's prompt cache, or only save time (`prediction`). They have
 # no effect on an answer.
 WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prediction",
+    *("user", "metadata", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_retention"),
 )
-OTHER_NAMES = {
-    "repetition_penalty": "repeat_penalty",
-    "repeat_penalty": "repetition_penalty",
-    "max_completion_tokens": "max_tokens",
-    "max_tokens": "max_completion_tokens",
-}
+OTHER_NAMES = {"repetition_penalty": "repeat_penalty", "max_completion_tokens": "max_tokens"}
+OTHER_NAMES |= {other: name for name, other in OTHER_NAMES.items()}
 _FUNCTION = {"name": None, "description": None, "parameters": None, "strict": None}
 _CALL = {"id": None, "type": None, "index": None, "function": {"name": None, "arguments": None}}
 _PART = {
@@ -130,9 +121,9 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
     _require_one_value(call.body)
     is_checked = spec.backend in CHECKED_BACKENDS
     for name, value in call.body.items() if is_checked else ():
-        if _is_empty(value) or _serves(spec.backend, call.kind, name, value):
-            continue
-        raise _refusal(spec, call.kind, name, value)
+        is_idle = _is_empty(value) or name in WITHOUT_EFFECT or _is_neutral(name, value)
+        if not is_idle and not serves(spec.backend, call.kind, name):
+            raise _refusal(spec, call.kind, name, value)
     more: frozenset[str] = frozenset() if is_checked else _READ_BY_SERVERS
     for name, shape in _SHAPES.items():
         if name in call.body and call.kind in FIELDS[name].kinds:
@@ -140,7 +131,7 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
 
 
 def _require_shape(value: Any, shape: Any, place: str, more: frozenset[str]) -> None:
-    """Refuses (400) a field inside `value` that neither its `shape` nor `more` names. `place` is where `value` is.
+    """Refuses (400) a field inside `value`, at `place`, that neither its `shape` nor `more` names.
 
     A shape is a list with the shape of each item, a dict with the shape of each field, or None for any value. A value
     of another type is left to the checks of values.
@@ -157,9 +148,8 @@ def _require_shape(value: Any, shape: Any, place: str, more: frozenset[str]) -> 
             where = f"{place}.{name}"[:120]
             close = difflib.get_close_matches(str(name)[:60].lower(), list(shape), n=1)
             advice = f"did you mean {place}.{close[0]}?" if close else "Leave it out"
-            raise Refused(
-                400, "bad_field", f"{where}: there is no such field. {advice}", param=where
-            )
+            text = f"{where}: there is no such field. {advice}"
+            raise Refused(400, "bad_field", text, param=where)
 
 
 def _require_one_value(body: Mapping[str, Any]) -> None:
@@ -170,13 +160,10 @@ def _require_one_value(body: Mapping[str, Any]) -> None:
             raise Refused(400, "bad_field", text, param=name)
 
 
-def read_by_server(
-    model: str, kind: str, body: Mapping[str, Any], known: frozenset[str]
-) -> dict[str, Any]:
-    """The fields of `body` that a server gets. Raises Refused for a field that has an effect but is not `known`.
+def read_by_server(model: str, kind: str, body: Mapping[str, Any], known: frozenset[str]) -> Json:
+    """The fields of `body` that a server gets, under its names. Raises Refused for an effect that it would ignore.
 
-    `known` are the fields that the server of the `model` reads in calls of this `kind`. A field gets the server's own
-    name if the server knows it by another name.
+    `known` are the fields that the server of the `model` reads in calls of this `kind`.
     """
     read = {}
     for name, value in body.items():
@@ -200,12 +187,6 @@ def serves(backend: str, kind: str, name: str) -> bool:
     return field is not None and kind in field.kinds and backend in field.backends
 
 
-def _serves(backend: str, kind: str, name: str, value: Any) -> bool:
-    if name in WITHOUT_EFFECT or _is_neutral(name, value):
-        return True
-    return serves(backend, kind, name)
-
-
 def _is_neutral(name: str, value: Any) -> bool:
     neutral = FIELDS[name].neutral if name in FIELDS else _NEUTRAL_ONLY.get(name, ())
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
@@ -216,19 +197,15 @@ def _is_empty(value: Any) -> bool:
 
 
 def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
-    known = name in FIELDS or name in _NEUTRAL_ONLY
-    shown = repr(value)[:60]
-    text = f"{name}={shown} is not supported by {spec.name}, nor by other models of the backend {spec.backend}"
-    if known and name in FIELDS and kind not in FIELDS[name].kinds:
+    others = f"nor by other models of the backend {spec.backend}"
+    text = f"{name}={repr(value)[:60]} is not supported by {spec.name}, {others}"
+    if name in FIELDS and kind not in FIELDS[name].kinds:
         text = f"{name} has no meaning in a call for {kind}"
-    if not known:
+    if name not in FIELDS and name not in _NEUTRAL_ONLY:
         text = no_field(name, FIELDS)
     return Refused(400, "not_supported", f"{text}. Leave it out", param=name[:60])
 
 
-def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `body` that decide how the next token is chosen, under the names that the engine has for them.
-
-    `names` maps OpenAI's name of each field to the engine's name.
-    """
+def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> Json:
+    """The fields of `body` that decide how the next token is chosen. `names` maps OpenAI's names to the engine's."""
     return {own: body[name] for name, own in names.items() if body.get(name) is not None}

@@ -1,15 +1,310 @@
-"""The server of `gpu serve --fleet`: one address in front of the models of all hosts."""
+"""`gpu serve --fleet`: one address in front of the models of all hosts. Each call runs on the `gpu serve` of a host.
+
+A call uses its model on the best host, and keeps the model there until the answer ends. If the host dies before the
+first token of the answer, the call runs again on another host.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import logging
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from ..fleet.client import open_fleet
+from ..access_keys import Keys
+from ..catalog.store import Catalog
+from ..errors import GpuError, NodeLost, UnknownModel
+from ..facts import Evidence, ModelSpec, Outcome
+from ..fleet import cluster
+from ..fleet.client import Fleet, open_fleet
+from ..fleet.hosts import on
+from ..fleet.wishes import Wishes
 from ..settings import Settings
+from ..threads import Cancellation, start
 from ..version import VERSION
 from .api.app import fleet_application
-from .fleet_calls import FleetGateway, FleetModels
-from .server import run_app
+from .engines.base import EngineFailed
+from .engines.openai_http import CONNECTION_ERRORS, HttpAdapter, HttpClient
+from .gateway import Gateway
+from .queue.queue import calls_at_once
+from .queue.thread_stream import in_thread, in_thread_until
+from .requests import Json
+from .server import HostServer, run_app, serve
+from .store import Store
+
+log = logging.getLogger("gpu_runtime")
+LOOK_SECONDS = 1.0  # between two reads of the hosts and their models
+ALIVE_SECONDS = 0.2  # between two checks of a waiting call whether its host is alive
+MOST_HOSTS = 3  # hosts tried for one call: a call that kills its host must not kill all hosts
+
+
+class FleetModels:
+    """The models of a fleet, with the methods of a runtime that the gateway needs.
+
+    The hosts load, evict and pause the models by themselves, for other servers too.
+    """
+
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        """Reads the hosts and models of `fleet` once, and then every second until `close`."""
+        self.fleet, self.settings = fleet, settings
+        self._revision = -1
+        self._specs: dict[str, ModelSpec] = {}
+        self.hosts: tuple[str, ...] = ()
+        self.copies: Counter[str] = Counter()  # model -> number of hosts that have it on a card
+        self._starting: dict[str, Any] = {}  # host -> the last call that starts its server
+        self._closed = threading.Event()
+        self.look()
+        start(self._watch)
+
+    def close(self) -> None:
+        """Stops the reading of the hosts and models."""
+        self._closed.set()
+
+    def _stop_loads(self, why: str) -> None: ...
+
+    def _leave_load(self, thread: int, why: str) -> None: ...
+
+    def look(self) -> None:
+        """Reads the living hosts, the models that the fleet should hold, and how many hosts have each on a card."""
+        wishes = self.fleet._wishes()
+        if wishes.revision != self._revision:
+            self._specs = {spec.name: spec for spec in _specs_of(wishes)}
+            self._revision = wishes.revision
+        self.hosts = self.fleet.hosts()
+        held = [pair for models in self.fleet._holdings().values() for pair in models.items()]
+        self.copies = Counter(name for name, (where, _) in held if where != "host")
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self.look()
+                self._start_servers()
+            except Exception as error:  # noqa: BLE001 - the head restarts: read again
+                log.debug("the fleet cannot be read: %s", error)
+
+    def _start_servers(self) -> None:
+        """Starts the server of each host before a call needs it, also of a host whose agent was restarted.
+
+        A server that runs already is not started again. On a busy machine a start takes many seconds.
+        """
+        for host in self.hosts:
+            call = self._starting.get(host)
+            if call is None or cluster.ended([call], 0):
+                agent = self.fleet._agent(host)
+                self._starting[host] = on(agent, "serve", "verbs", serve)
+
+    # -- what the gateway calls
+
+    def spec(self, name: str) -> ModelSpec:
+        """The specification of the model `name`. Raises UnknownModel."""
+        if name not in self._specs:
+            none, advice = "The fleet has no model yet.", "See:  gpu fleet"
+            raise UnknownModel(name, tuple(self._specs), none=none, advice=advice)
+        return self._specs[name]
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        return tuple(self._specs.values())
+
+    def catalog_names(self) -> tuple[str, ...]:
+        return tuple(self._specs)
+
+    def _source_facts(self, name: str) -> tuple[Evidence, str]:
+        """No facts: the source of the model `name` is on its hosts."""
+        return Evidence(), ""
+
+    def here(self, name: str) -> bool:
+        """Whether a host has the model on a card, as last read."""
+        return self.copies[name] > 0
+
+    def _pauses(self, name: str) -> bool:
+        return False
+
+    def use(self, name: str, *, importance: int | None = None) -> FleetModel:
+        """A context manager with the model `name` for calls of this `importance`. Each call chooses its host itself."""
+        return FleetModel(self, name, importance)
+
+    def evict(self, name: str, **_: Any) -> Outcome:
+        return Outcome("evict", name, False, "its hosts evict it")
+
+    def tell_waits(self, _: Any) -> None: ...  # a use in a fleet does not wait in this process
+
+    def status(self) -> Any:
+        """The parts of a snapshot that the gateway reads: the owner, and rules that cap no call's importance."""
+        rules = SimpleNamespace(cap=None)
+        return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=rules, sections={})
+
+
+def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:
+    with tempfile.TemporaryDirectory() as directory:
+        lines = [json.dumps(wish.body) for wish in wishes.models]
+        (Path(directory) / "fleet.json").write_text("\n".join(lines))
+        return Catalog(Settings.load(gpu_catalog=directory)).specs()
+
+
+class FleetModel:
+    """The context manager of `FleetModels.use`, and its value. Each call uses the model on a host by itself."""
+
+    def __init__(self, models: FleetModels, name: str, importance: int | None) -> None:
+        self.models, self.name, self.importance = models, name, importance
+
+    def __enter__(self) -> FleetModel:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def enter_if_here(self) -> tuple[FleetModel]:
+        """Enters the block at once; see `Held.enter_if_here`."""
+        return (self,)
+
+
+class _Place:
+    """The server of a host, with the attributes that `HttpAdapter` reads."""
+
+    chat_template = ""  # the host applies the template
+    more_paths = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
+
+    def __init__(self, model: str, host: str, server: HostServer) -> None:
+        self.model, self.host = model, host
+        self.base_url = f"{server.url}/v1"
+        self.headers = {"Authorization": f"Bearer {server.token}"}
+
+
+class FleetAdapter:
+    """Sends a body to the `gpu serve` of the best host. See `EngineAdapter`."""
+
+    counts_tokens = False  # some engines on the hosts do not know the field `stream_options`
+
+    def __init__(self, value: FleetModel, spec: ModelSpec, http: HttpClient) -> None:
+        """The adapter of `value`, which is the model of `spec`. `http` is the client for hosts."""
+        self._value, self._spec, self._http = value, spec, http
+
+    async def answer(self, kind: str, body: Json, think: bool | None) -> Json:
+        for attempt in range(1, MOST_HOSTS + 1):
+            async with AsyncExitStack() as stack:
+                place, adapter = await self._on_a_host(stack)
+                try:
+                    return await self._while_alive(
+                        place, adapter.answer(kind, _with(body, think), None)
+                    )
+                except Exception as error:
+                    self._again(error, place, attempt)
+        raise AssertionError  # the last attempt raises
+
+    async def stream(self, kind: str, body: Json, think: bool | None) -> AsyncIterator[Json]:
+        """Yields the chunks of the answer; see `EngineAdapter.stream`.
+
+        Events before the first token are held back. So the call can still run on another host if this host is lost.
+        """
+        for attempt in range(1, MOST_HOSTS + 1):
+            early: list[Json] = []
+            has_begun = False
+            async with AsyncExitStack() as stack:
+                place, adapter = await self._on_a_host(stack)
+                try:
+                    async with aclosing(adapter.stream(kind, _with(body, think), None)) as events:
+                        while event := await self._while_alive(place, anext(events, None)):
+                            early.append(event)
+                            has_begun = has_begun or _has_token(event)
+                            while has_begun and early:
+                                yield early.pop(0)
+                    for event in early:
+                        yield event
+                    return
+                except Exception as error:
+                    if has_begun:
+                        raise
+                    self._again(error, place, attempt)
+
+    async def _on_a_host(self, stack: AsyncExitStack) -> tuple[_Place, HttpAdapter]:
+        """The best host's server, where the model is in use until the end of `stack`, and the adapter for it."""
+        name, fleet = self._value.name, self._value.models.fleet
+
+        def enter(cancelled: Cancellation) -> tuple[Any, HostServer]:
+            use = fleet.use(name, importance=self._value.importance, retry=True)
+            cancelled.then(use.withdraw)
+            use.__enter__()
+            try:
+                return use, use.serve(serve)
+            except BaseException:
+                use.__exit__(None, None, None)
+                raise
+
+        use, server = await in_thread_until(enter)
+        stack.push_async_callback(in_thread, lambda: use.__exit__(None, None, None))
+        place = _Place(name, use.host, server)
+        return place, HttpAdapter(name, place, self._http)
+
+    async def _while_alive(self, place: _Place, work: Any) -> Any:
+        """The result of `work`. Raises NodeLost once the host of `place` is gone.
+
+        A host that lost its power closes no connection, so this checks regularly whether the host is alive.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=ALIVE_SECONDS))[0]:
+                if place.host not in self._value.models.hosts:
+                    raise NodeLost(self._value.name, place.host, "its host is gone")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    def _again(self, error: Exception, place: _Place, attempt: int) -> None:
+        """Returns if the host of `place` was lost, unless it was the last of MOST_HOSTS: the call may run again."""
+        lost = isinstance(error, NodeLost) or isinstance(error.__cause__, CONNECTION_ERRORS)
+        if not lost:
+            raise
+        log.info("%s was lost on %s: attempt %d", self._value.name, place.host, attempt)
+        if attempt == MOST_HOSTS:
+            why = f"{attempt} hosts were lost under this call"
+            name = self._value.name
+            raise EngineFailed(f"{name} failed: {why}", name=name, why=why) from error
+
+
+def _with(body: Json, think: bool | None) -> Json:
+    return body if think is None else {**body, "x_thinking": think}
+
+
+def _has_token(event: Json) -> bool:
+    """Whether `event` of a stream has a part of the answer or the end of the answer."""
+    for choice in event.get("choices") or ():
+        parts = {**(choice.get("delta") or {}), "role": None, "text": choice.get("text")}
+        if choice.get("finish_reason") or any(parts.values()):
+            return True
+    return False
+
+
+class FleetGateway(Gateway):
+    """The gateway in front of all hosts of a fleet."""
+
+    def __init__(
+        self, models: FleetModels, keys: Callable[[], Keys] = dict, store: Store | None = None
+    ) -> None:
+        """The gateway over the `models` of a fleet. `keys()` returns the keys of programs; `store` keeps the usage."""
+        super().__init__(
+            models,  # type: ignore[arg-type]
+            models.settings,
+            keys=keys,
+            store=store,
+            make_adapter=FleetAdapter,
+        )
+        self._models = models
+
+    def _concurrency(self, model: str) -> int:
+        """The number of calls that all copies of the `model` run at once."""
+        with contextlib.suppress(GpuError):  # the use of the model reports the error
+            each = calls_at_once(self._models.spec(model))
+            return each * max(1, self._models.copies[model])
+        return 1
 
 
 def run(address: str, **where: Any) -> None:

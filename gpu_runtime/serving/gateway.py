@@ -20,18 +20,23 @@ from weakref import WeakSet
 
 from ..access_keys import Keys
 from ..errors import GpuError, OutOfMemory, StillInUse
-from ..facts import Lease, ModelSpec, Value
+from ..facts import Lease, ModelSpec
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import KeyRules
-from .choices import Choices
-from .engines.base import EngineAdapter, EngineFailed, require, require_room
-from .engines.connections import HttpClient
-from .engines.endings import require_ended, until_ended
-from .engines.long_prompts import MOST_AT_ONCE, require_tokens
+from .choices import Choices, ModelFacts
+from .engines.base import (
+    MOST_AT_ONCE,
+    EngineAdapter,
+    EngineFailed,
+    require,
+    require_room,
+    require_tokens,
+)
 from .engines.openai_format import asks_usage
-from .engines.openai_http import HttpAdapter
+from .engines.openai_http import HttpAdapter, HttpClient
 from .engines.registry import adapter_for
 from .fields import require_fields
+from .figures import CallFigures, GatewayState
 from .health.blame import (
     PLAIN_CALLS,
     Blame,
@@ -41,15 +46,12 @@ from .health.blame import (
     may_be_of_the_call,
     no_answer,
 )
-from .health.breaker import Breakers, BreakerState, Permit
-from .health.call_figures import CallFigures
-from .health.clients import Clients, Pattern
+from .health.breaker import Breakers, Permit
+from .health.clients import Clients
 from .health.costs import Costs, Timing
-from .model_facts import ModelFacts
-from .queue.concurrency import calls_at_once
 from .queue.keep_warm import KeepWarm, stay_warm_seconds
 from .queue.model_hold import Holds
-from .queue.queue import Queue, Turn
+from .queue.queue import Queue, Turn, calls_at_once
 from .queue.thread_stream import in_thread
 from .replies import (
     Streamed,
@@ -57,17 +59,18 @@ from .replies import (
     attempts,
     count_refusals,
     raise_if_final,
+    require_ended,
     server_ending,
+    until_ended,
     why_this_model,
 )
 from .request_log import CallRecord, current
-from .requests import LOAD, Call, Refused, Reply, read_call
+from .requests import LOAD, Call, Json, Refused, Reply, read_call
 from .routing.fallback import Choice, CloudGuard, cloud_of, guard_file
 from .routing.profiles import apply_profile, wants_thinking, with_alias
 from .routing.tasks import ServingConfig, measured_parts
 from .routing.tasks_file import TasksFile, default_file
-from .store import Store
-from .usage import Usage
+from .store import Store, Usage
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -78,19 +81,6 @@ PLAIN_CALL_SECONDS = 30.0  # for the answer to a plain call, after a fault
 CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
 MakeAdapter = Callable[[Any, ModelSpec, Any], EngineAdapter]
-
-
-class GatewayState(Value):
-    """Figures of a gateway, for metrics."""
-
-    waiting: dict[str, int]  # calls, by model
-    running: dict[str, int]  # calls, by model
-    breakers: dict[str, BreakerState]
-    # Keys: answered, streamed, failed, refused_STATUS, stood_in, cancelled, reloads.
-    counts: dict[str, int]
-    loads: int  # loads begun, for calls whose model was not on its device
-    clients: dict[str, Pattern]
-    allow_cloud: bool
 
 
 class Gateway:
@@ -111,10 +101,10 @@ class Gateway:
     ) -> None:
         """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
 
-        `serving` replaces the content of `tasks.yaml`. `guard` replaces the cloud guard of the settings. `clock`
-        returns monotonic seconds. `environment` has the addresses of the clouds and the keys for them. `keys()` returns
-        the keys of programs that use this server. `store` keeps the usage. `make_adapter` makes the adapter of a
-        pinned model. Raises BadDocument for a mistake in `tasks.yaml`.
+        `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard of the settings. `clock` returns
+        monotonic seconds. `environment` has the addresses of the clouds and the keys for them. `keys()` returns the
+        keys of programs. `store` keeps the usage. `make_adapter` makes the adapter of a pinned model. Raises
+        BadDocument.
         """
         settings = settings or rt.settings
         self.rt = rt
@@ -167,11 +157,9 @@ class Gateway:
     ) -> Reply:
         """The answer to a call of this `kind` with this `body`, for the visitor `client`. Raises Refused.
 
-        `record` is the result of `self.record`, if the caller wants to know what the call waits for.
-
-        If the asyncio task is cancelled, everything that the call holds is released. A streamed reply is returned
-        after its first event arrived. So if an error occurs before this event, a stand-in from `tasks.yaml` can
-        answer, or the caller gets an HTTP status.
+        `record` is a result of `self.record`, if the caller wants to know what the call waits for. If the asyncio task
+        is cancelled, everything that the call holds is released. A streamed reply is returned after its first event. So
+        if an error occurs before, a stand-in from `tasks.yaml` can answer, or the caller gets an HTTP status.
         """
         record = record or self.record(kind, client)
         with record.until_answered(), count_refusals(self._counts), self._until_closed():
@@ -184,16 +172,15 @@ class Gateway:
                 choices, call = self._choices.of(call, partial(self._may_call, client))
                 choices = self._access.allowed(choices, call, client)
                 self.clients.enter(call.client, call.model, self._clock())
-                stack.callback(self._leave, call)
+                stack.callback(
+                    lambda: self.clients.leave(call.client, call.cooldown, self._clock())
+                )
                 reply = await self._first_answer(call, choices, stack)
                 reply.facts = record.facts
                 return reply
 
     async def preload(self) -> None:
-        """Loads the models under `preload` in `tasks.yaml`, one after the other, as calls do.
-
-        Each model stays warm for the usual time. A model that cannot be loaded is logged, and the next one is loaded.
-        """
+        """Loads the models under `preload` in `tasks.yaml` one after the other, as calls do. Failures are logged."""
         for name in self.serving.preload:
             try:
                 await self.answer(LOAD, {"model": name})
@@ -201,8 +188,8 @@ class Gateway:
             except Exception as error:  # any error of an engine
                 log.warning("%s was not loaded at the start: %s", name, first_line(error))
 
-    def models(self, client: str = "") -> list[dict[str, Any]]:
-        """The rows of `/v1/models` for `client`: the models, tasks and aliases that this visitor may call."""
+    def models(self, client: str = "") -> list[Json]:
+        """The rows of `/v1/models` with the models, tasks and aliases that `client` may call."""
         return [row for row in self._choices.models() if self._may_call(client, row["id"])]
 
     def facts(self, name: str) -> ModelFacts | None:
@@ -221,7 +208,6 @@ class Gateway:
         return None if until is None else max(0.0, until - self._clock())
 
     def _may_call(self, client: str, name: str) -> bool:
-        """Whether `client` may call the model, task or alias `name`."""
         return self._access.may_call(client, self.serving.aliases.get(name, name))
 
     @property
@@ -236,15 +222,10 @@ class Gateway:
 
     def state(self) -> GatewayState:
         """The current figures of this gateway."""
-        return GatewayState(
-            self.queue.depth(),
-            self.queue.active(),
-            self.breakers.states(),
-            dict(self._counts),
-            self.queue.loads,
-            self.clients.patterns(),
-            self.guard.allowed,
-        )
+        queue, counts = self.queue, dict(self._counts)
+        waiting, running, breakers = queue.depth(), queue.active(), self.breakers.states()
+        clients, clouds = self.clients.patterns(), self.guard.allowed
+        return GatewayState(waiting, running, breakers, counts, queue.loads, clients, clouds)
 
     async def drain(self, seconds: float) -> None:
         """Refuses new calls from now on, and waits up to `seconds` until all accepted calls are answered."""
@@ -262,7 +243,7 @@ class Gateway:
         return bool(self._calls) or any(not stream.over for stream in self._streams)
 
     async def close(self) -> None:
-        """Ends running calls with an error for their callers. Afterwards, no call is accepted and no load begins."""
+        """Ends running calls with an error for their callers. Then no call is accepted and no load begins."""
         self._closed = self.queue.closed = True
         calls = set(self._calls)
         for call in calls:
@@ -275,13 +256,13 @@ class Gateway:
         await self.keep_warm.close()
         await self._holds.close()
         for client in self._http_clients.values():
-            await client.close()
+            await client.aclose()
 
     # -- answering
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """A context manager for one call. Raises Refused (503) if the gateway drains, or closes during the call."""
+        """Raises Refused (503) if the gateway drains, or closes during the call in this block."""
         task = asyncio.current_task()
         assert task is not None
         self.require_open()
@@ -295,9 +276,6 @@ class Gateway:
             raise server_ending() from None
         finally:
             self._calls.discard(task)
-
-    def _leave(self, call: Call) -> None:
-        self.clients.leave(call.client, call.cooldown, self._clock())
 
     async def _first_answer(
         self, call: Call, choices: tuple[Choice, ...], held: AsyncExitStack
@@ -328,7 +306,7 @@ class Gateway:
     def _signed(
         self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]
     ) -> Reply:
-        """Adds to `reply` the model and the reason for this model. Counts the call as answered. Returns the reply."""
+        """Adds to `reply` the model and the reason for this model, and counts the call as answered."""
         if choice.model != reply.asked:
             reply.because = why_this_model(choice, failed)
             self._counts["stood_in"] += bool(failed)
@@ -339,7 +317,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, held: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice`. The model is pinned until the answer ends. When a stream ends, it releases `held`."""
+        """The answer of `choice`, which pins its model until it ends. The end of a stream releases `held` too."""
         record = current()
         async with AsyncExitStack() as stack:
             client = call.client.partition("/")[0]  # the visitor; a program chooses the rest itself
@@ -412,8 +390,7 @@ class Gateway:
     ) -> bool:
         """Whether the call is the cause of `error`, because the model answers a plain call right after it.
 
-        An engine may answer with the status 500 to a mistake of the caller. If each such answer counted, one caller
-        could close the model for everybody.
+        An engine may answer with the status 500 to a mistake of the caller, who could so close the model for everybody.
         """
         model = choice.model
         if adapter is None or choice.cloud or not may_be_of_the_call(error, kind, model):
@@ -429,10 +406,7 @@ class Gateway:
     async def _adapter(
         self, choice: Choice, call: Call, stack: AsyncExitStack
     ) -> tuple[EngineAdapter, bool | None]:
-        """The adapter of the model of `choice`, and whether thinking is on (None: the template decides).
-
-        This method returns once the call may run and the model is on its device.
-        """
+        """The adapter of the model of `choice`, once it may run, and whether it thinks (None: as its template)."""
         if choice.cloud:
             cloud = cloud_of(choice.model, self._environment)
             if isinstance(cloud, str):
@@ -451,7 +425,6 @@ class Gateway:
         was_here = self.rt.here(spec.name)
 
         def began_to_wait(turn: Turn) -> None:
-            """Lets the caller see what the call waits for."""
             current().state = partial(self.queue.state_of, turn)
             if not was_here:
                 current().loads.set()
@@ -464,20 +437,19 @@ class Gateway:
         return adapter, wants_thinking(call, spec.options)
 
     def _client(self, *, proxies: bool) -> HttpClient:
-        """The HTTP client, created at its first use. `proxies` is whether it uses the environment's proxies."""
+        """The HTTP client, made at its first use. `proxies` is whether it uses the environment's."""
         if proxies not in self._http_clients:
             self._http_clients[proxies] = HttpClient(proxies=proxies)
         return self._http_clients[proxies]
 
     def _keep_warm(self, call: Call, spec: ModelSpec) -> None:
-        """Sets the time for which the model of `spec` stays on its device after the `call`."""
         task = self._choices.task(call.model)
         wish = call.stay_warm
         if wish is None and task is not None:
             wish = task.keep_alive_s
-        default = spec.keep_alive or None
-        seconds = stay_warm_seconds(default if wish is None else wish, spec.model_type)
-        self.keep_warm.keep(spec.name, seconds, wished=wish is not None)
+        wished = wish is not None
+        seconds = stay_warm_seconds(wish if wished else spec.keep_alive or None, spec.model_type)
+        self.keep_warm.keep(spec.name, seconds, wished=wished)
 
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):  # the use of the model reports the error
@@ -507,21 +479,12 @@ class Gateway:
         cost = self.costs.expect(choice.model, call)
         measured = measured_parts(cost, " and ")
         end = f"; {choice.model} has taken {measured} before." if measured else "."
-        return Refused(
-            504,
-            "budget_spent",
-            f"{call.model} did not answer within its budget of {call.budget:g} s{end}",
-            None,
-            budget_seconds=call.budget,
-            load_seconds=cost.load,
-            answer_seconds=cost.answer,
-        )
+        text = f"{call.model} did not answer within its budget of {call.budget:g} s{end}"
+        facts = {"load_seconds": cost.load, "answer_seconds": cost.answer}
+        return Refused(504, "budget_spent", text, budget_seconds=call.budget, **facts)
 
     async def _evict(self, model: str) -> bool:
-        """Evicts a `model` whose keep-warm time is over, to host memory if host memory has room.
-
-        Returns False if the model is in use.
-        """
+        """Evicts a `model` whose keep-warm time is over, to RAM if there is room. False if it is in use."""
         await self._holds.ended(model)
         try:
             await in_thread(lambda: self.rt.evict(model, timeout=0.0, wait=False))
@@ -532,7 +495,7 @@ class Gateway:
         return True
 
 
-async def _first_event(events: AsyncIterator[dict[str, Any]], model: str) -> dict[str, Any]:
+async def _first_event(events: AsyncIterator[Json], model: str) -> Json:
     """The first of the `events` that the `model` streams. Raises EngineFailed if there is none."""
     first = await anext(events, None)
     if first is None:

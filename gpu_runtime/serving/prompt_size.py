@@ -1,8 +1,8 @@
 """Decides whether a prompt is too long, without tokenising the whole prompt.
 
-Tokenising a body of 32 MiB takes many seconds and cannot be interrupted. During that time the model answers no
-other call. So a prompt has a limit of characters, which is checked before the call waits for its model. Later, the
-tokens of the prompt are counted piece by piece, until the prompt ends or is too long.
+Tokenising a body of 32 MiB takes many seconds and cannot be interrupted. During that time the model answers no other
+call. So a limit of characters is checked before the call waits for its model. Later, the tokens of the prompt are
+counted piece by piece, until the prompt ends or is too long.
 """
 
 from __future__ import annotations
@@ -58,15 +58,12 @@ def _contents(messages: Any) -> Iterator[Any]:
 
 
 def tokens_if_too_many(
-    text: str,
-    most: int,
-    count: Callable[[str], int],
-    cancelled: Callable[[], bool] = lambda: False,
+    text: str, most: int, count: Callable[[str], int], cancelled: Callable[[], bool] = lambda: False
 ) -> int:
     """A lower bound of the number of tokens in `text` if that number is more than `most`, otherwise 0.
 
-    `count` returns the number of tokens of a piece of text. Counting ends as soon as the result is known. It also
-    ends when `cancelled()` is true, and then the result is 0.
+    `count` returns the number of tokens of a piece of text. Counting ends as soon as the result is known, or when
+    `cancelled()` is true, with the result 0.
     """
     counted = 0
     for number, at in enumerate(range(0, len(text), PIECE_CHARACTERS)):

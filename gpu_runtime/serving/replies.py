@@ -1,19 +1,17 @@
-"""Prepares answers for the caller.
-
-Adds to an answer which model gave it and why. When a streamed answer ends, it releases everything that it holds.
-"""
+"""Prepares answers for the caller: names their model, requires that they are complete, and releases what they hold."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from ..errors import EngineDied
+from .engines.base import EngineFailed
 from .health.blame import Blame, blame, first_line
-from .requests import Refused, Reply
+from .requests import Json, Refused, Reply
 from .routing.fallback import Choice
 
 MAX_HEADER_LENGTH = 400
@@ -26,19 +24,19 @@ class Streamed:
 
     def __init__(
         self,
-        first: dict[str, Any],
-        events: AsyncIterator[dict[str, Any]],
+        first: Json,
+        events: AsyncIterator[Json],
         held: AsyncExitStack,
         deadline: float | None,
         ended: Callable[[BaseException | None], Awaitable[None]],
     ) -> None:
         """An answer whose `first` event was read already; `events` are the following events.
 
-        `held` holds the turn of the call, the pin and the engine's stream. They are released at the end of the answer
-        and by `aclose`. The sender must call `aclose` even if it sent nothing. `deadline` is a time of the event loop.
-        `ended(error)` is called once at the end; an error of None means success.
+        `held` holds the turn of the call, the pin and the engine's stream until the end of the answer or `aclose`,
+        which the sender must call even if it sent nothing. `deadline` is a time of the event loop. `ended(error)` is
+        called once at the end; an error of None means success.
         """
-        self._first: dict[str, Any] | None = first
+        self._first: Json | None = first
         self._events = events
         self._held = held
         self._deadline = deadline
@@ -55,11 +53,11 @@ class Streamed:
 
     @property
     def over(self) -> bool:
-        """Whether the stream has ended, and has released its model or is about to release it."""
+        """Whether the stream has ended, and has released its model or is about to."""
         return self._over
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Json:
         """The first event; fields may still be added to it."""
         assert self._first is not None
         return self._first
@@ -67,7 +65,7 @@ class Streamed:
     def __aiter__(self) -> Streamed:
         return self
 
-    async def __anext__(self) -> dict[str, Any]:
+    async def __anext__(self) -> Json:
         if self._first is not None:
             event, self._first = self._first, None
             return event
@@ -105,7 +103,7 @@ class Streamed:
         finally:
             await self.aclose()
 
-    async def _next(self) -> dict[str, Any]:
+    async def _next(self) -> Json:
         if self._deadline is None:
             return await anext(self._events)
         async with asyncio.timeout_at(self._deadline):
@@ -129,8 +127,7 @@ def attempts(
     """Yields each of `choices`. If none of them answered, yields once more the first choice whose engine died.
 
     The caller adds the model and the error of each attempt to `failed` before it reads the next choice. An engine may
-    have died before the call reached it, so a repetition can give the caller an answer. A second death ends the call,
-    because the call itself may be the cause.
+    have died before the call reached it. A second death ends the call, because the call itself may be the cause.
     """
     yield from choices
     died = {model for model, error in failed if isinstance(error, EngineDied)}
@@ -156,17 +153,14 @@ def raise_if_final(error: Exception, choice: Choice, choices: tuple[Choice, ...]
 
 
 def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
-    """A sentence on why the model of `choice` answers: the errors of the models that `failed` before, if any did."""
+    """Why the model of `choice` answers, in words: the errors of the models that `failed` before, if any did."""
     if not failed:
         return choice.because
     return "; ".join(f"{model} could not answer: {first_line(error)}" for model, error in failed)
 
 
 def add_origin(reply: Reply) -> None:
-    """Writes into the body and the headers of `reply` which model gave the answer and why.
-
-    Both also have what the adapter has noted in `x_gpu` about the answer (TOLD).
-    """
+    """Writes into the body and headers of `reply` which model answered and why, and what its adapter noted (TOLD)."""
     origin = {"asked": reply.asked, "model": reply.model}
     if reply.because:
         origin["because"] = reply.because
@@ -182,7 +176,7 @@ def add_origin(reply: Reply) -> None:
 
 @contextlib.contextmanager
 def count_refusals(counts: Any) -> Any:
-    """A context manager that adds to `counts` each refusal raised inside it, by status, and each cancelled call."""
+    """Adds to `counts` each refusal raised in this block, by status, and each cancelled call."""
     try:
         yield
     except Refused as refused:
@@ -193,7 +187,7 @@ def count_refusals(counts: Any) -> Any:
         raise
 
 
-def _error_event(error: BaseException) -> dict[str, Any]:
+def _error_event(error: BaseException) -> Json:
     if isinstance(error, TimeoutError):
         error = Refused(504, "budget_spent", "the answer broke off: its budget is spent")
     if isinstance(error, Refused):
@@ -205,3 +199,50 @@ def _header_text(text: str) -> str:
     """The `text` in the form that a header may contain: printable ASCII on one line."""
     plain = text.encode("ascii", "replace").decode()
     return "".join(letter if letter.isprintable() else " " for letter in plain)[:MAX_HEADER_LENGTH]
+
+
+# OpenAI's format gives each choice a `finish_reason` when its text is complete. Without one, the engine cut the answer
+# off, even if the stream ended with `[DONE]`. llama-cpp-python's server does so when it receives another call.
+TEXT_KINDS = ("chat", "completions")
+
+
+def require_ended(kind: str, answer: Json, model: str) -> None:
+    """Raises EngineFailed if the whole `answer` of `model` to a call of this `kind` was cut off."""
+    if kind not in TEXT_KINDS:
+        return
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise _cut_off(model, "its answer has no choices")
+    if not all(_has_ended(choice) for choice in choices):
+        raise _cut_off(model, "its answer was cut off: it has no finish_reason")
+
+
+async def until_ended(
+    events: AsyncIterator[Json], model: str, note: Callable[[Json], None], hides_usage: bool
+) -> AsyncGenerator[Json]:
+    """Yields the `events` of a streamed answer of `model`, after `note` was called with each.
+
+    With `hides_usage`, an event that has only the usage is left out, because the caller did not ask for it. Raises
+    EngineFailed after the last event if a choice was cut off, or if there was no choice.
+    """
+    begun: set[int] = set()
+    ended: set[int] = set()
+    async with aclosing(events) as source:  # type: ignore[type-var]
+        async for event in source:
+            note(event)
+            for choice in event.get("choices") or ():
+                begun.add(choice.get("index", 0))
+                if _has_ended(choice):
+                    ended.add(choice.get("index", 0))
+            if not hides_usage or event.get("choices"):
+                yield event
+    if not ended or begun - ended:
+        raise _cut_off(model, "its answer was cut off: it ended without a finish_reason")
+
+
+def _has_ended(choice: Any) -> bool:
+    return isinstance(choice, dict) and bool(choice.get("finish_reason"))
+
+
+def _cut_off(model: str, why: str) -> EngineFailed:
+    return EngineFailed(f"{model} failed: {why}", name=model, why=why)

@@ -18,6 +18,7 @@ from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from .. import limited_files
+from ..errors import BadSetting
 from .requests import Refused
 
 STDERR = "-"
@@ -49,11 +50,10 @@ class CallRecord:
         }
 
     def note(self, **facts: Any) -> None:
-        """Adds `facts` to the line of this call, which has seconds rounded to milliseconds."""
+        """Adds `facts` to the line of this call. Seconds are rounded to milliseconds there."""
         self.facts |= facts
 
     def note_end(self) -> None:
-        """Adds the seconds since the call arrived."""
         self.note(seconds=self._clock() - self._began)
 
     def write(self) -> None:
@@ -70,10 +70,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:
-        """A context manager in which the answer is made. At its end the line is written.
-
-        The line of a stream is written later: its sender calls `write` when the stream ends.
-        """
+        """The answer is made in this block. At its end the line is written; for a stream, its sender does it."""
         token = _current.set(self)
         try:
             yield
@@ -96,34 +93,31 @@ class CallRecord:
 
 
 _current: ContextVar[CallRecord] = ContextVar("call_record")
-
-
-def current() -> CallRecord:
-    """The record of the call that this task answers."""
-    return _current.get()
+current = _current.get  # the record of the call that this task answers
 
 
 def open_log(target: str | None) -> None:
-    """Writes the log's lines to the file `target`; to standard error if `target` is "-"; nowhere if it is None.
+    """Writes the log's lines to the file `target`; to standard error if that is "-"; nowhere if it is None.
 
-    Raises OSError if the file cannot be opened, or if it is a pipe or a device.
+    Raises BadSetting if the file cannot be opened, or if it is a pipe or a device.
     """
     if target is None:
         return
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if target != STDERR:
-        limited_files.open_regular(target, to_append=True).close()
-        handler = WatchedFileHandler(target)  # follows a program that rotates the file
+        try:
+            limited_files.open_regular(target, to_append=True).close()
+            handler = WatchedFileHandler(target)  # follows a program that rotates the file
+        except OSError as error:
+            expected = f"a file that can be written ({error.strerror or error}), or -"
+            raise BadSetting("GPU_SERVE_LOG", target, expected) from None
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
 
 
 def reopen_log() -> None:
-    """Opens the log's file again if it was renamed or removed, so that the file exists before the next call.
-
-    An error is logged, and the next line tries again.
-    """
+    """Opens the log's file again if it was renamed or removed, before the next call needs it. An error is logged."""
     for handler in log.handlers:
         if isinstance(handler, WatchedFileHandler):
             try:

@@ -18,6 +18,7 @@ from ..errors import BadSetting
 from ..facts import IMPORTANCE, Value, parse_importance
 from .prompt_size import MOST_CHARACTERS, characters
 
+Json = dict[str, Any]  # an object of JSON
 LOAD = "load"  # a call that only brings its model to a device
 KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "detokenize", LOAD)
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
@@ -37,15 +38,14 @@ _EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 class Refused(Exception):
     """Raised when a call gets no answer.
 
-    `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a retry
-    may succeed; None means that a retry would be refused too. `facts` holds the figures of the message. Its entry
-    `param` names the field of the body that is wrong.
+    `status` is the HTTP status, `code` a word for programs, and `message` is for people. After `retry_after` seconds a
+    retry may succeed; None: it would be refused too. `facts` has the figures of the message. Its entry `param` names
+    the field of the body that is wrong.
     """
 
     def __init__(
         self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any
     ) -> None:
-        """A refusal with a `message` for people. The class describes the other parameters."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -55,18 +55,18 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The header `Retry-After` in whole seconds, at least one. The result is empty if no retry would help."""
+        """The header `Retry-After` in whole seconds, at least one; empty if no retry would help."""
         if self.retry_after is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """The error in the format that OpenAI's clients read."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
-        param = self.facts.get("param")
-        return {"error": {"message": self.message, "type": kind, "code": self.code, "param": param}}
+        facts = {"code": self.code, "param": self.facts.get("param")}
+        return {"error": {"message": self.message, "type": kind, **facts}}
 
 
 class Call(Value):
@@ -74,7 +74,7 @@ class Call(Value):
 
     kind: str
     model: str  # as requested: a name, `task:NAME` or `provider:model`
-    body: dict[str, Any]
+    body: Json
     stream: bool = False
     client: str = ""  # the visitor of the token, then "/" and the program's own name
     profile: str = ""  # the program's own name alone (x_client_id)
@@ -87,15 +87,11 @@ class Call(Value):
 
 
 class Events(Protocol):
-    """A streamed answer, event by event. `aclose` ends the stream early and frees everything that it holds.
+    """A streamed answer, event by event. `aclose`, which may be called twice, ends it early and frees what it holds."""
 
-    `aclose` may be called twice.
-    """
+    def __aiter__(self) -> AsyncIterator[Json]: ...
 
-    def __aiter__(self) -> AsyncIterator[dict[str, Any]]: ...
-
-    async def aclose(self) -> None:
-        """Ends the stream and frees everything."""
+    async def aclose(self) -> None: ...
 
 
 @dataclass
@@ -105,23 +101,22 @@ class Reply:
     model: str  # the model that answered
     asked: str  # the model that was requested
     because: str  # why another model answered; empty if the requested model answered
-    json: dict[str, Any] | None = None
+    json: Json | None = None
     events: Events | None = None
     headers: dict[str, str] = field(default_factory=dict)
     # The facts of the call in the request log. The last ones are added when a stream ends.
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     async def aclose(self) -> None:
-        """Frees everything that a streamed answer holds. Does nothing for an answer that is not streamed."""
+        """Frees everything that a streamed answer holds."""
         if self.events is not None:
             await self.events.aclose()
 
 
 def read_call(kind: str, body: Any, client: str = "") -> Call:
-    """The call that is described by a request's `body`. `client` is the visitor's name.
+    """The call of this `kind`, one of KINDS, that is described by a request's `body`. `client` is the visitor's name.
 
-    `kind` is the kind of the endpoint, one of KINDS. Raises Refused with 400 for an invalid field, which the message
-    names, and with 413 if the prompt is too long.
+    Raises Refused with 400 for an invalid field, which the message names, and with 413 if the prompt is too long.
     """
     if kind not in KINDS:
         raise bad("kind", kind, f"one of {', '.join(KINDS)}")
@@ -175,12 +170,12 @@ def no_field(name: str, known: Iterable[str]) -> str:
     return f"there is no field {name[:60]!r}" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(body: Mapping[str, Any]) -> tuple[Json, Json]:
     """Two dicts: our own fields of `body`, and all other fields. Raises Refused for an unknown field of ours."""
     own = {}
     plain = {}
     for name, value in body.items():
-        if isinstance(name, str) and _is_own(name):
+        if isinstance(name, str) and name[:2].lower() in ("x_", "x-"):  # with - as in a header
             known = name.lower().replace("-", "_")
             if known not in OWN_FIELDS:
                 raise Refused(400, "bad_field", no_field(name, OWN_FIELDS), param=name[:60])
@@ -188,15 +183,6 @@ def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             plain[name] = value
     return own, plain
-
-
-def _is_own(name: str) -> bool:
-    """Whether a field is one of our own fields: `x_…` in any case, and `x-…` as in a header.
-
-    >>> [_is_own(name) for name in ("x_priority", "X_Priority", "x-priority", "xtc_probability", "max_tokens")]
-    [True, True, True, False, False]
-    """
-    return name[:2].lower() in ("x_", "x-")
 
 
 def _require_utf8(body: Mapping[str, Any]) -> None:
@@ -267,12 +253,10 @@ def _check_tokenize(body: Mapping[str, Any]) -> None:
 
 
 def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """The prompts in the `prompt` of a call for completions. A prompt may also be given as a list of tokens.
+    """The prompts in the `prompt` of a call for completions; each is a text or a list of tokens. Raises Refused (400).
 
     >>> prompts_of({"prompt": ["a", "b"]}), prompts_of({"prompt": [1, 2]})
     (['a', 'b'], [[1, 2]])
-
-    Raises Refused (400).
     """
     return [""] if body.get("prompt") == "" else _texts(body, "prompt", MAX_PROMPTS)
 
@@ -285,12 +269,10 @@ def _check_embeddings(body: Mapping[str, Any]) -> None:
 
 
 def texts_of_embeddings(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """The texts in the `input` of a call for embeddings. A text may also be given as a list of tokens.
+    """The texts in the `input` of a call for embeddings; each is a text or a list of tokens. Raises Refused (400).
 
     >>> texts_of_embeddings({"input": "a"}), texts_of_embeddings({"input": [1, 2]})
     (['a'], [[1, 2]])
-
-    Raises Refused (400).
     """
     return _texts(body, "input", MAX_TEXTS)
 
@@ -360,7 +342,7 @@ _CHECKS = {
     "detokenize": _check_detokenize,
     LOAD: lambda body: None,
 }
-_WHOLE_NUMBERS = {
+_RANGES: dict[str, tuple[float, float]] = {  # bounds without a point are those of whole numbers
     "max_tokens": (1, MAX_TOKENS),
     "max_completion_tokens": (1, MAX_TOKENS),
     "n": (1, 128),
@@ -371,18 +353,11 @@ _WHOLE_NUMBERS = {
     "mirostat_mode": (0, 2),
     "dimensions": (1, 65_536),
     "top_n": (1, MAX_TEXTS),
-}
-_NUMBERS = {
     "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "repeat_penalty": (0.01, 10.0),
-    "repetition_penalty": (0.01, 10.0),
+    **dict.fromkeys(("top_p", "min_p", "typical_p", "mirostat_eta"), (0.0, 1.0)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2.0, 2.0)),
+    **dict.fromkeys(("repeat_penalty", "repetition_penalty"), (0.01, 10.0)),
     "mirostat_tau": (0.0, 100.0),
-    "mirostat_eta": (0.0, 1.0),
 }
 _FLAGS = ("echo", "parallel_tool_calls", "return_documents", "add_special_tokens")
 _OBJECTS = ("stream_options", "response_format", "logit_bias")
@@ -392,32 +367,30 @@ _PLAIN_TYPES: dict[str, tuple[type, str]] = {
     **dict.fromkeys(_OBJECTS, (dict, "an object")),
     **dict.fromkeys(_LISTS, (list, "a list")),
 }
-_CHECKED = frozenset((*_WHOLE_NUMBERS, *_NUMBERS, *_PLAIN_TYPES))
 
 
 def check_numbers(body: Mapping[str, Any], kind: str = "chat") -> None:
-    """Checks the values of the fields in `body` that engines read, so that no engine fails on an invalid value.
-
-    `kind` is the kind of the call. Raises Refused (400) for an invalid value.
-    """
+    """Refuses (400) values of `body`, of a call of this `kind`, at which an engine would fail."""
     for name, value in body.items():
-        if value is None or name not in _CHECKED:
+        if value is None:
             continue
-        if name in _WHOLE_NUMBERS:
-            least, most = _WHOLE_NUMBERS[name]
-            if kind == "completions" and "max_" in name:
-                least = 0  # with echo, a call may ask for the prompt's probabilities alone
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (is_whole and least <= value <= most):
-                raise bad(name, value, f"a whole number from {least} to {most}")
-        elif name in _NUMBERS:
-            low, high = _NUMBERS[name]
-            if not (_is_number(value) and low <= value <= high):
-                raise bad(name, value, f"a number from {low:g} to {high:g}")
-        elif not isinstance(value, _PLAIN_TYPES[name][0]):
+        if name in _RANGES:
+            _check_range(name, value, kind)
+        elif name in _PLAIN_TYPES and not isinstance(value, _PLAIN_TYPES[name][0]):
             raise bad(name, value, _PLAIN_TYPES[name][1])
     _check_stop(body.get("stop"))
     _check_logit_bias(body.get("logit_bias"))
+
+
+def _check_range(name: str, value: Any, kind: str) -> None:
+    least, most = _RANGES[name]
+    if kind == "completions" and "max_" in name:
+        least = 0  # with echo, a call may ask for the prompt's probabilities alone
+    is_whole = isinstance(least, int)
+    is_right = _is_number(value) and (isinstance(value, int) or not is_whole)
+    if not (is_right and least <= value <= most):
+        words = f"from {least} to {most}" if is_whole else f"from {least:g} to {most:g}"
+        raise bad(name, value, f"a whole number {words}" if is_whole else f"a number {words}")
 
 
 def _check_logit_bias(biases: Any) -> None:
@@ -449,10 +422,7 @@ def _client_id(value: Any) -> str:
 
 
 def _importance(value: Any) -> int | None:
-    """The importance in `value`, which is the name of a class or a number from 1 to 100.
-
-    A lower number is more important.
-    """
+    """The importance in `value`: the name of a class, or a number from 1 to 100, where lower is more important."""
     if value is None:
         return None
     try:

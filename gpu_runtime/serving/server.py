@@ -1,20 +1,24 @@
 """The server of `gpu serve`: the memory API, OpenAI's routes and metrics on one port, behind one gate.
 
-The caller may add a console's page on the same port. This module does not import Panel.
+The caller may add a console's page on the same port. This module does not import Panel. `serve` is the server of one
+host of a fleet: it runs in the agent of the host, which passes its URL and token to `gpu serve --fleet`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import getpass
 import logging
 import os
+import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets, bind_unix_socket
@@ -22,21 +26,22 @@ from tornado.web import Application
 
 from .. import access_keys
 from ..access_keys import Keys, KeysFile
-from ..errors import BadSetting
+from ..errors import GpuError
 from ..settings import Settings
+from ..threads import start
 from ..version import VERSION
 from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import CALLS, AccessRules
 from ..web.connections import Connections
 from ..web.cors import origins_of
-from ..web.http_server import Address, MakeServer, Service, WebServer
+from ..web.http_server import Address, MakeServer, Service, WebServer, bound, mask_logs
 from . import request_log
 from .access import visitor_of
 from .api.app import application
+from .figures import served
 from .gateway import Gateway
 from .routing.tasks_file import default_file, read_serving_config
-from .served import served
 from .store import Store
 from .store import default_file as default_store
 
@@ -71,7 +76,7 @@ class HeadlessServer(WebServer):
 
 @contextmanager
 def messages_shown(level: str) -> Iterator[None]:
-    """A context manager: inside it, messages of this `level` (debug, info, …) or graver go to standard error."""
+    """In this block, messages of this `level` (debug, info, …) or graver go to standard error."""
     log = logging.getLogger("gpu_runtime")
     before = log.level, log.propagate
     handler = logging.StreamHandler(sys.stderr)
@@ -87,44 +92,13 @@ def messages_shown(level: str) -> Iterator[None]:
         log.propagate = before[1]
 
 
-def _open_request_log(target: str | None) -> None:
-    try:
-        request_log.open_log(target)
-    except OSError as error:
-        expected = f"a file that can be written ({error.strerror or error}), or -"
-        raise BadSetting("GPU_SERVE_LOG", target, expected) from None
-
-
-def run(
-    rt: Any,
-    *,
-    console: MakeServer | None = None,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    socket_path: str | None = None,
-    read_only: bool = False,
-    log_level: str = "info",
-) -> None:
-    """Serves until the process is interrupted, and prints the URL to open.
-
-    Raises GpuError if the server cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml`, in the
-    file of keys or in a setting.
-
-    The runtime `rt` of this process loads the models that are called. `console` makes a server that also has a
-    console's page. Without `console` there is no such page. The server listens on `socket_path`, else on `port` of
-    `host`. With `read_only` no visitor may act and no model is called. Messages of `log_level` or graver go to standard
-    error.
-    """
+def run(rt: Any, **options: Any) -> None:
+    """Serves the models of the runtime `rt` until the process is interrupted. For `options` see `run_app`."""
     run_app(
         lambda gateway, store: application(rt, gateway, VERSION, store),
         lambda keys, store: Gateway(rt, rt.settings, keys=keys, store=store),
         rt.settings,
-        console=console,
-        log_level=log_level,
-        host=host,
-        port=port,
-        socket_path=socket_path,
-        read_only=read_only,
+        **options,
     )
 
 
@@ -138,14 +112,18 @@ def run_app(
     read_only: bool = False,
     **where: Any,
 ) -> None:
-    """Serves an application until the process is interrupted.
+    """Serves an application until the process is interrupted, and prints the URL to open.
 
-    `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway. `where` has the
-    arguments host, port and socket_path of `run`. `run` describes the other arguments and the errors.
+    `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway. `console` makes a
+    server that also has a console's page. Messages of `log_level` or graver go to standard error. With `read_only` no
+    visitor may act and no model is called. `where` has the arguments host, port and socket_path of `http_server.run`.
+
+    Raises GpuError if the server cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml`, in the
+    file of keys or in a setting.
     """
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
-    _open_request_log(settings.gpu_serve_log)
+    request_log.open_log(settings.gpu_serve_log)
     keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())
     keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
     store = Store(default_store())
@@ -153,7 +131,6 @@ def run_app(
     app = make_app(lambda: gateway, store)
 
     async def close() -> None:
-        """Ends jobs and calls, and waits a moment until the answers to these calls are sent."""
         await app.state.jobs.close()
         await gateway.close()
         answering = asyncio.all_tasks() - {asyncio.current_task()}
@@ -162,7 +139,6 @@ def run_app(
         store.close()
 
     def reload() -> None:
-        """Reads `tasks.yaml` again, and opens the request log again if it was rotated."""
         request_log.reopen_log()
         gateway.reload_tasks()
 
@@ -185,3 +161,48 @@ def run_app(
     )
     with messages_shown(log_level):
         http_server.run(console or HeadlessServer, service, read_only=read_only, **where)
+
+
+class HostServer(NamedTuple):
+    """The address of the server of a host, such as http://10.0.0.2:41234, and the token that it requires."""
+
+    url: str
+    token: str
+
+
+def serve(rt: Any, host: str) -> HostServer:
+    """Starts the server of the runtime `rt` on a free port of the address `host`, in a thread.
+
+    Returns the server's URL and token. The server runs until this process ends. Raises GpuError if it does not start.
+    """
+    listens = threading.Event()
+    found: list[HostServer] = []
+
+    def run() -> None:
+        asyncio.run(_run(rt, host, found, listens))
+
+    thread = start(run)
+    while not listens.wait(0.1):
+        if thread.wait(0.0):
+            raise GpuError(f"the server of this host could not listen on {host}.")
+    return found[0]
+
+
+async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.Event) -> None:
+    gateway = Gateway(rt, rt.settings)
+    app = application(rt, lambda: gateway, VERSION)
+    token = secrets.token_urlsafe(32)
+    rules = AccessRules(user=getpass.getuser(), operator_token=token)
+    service = Service(
+        "gpu serve",
+        command="gpu serve",
+        default_port=0,
+        routes=((ROUTES, Asgi, {"app": app}),),
+        max_body_bytes=MAX_BODY_BYTES,
+    )
+    mask_logs()
+    _, address = bound(HeadlessServer, service, rules, host, None, None)
+    shown = f"[{host}]" if ":" in host else host
+    found.append(HostServer(f"http://{shown}:{address.port}", token))
+    listens.set()
+    await asyncio.Event().wait()  # until the process ends

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import aclosing
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import EngineDied, LoadFailed
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.engines.base import EngineFailed
-from gpu_runtime.serving.engines.connections import HttpClient
-from gpu_runtime.serving.engines.openai_http import HttpAdapter
+from gpu_runtime.serving.engines.openai_http import HttpAdapter, HttpClient
 from gpu_runtime.tcp_sockets import listeners, of_another_user, socket_inodes
 from gpu_runtime.units import GIB
 from tests.backends.test_engine_server import BASE, PORTS, SHARES, alive, record, server
@@ -116,7 +116,7 @@ def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
     _, before, port = robbed
 
     async def call() -> None:
-        async with HttpClient(proxies=False) as http:
+        async with aclosing(HttpClient(proxies=False)) as http:
             await HttpAdapter("qwen", before, http).answer("completions", {"prompt": "hi"}, None)
 
     with impostor(port) as false:

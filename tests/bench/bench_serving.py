@@ -24,9 +24,9 @@ from gpu_runtime.serving.queue.order import (
     ModelState,
     Waiting,
     next_steps,
-    overtaken_for_seconds,
 )
 from gpu_runtime.serving.routing.tasks import ServingConfig
+from tests.serving.test_order import overtaken_for_seconds
 
 from .bench_http import compared
 from .results import Row

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.serving.api.jobs import Job, Jobs
+from gpu_runtime.serving.figures import CallFigures, ModelCalls, served
 from gpu_runtime.serving.health.breaker import BreakerState
-from gpu_runtime.serving.health.call_figures import CallFigures
 from gpu_runtime.serving.health.clients import Pattern
-from gpu_runtime.serving.served import ModelCalls, served
 from gpu_runtime.web.auth import Visitor
 from tests.serving.harness import chat, harness
 

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import AllocatorMap, ProblemKind
-from gpu_runtime.serving.api.app import READS
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 from tests.serving.loops import until
 
@@ -19,6 +18,8 @@ from .app_client import VIEWER, Exchange, Gateway, Words, client
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 QUICK = {"endpoint": "/v1/chat/completions", "body": CHAT}
 SLOW = {**QUICK, "body": {**CHAT, "model": "slow"}}
+
+READS = ("GET", "HEAD", "OPTIONS")
 
 
 @pytest.fixture

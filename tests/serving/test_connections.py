@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from gpu_runtime.serving.engines import connections
-from gpu_runtime.serving.engines.connections import HttpClient
+from gpu_runtime.serving.engines import openai_http as connections
+from gpu_runtime.serving.engines.openai_http import HttpClient
 from tests.serving.loopback import loopback
 from tests.serving.loops import until
 
@@ -43,7 +43,7 @@ async def engine() -> AsyncIterator[tuple[Engine, HttpClient, str]]:
     one = Engine()
     server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    async with server, HttpClient(proxies=False) as client:
+    async with server, aclosing(HttpClient(proxies=False)) as client:
         yield one, client, url
 
 
@@ -105,7 +105,7 @@ async def test_a_stream_that_is_left_ends_its_connection():
 async def test_the_end_of_the_client_closes_the_free_connections():
     async with engine() as (one, client, url):
         await text(client, url)
-        await client.close()
+        await client.aclose()
         await until(lambda: one.ended == 1)
 
 
@@ -123,7 +123,7 @@ async def test_only_clouds_are_reached_through_the_proxy_of_the_environment(
         monkeypatch.setenv("no_proxy", "127.0.0.1" if through == "no_proxy" else "")
         proxy.answers, there.answers = [{}], [{}]
         url = f"{there.url}/chat"
-        async with HttpClient(proxies=through != "for engines") as client:
+        async with aclosing(HttpClient(proxies=through != "for engines")) as client:
             async with await client.post(url, {}, {"Authorization": "Bearer key"}) as response:
                 assert response.status == 200
         [(path, headers, _)] = proxy.requests if through == "proxy" else there.requests

@@ -12,8 +12,8 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel, StillInUse
 from gpu_runtime.facts import IMPORTANCE, Evidence, ModelSpec
+from gpu_runtime.serving.choices import ModelFacts
 from gpu_runtime.serving.engines.base import EngineFailed
-from gpu_runtime.serving.model_facts import ModelFacts
 from gpu_runtime.serving.queue import model_hold
 from gpu_runtime.serving.queue.thread_stream import in_thread
 from gpu_runtime.serving.requests import Refused

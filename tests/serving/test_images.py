@@ -9,7 +9,7 @@ import pytest
 
 Image = pytest.importorskip("PIL.Image")
 
-from gpu_runtime.serving.engines import images  # noqa: E402
+from gpu_runtime.serving.engines import transformers as images  # noqa: E402
 from gpu_runtime.serving.requests import Refused  # noqa: E402
 from tests import tiny_models  # noqa: E402
 from tests.serving.harness import answer_text, harness, refusal, stream_text  # noqa: E402

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.engines.connections import HttpClient
-from gpu_runtime.serving.engines.openai_http import HttpAdapter
-from gpu_runtime.serving.fleet_calls import _Place
+from gpu_runtime.serving.engines.openai_http import HttpAdapter, HttpClient
+from gpu_runtime.serving.fleet_server import _Place
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
@@ -50,7 +50,7 @@ async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
         server = SimpleNamespace(url=there.url.removesuffix("/v1"), token="t")
         place = _Place("qwen", "box1", server)
         there.answers = [{"model": "qwen", "tokens": [1], "count": 1}]
-        async with HttpClient(proxies=False) as http:
+        async with aclosing(HttpClient(proxies=False)) as http:
             adapter = HttpAdapter("qwen", place, http)
             answer = await adapter.answer("tokenize", {"model": "qwen", "prompt": "a"}, None)
         assert answer["id"], "Mistral's clients read no vectors without it"

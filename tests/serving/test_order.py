@@ -19,10 +19,10 @@ from gpu_runtime.serving.queue.order import (
     ModelState,
     NextSteps,
     Waiting,
+    aged_class,
     call_to_refuse,
     next_steps,
     order,
-    overtaken_for_seconds,
 )
 
 WARM, COLD = ModelActivity(ModelState.WARM), ModelActivity()
@@ -184,6 +184,12 @@ def test_two_models_with_long_queues_change_places_once_in_the_bound(bound, swap
             since[warm], warm, now = now, cold, now + swap
     assert all(later - sooner >= bound for sooner, later in zip(changes, changes[1:], strict=False))
     assert changes or now <= bound + service
+
+
+def overtaken_for_seconds(importance: int, by: int) -> float:
+    """The seconds after the arrival of a call of this `importance` in which one of importance `by` can overtake it."""
+    classes = aged_class(importance, 0.0) - aged_class(by, 0.0) + 1
+    return AGEING_SECONDS * max(0, classes)
 
 
 eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, like the bound

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving import prompt_size
-from gpu_runtime.serving.engines import long_prompts
-from gpu_runtime.serving.engines.base import require_room
+from gpu_runtime.serving.engines.base import remember, require_room
 from gpu_runtime.serving.engines.transformers import TransformersAdapter
 from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
 from gpu_runtime.serving.requests import Refused, read_call
@@ -116,7 +115,7 @@ async def test_counting_before_the_turn_ends_with_the_call():
 
     async with harness(qwen=4) as k:
         tokenizer = Words(wait)
-        long_prompts.remember(k.rt.spec(QWEN), tokenizer, 10**9)
+        remember(k.rt.spec(QWEN), tokenizer, 10**9)
         call = asyncio.ensure_future(k.chat(QWEN, "a " * 1_000_000))
         await until(counts.is_set)
         call.cancel()

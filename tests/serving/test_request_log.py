@@ -148,7 +148,7 @@ def test_what_is_no_file_is_refused_as_a_setting(tmp_path, kind):
     if kind == "a pipe":
         os.mkfifo(path)
     with pytest.raises(BadSetting, match=f"GPU_SERVE_LOG.*({kind}, not a file|Is {kind})"):
-        server._open_request_log(path)
+        request_log.open_log(path)
     with pytest.raises(BadSetting, match=f"GPU_CONFIG_FILE.*it is {kind}, not a file"):
         host_config.read(path)
     with pytest.raises(BadDocument, match=f"it is {kind}, not a file"):

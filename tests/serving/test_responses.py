@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from gpu_runtime.serving.api.responses import ResponsesWriter, chat_of, response_of
-from gpu_runtime.serving.api.text_tokens import TextTokens
+from gpu_runtime.serving.api.responses import ResponsesWriter, TextTokens, chat_of, response_of
 from gpu_runtime.serving.requests import Refused, Reply
 from tests.serving.harness import refusal
 from tests.serving.loopback import END, chunk

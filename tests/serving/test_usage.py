@@ -11,12 +11,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from gpu_runtime.access_keys import AccessKey
-from gpu_runtime.serving import usage as usages
+from gpu_runtime.serving import store as usages
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.jobs import Jobs
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.store import KEPT_DAYS, Store
-from gpu_runtime.serving.usage import Usage
+from gpu_runtime.serving.store import KEPT_DAYS, Store, Usage
 from gpu_runtime.web.auth import Visitor
 from tests.serving.app_client import Gateway, with_visitor
 from tests.serving.harness import chat, harness

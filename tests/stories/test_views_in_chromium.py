@@ -29,7 +29,7 @@ from tests.faces import pasts, samples
 from tests.faces.polling import FixedRuntime
 from gpu_runtime.serving.api.jobs import Jobs
 from gpu_runtime.serving.health.breaker import BreakerState
-from gpu_runtime.serving.served import served
+from gpu_runtime.serving.figures import served
 from tests.serving.harness import chat, harness
 
 day = pasts.day(busy=1.5)

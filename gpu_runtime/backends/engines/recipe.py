@@ -7,7 +7,7 @@ To add an engine, write a module with its RECIPE (see `Recipe`) and add one line
 `RECIPES`. Also add the name of the engine to these tables:
 
 - `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
-- `CONCURRENCY` in `gpu_runtime/serving/queue/concurrency.py`, if the engine computes several calls at once;
+- `CONCURRENCY` in `gpu_runtime/serving/queue/queue.py`, if the engine computes several calls at once;
 - `TENSOR_PARALLEL` in `gpu_runtime/facts/labels.py`, if each layer is computed on all cards of the model;
 - `LAYERED` in `gpu_runtime/backends/registry.py`, if some layers may stay on the CPU.
 """

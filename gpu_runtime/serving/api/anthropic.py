@@ -15,9 +15,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..engines.tool_calls import arguments_of
-from ..requests import Refused, Reply, bad
+from ..requests import Json, Refused, Reply, bad
 from .openai import add_call, answered, body_schema
-from .translation import Writer, chat_fields, functions, named_event, require_object
+from .translation import Writer, chat_fields, functions, require_object
+from .translation import named_event as _event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
@@ -49,18 +50,14 @@ _LIMIT = {"max_tokens": {"type": "integer", "minimum": 1}}
 _STREAM = {"stream": {"type": "boolean"}}
 
 
-def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the routes `/v1/messages` and `/v1/messages/count_tokens` to `routes`.
-
-    `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models.
-    """
+def add_route(routes: APIRouter, gateway: Any) -> None:
+    """Adds the routes `/v1/messages` and `/v1/messages/count_tokens`. `gateway()` returns the Gateway."""
     for path, schema, answer, name in (
         ("/messages", body_schema(_MESSAGES | _LIMIT, _STREAM), _answer, "post_message"),
         ("/messages/count_tokens", body_schema(_MESSAGES, {}), _count, "post_count"),
     ):
-        add_call(
-            routes, path, gateway, acts, schema, answer, name=name, description=str(answer.__doc__)
-        )
+        words = {"name": name, "description": str(answer.__doc__)}
+        add_call(routes, path, gateway, schema, answer, **words)
 
 
 async def _answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
@@ -78,7 +75,7 @@ async def _count(request: Request, body: Any, gateway: Any, actor: str) -> Respo
 # -- requests
 
 
-def chat_of(body: Any) -> dict[str, Any]:
+def chat_of(body: Any) -> Json:
     """Translates the `body` of a call of `/v1/messages` into the body of a chat. Raises Refused (400)."""
     chat = chat_fields(body, _SAME)
     for name in body:
@@ -100,7 +97,7 @@ def chat_of(body: Any) -> dict[str, Any]:
     return _thinking(body.get("thinking")) | chat
 
 
-def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(place: str, message: Mapping[str, Any]) -> list[Json]:
     """Translates one `message` into messages of a chat. Each result of a tool becomes a separate message.
 
     A chat's message of a tool has only text. So the pictures of a result become a part of the user's message after it.
@@ -110,10 +107,10 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise bad(f"{place}.role", role, "user or assistant")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    parts: list[dict[str, Any]] = []
+    parts: list[Json] = []
     thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
+    calls: list[Json] = []
+    results: list[Json] = []
     for at, block in enumerate(_blocks(f"{place}.content", content)):
         where, kind = f"{place}.content[{at}]", block.get("type")
         if kind == "text":
@@ -134,13 +131,12 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 found = [one for one in found if one not in pictures]
                 parts += [_picture(inside, one) for one in pictures]
             text = _text(inside, found)
-            results.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
-            )
+            id = block.get("tool_use_id")
+            results.append({"role": "tool", "tool_call_id": id, "content": text})
         else:
             raise bad(f"{where}.type", kind, "text, image, thinking, tool_use or tool_result")
     if role == "assistant":
-        made: dict[str, Any] = {"role": role, "content": parts or None}
+        made: Json = {"role": role, "content": parts or None}
         if thoughts:
             made["reasoning_content"] = "".join(thoughts)
         return [{**made, "tool_calls": calls} if calls else made]
@@ -165,18 +161,17 @@ def _text(place: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _picture(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def _picture(place: str, block: Mapping[str, Any]) -> Json:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
-    if kind == "url":
-        return {"type": "image_url", "image_url": {"url": str(source.get("url"))}}
-    if kind == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    raise bad(f"{place}.source", source, "of type url or base64")
+    if kind not in ("url", "base64"):
+        raise bad(f"{place}.source", source, "of type url or base64")
+    data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    url = str(source.get("url")) if kind == "url" else data
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _tool(place: str, tool: Any) -> dict[str, Any]:
+def _tool(place: str, tool: Any) -> Json:
     """Translates a `tool` into a function of a chat. Raises Refused (400) for tools that Anthropic's servers run."""
     if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
         raise bad(place, tool, "an object with name and input_schema")
@@ -186,11 +181,11 @@ def _tool(place: str, tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: Any) -> dict[str, Any]:
+def _tool_choice(choice: Any) -> Json:
     if choice is None:
         return {}
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    fields: dict[str, Any] = {}
+    fields: Json = {}
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif isinstance(kind, str) and kind in _CHOICES:
@@ -202,7 +197,7 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
     return fields
 
 
-def _thinking(thinking: Any) -> dict[str, Any]:
+def _thinking(thinking: Any) -> Json:
     """Translates the field `thinking` into the field `x_thinking`; with `adaptive`, the model decides as usual."""
     if thinking is None:
         return {}
@@ -215,25 +210,19 @@ def _thinking(thinking: Any) -> dict[str, Any]:
 # -- answers
 
 
-def message_of(answer: dict[str, Any]) -> dict[str, Any]:
+def message_of(answer: Json) -> Json:
     """Translates the `answer` to a chat into a message in Anthropic's format."""
     choice = answer["choices"][0]
     said = choice["message"]
-    content: list[dict[str, Any]] = []
+    content: list[Json] = []
     if said.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": said["reasoning_content"], "signature": ""})
     if said.get("content"):
         content.append({"type": "text", "text": said["content"]})
     for call in said.get("tool_calls") or ():
         function = call["function"]
-        content.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": function["name"],
-                "input": arguments_of(function["arguments"]),
-            }
-        )
+        tool = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        content.append({**tool, "input": arguments_of(function["arguments"])})
     return {
         **_message(answer.get("model", "")),
         "content": content,
@@ -243,17 +232,14 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def error_of(refused: Refused) -> dict[str, Any]:
+def error_of(refused: Refused) -> Json:
     """The refusal in the format of Anthropic's errors."""
     kind = _ERRORS.get(refused.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
 class _AnthropicWriter(Writer):
-    """Turns the chunks of one chat into Anthropic's events.
-
-    Consecutive thoughts are one block, and so is consecutive text. Each tool call is one block.
-    """
+    """Turns the chunks of one chat into Anthropic's events. Each run of thoughts, run of text, and call is a block."""
 
     paths = _PATHS
 
@@ -261,18 +247,18 @@ class _AnthropicWriter(Writer):
         super().__init__()
         self._blocks = 0
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Json:
         return message_of(super().whole(reply))
 
-    def begin(self, chunk: dict[str, Any]) -> list[bytes]:
+    def begin(self, chunk: Json) -> list[bytes]:
         message = {**_message(self.model), "content": [], "stop_reason": None}
         message |= {"usage": _usage(None), "x_gpu": chunk.get("x_gpu")}
         return [_event("message_start", message=message)]
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: Json) -> bytes:
         return _event("error", error={"type": "api_error", "message": error["message"]})
 
-    def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
+    def end(self, calls: list[Json]) -> list[bytes]:
         found = self.close_run()
         for call in calls:
             function = call["function"]
@@ -297,7 +283,7 @@ class _AnthropicWriter(Writer):
         self._blocks += 1
         return [_event("content_block_stop", index=self._blocks - 1)]
 
-    def _block(self, block: dict[str, Any], deltas: list[dict[str, Any]]) -> list[bytes]:
+    def _block(self, block: Json, deltas: list[Json]) -> list[bytes]:
         at = self._blocks
         self._blocks += 1
         return [
@@ -310,11 +296,11 @@ class _AnthropicWriter(Writer):
 class _CountWriter(_AnthropicWriter):
     """Writes only the number of tokens that the model has read."""
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Json:
         return {"input_tokens": _usage((reply.json or {}).get("usage"))["input_tokens"]}
 
 
-def _message(model: str) -> dict[str, Any]:
+def _message(model: str) -> Json:
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -326,11 +312,5 @@ def _message(model: str) -> dict[str, Any]:
 
 def _usage(usage: Any) -> dict[str, int]:
     known = usage if isinstance(usage, dict) else {}
-    return {
-        "input_tokens": known.get("prompt_tokens") or 0,
-        "output_tokens": known.get("completion_tokens") or 0,
-    }
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return named_event(kind, fields)
+    read, written = known.get("prompt_tokens") or 0, known.get("completion_tokens") or 0
+    return {"input_tokens": read, "output_tokens": written}

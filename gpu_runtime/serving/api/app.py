@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Match
 
+from ...engine_logs import newest_log, part_of
 from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ...safe_text import listed, nearest, quoted
 from ..request_log import request_id
-from ..requests import Refused
-from ..store import Store
-from ..usage import MOST_DAYS
-from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses
-from .fleet_metrics import FleetMetrics
+from ..requests import Json, Refused
+from ..store import MOST_DAYS, Store
+from . import anthropic, fleet, memory, ollama, openai, responses
 from .jobs import Jobs
 from .metrics import Metrics
-from .strict_route import CallRoute, StrictRequest, StrictRoute
+from .strict_route import ACTS, CallRoute, StrictRequest, StrictRoute, caller
 
-Send = Callable[[Any], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 ANTHROPIC_PATH = "/v1/messages"
 # The format of refusals, by the begin of the path. All other paths have OpenAI's.
@@ -43,7 +41,8 @@ _ERRORS = (
     ("/api/v1/", Refused.body),
     ("/api/", ollama.error_of),
 )
-READS = ("GET", "HEAD", "OPTIONS")
+MOST_LOG_BYTES = 1 << 16  # in one answer
+NEXT_LOG = "X-GPU-Log-Next"
 # An error gets the HTTP status of the first class here that matches. All other errors get 503.
 _STATUSES = ((BadSetting, 400), (UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
 
@@ -63,16 +62,15 @@ def application(
     The first call of `gateway()` makes the Gateway; each call returns it. `store` keeps the jobs.
     """
     app = _application(gateway, version, store)
-    app.include_router(memory.router(rt, ACTS), dependencies=[KNOWN_QUERY])
-    app.include_router(engine_logs.router(ACTS))
-    metrics = Metrics(rt, lambda: gateway().state(), lambda: gateway().figures.collect())
+    app.include_router(memory.router(rt), dependencies=[KNOWN_QUERY])
+    _add_engine_log(app)
 
     @app.get("/health", tags=["server"])
-    def get_health() -> dict[str, Any]:
+    def get_health() -> Json:
         """Whether the server works, and how full the cards are. The status is always 200."""
         return {"status": "ok", **memory.health(rt.health())}
 
-    add_metrics(app, metrics)
+    _add_metrics(app, Metrics(rt, gateway))
     return app
 
 
@@ -81,8 +79,8 @@ def fleet_application(
 ) -> FastAPI:
     """The application of `gpu serve --fleet`. `models` reads the models of the fleet's hosts. See `application`."""
     app = _application(gateway, version, store)
-    app.include_router(fleet.router(models, ACTS), dependencies=[KNOWN_QUERY])
-    add_metrics(app, FleetMetrics(models, gateway))
+    app.include_router(fleet.router(models), dependencies=[KNOWN_QUERY])
+    _add_metrics(app, fleet.FleetMetrics(models, gateway))
     return app
 
 
@@ -97,17 +95,14 @@ def _application(gateway: Callable[[], Any], version: str, store: Store | None) 
         "token: `Authorization: Bearer TOKEN`.",
     )
     app.router.route_class = StrictRoute
-    calls = Depends(_caller)
     app.state.jobs = Jobs(store=store)
-    routes = openai.router(gateway, app.state.jobs, calls)
-    anthropic.add_route(routes, gateway, calls)
-    responses.add_route(routes, gateway, calls)
-    routers = routes, openai.outside_router(gateway, calls), ollama.router(gateway, version, calls)
+    routes = openai.router(gateway, app.state.jobs)
+    anthropic.add_route(routes, gateway)
+    responses.add_route(routes, gateway)
+    routers = routes, openai.outside_router(gateway), ollama.router(gateway, version)
     for router in routers:
         app.include_router(router)
-    _add_usage(app, gateway)
-    _add_probes(app, gateway)
-    _add_config_routes(app, gateway, ACTS)
+    _add_server_routes(app, gateway)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)
     app.add_exception_handler(StarletteError, _http_error)
@@ -121,7 +116,7 @@ def _call_routes(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
     def answering(route: CallRoute) -> Any:
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             request = StrictRequest(scope, receive)
-            response = await route.endpoint(request, await _caller(request))
+            response = await route.endpoint(request, await caller(request))
             await response(scope, receive, send)
 
         return ExceptionMiddleware(answer, app.exception_handlers)
@@ -130,9 +125,9 @@ def _call_routes(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
     return {route.path: answering(route) for route in routes if isinstance(route, CallRoute)}
 
 
-def _add_usage(app: FastAPI, gateway: Callable[[], Any]) -> None:
+def _add_server_routes(app: FastAPI, gateway: Callable[[], Any]) -> None:
     @app.get("/usage", tags=["server"])
-    def get_usage(request: Request, days: int = Query(30, ge=1, le=MOST_DAYS)) -> dict[str, Any]:
+    def get_usage(request: Request, days: int = Query(30, ge=1, le=MOST_DAYS)) -> Json:
         """Calls and tokens of the last days, today included, for each visitor and model. Days are those of UTC.
 
         The visitor of a key sees only its own rows.
@@ -141,23 +136,60 @@ def _add_usage(app: FastAPI, gateway: Callable[[], Any]) -> None:
         only = visitor.name if visitor.api_only else None
         return {"object": "list", "days": days, "data": gateway().usage.of(days, only)}
 
-
-def _add_probes(app: FastAPI, gateway: Callable[[], Any]) -> None:
     @app.get("/livez", tags=["server"])
-    async def get_livez() -> dict[str, Any]:
+    async def get_livez() -> Json:
         """Whether the server runs. A program on this machine needs no token for it."""
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["server"], responses={503: {"description": "the server ends"}})
-    async def get_readyz() -> dict[str, Any]:
+    async def get_readyz() -> Json:
         """Whether the server takes calls. A program on this machine needs no token for it."""
         gateway().require_open()
         return {"status": "ok"}
 
+    @app.get("/api/v1/config", tags=["server"])
+    def get_config() -> Json:
+        """The settings that can be changed while the server runs."""
+        return {"allowCloudFallback": gateway().guard.allowed}
 
-def add_metrics(app: FastAPI, metrics: Any) -> None:
-    """Adds the route /metrics with the text of `metrics`."""
+    @app.put("/api/v1/config", tags=["server"])
+    def put_config(config: Config, actor: str = ACTS) -> Json:
+        """Changes the settings. They also hold after a restart of the server."""
+        gateway().guard.allow(config.allow_cloud_fallback)
+        return {"allowCloudFallback": gateway().guard.allowed}
 
+
+def _add_engine_log(app: FastAPI) -> None:
+    """Adds the route with the log of a model's engine, for visitors who may act: a log may contain texts of calls."""
+
+    @app.get(
+        "/v1/engines/{id:path}/log",
+        tags=["models"],
+        response_class=PlainTextResponse,
+        responses={
+            403: {"description": "a viewer may not read logs"},
+            404: {"description": "no engine that is a process was started for this model"},
+        },
+    )
+    def get_log(
+        id: str, after: int = Query(0, ge=0, le=2**62), actor: str = ACTS
+    ) -> PlainTextResponse:
+        """The end of the log of the model's engine. To get only newer text later, pass the value of this answer's
+        header X-GPU-Log-Next as `after`.
+        """
+        log = newest_log(id)
+        if log is not None:
+            try:
+                text, end = part_of(log, after, MOST_LOG_BYTES)
+            except FileNotFoundError:  # the oldest logs are deleted
+                log = None
+            else:
+                return PlainTextResponse(text, headers={NEXT_LOG: str(end)})
+        why = f"{id[:64]!r} has no log: no engine that is a process was started for it here"
+        raise Refused(404, "no_log", why, param="id")
+
+
+def _add_metrics(app: FastAPI, metrics: Any) -> None:
     @app.get("/metrics", tags=["server"], response_class=Response)
     def get_metrics(request: Request) -> Response:
         """Figures for Prometheus."""
@@ -165,24 +197,8 @@ def add_metrics(app: FastAPI, metrics: Any) -> None:
         return Response(body, headers={"Content-Type": kind})
 
 
-def _add_config_routes(app: FastAPI, gateway: Callable[[], Any], acts: Any) -> None:
-    @app.get("/api/v1/config", tags=["server"])
-    def get_config() -> dict[str, Any]:
-        """The settings that can be changed while the server runs."""
-        return {"allowCloudFallback": gateway().guard.allowed}
-
-    @app.put("/api/v1/config", tags=["server"])
-    def put_config(config: Config, actor: str = acts) -> dict[str, Any]:
-        """Changes the settings. They also hold after a restart of the server."""
-        gateway().guard.allow(config.allow_cloud_fallback)
-        return {"allowCloudFallback": gateway().guard.allowed}
-
-
 class _RequireVisitor:
-    """Refuses every request without a visitor. Also adds a request id to each answer, and answers HEAD requests.
-
-    Without a gate no request has a visitor. So a server without a gate refuses every request, even from this machine.
-    """
+    """Refuses every request without a visitor. Adds a request id to each answer. HEAD takes the route for GET."""
 
     def __init__(self, app: Any, calls: Mapping[str, Any]) -> None:
         """Passes POST requests for the paths of `calls` to the application there, all others to `app`."""
@@ -197,24 +213,22 @@ class _RequireVisitor:
             body = _error(text, "invalid_request_error")
             answer = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
             return await answer(scope, receive, send)
-        if scope.get("method") == "HEAD":  # a HEAD request takes the route for GET
+        if scope.get("method") == "HEAD":  # the server leaves out the body
             scope = {**scope, "method": "GET"}
-            send = _without_body(send)
         call = self._calls.get(scope["path"]) if scope.get("method") == "POST" else None
         await (call or self._app)(scope, receive, send)
 
 
-def _with_request_id(scope: Any, send: Send) -> Send:
+def _with_request_id(scope: Any, send: Any) -> Any:
     """A function like `send` that also adds the header `X-Request-Id` to the answer.
 
-    The id is the one that the client has sent, if it is valid, or else a new one. The request log also gets it.
+    The id, which the request log gets too, is the one that the client has sent if it is valid, else a new one.
     """
     sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
     request_id.set(id)
 
     async def send_with_id(message: Any) -> None:
-        """Sends the `message`. The start of an answer gets the headers with the id."""
         if message["type"] == "http.response.start":
             names = [b"x-request-id"]
             if scope["path"].startswith(ANTHROPIC_PATH):
@@ -226,44 +240,8 @@ def _with_request_id(scope: Any, send: Send) -> Send:
     return send_with_id
 
 
-def _without_body(send: Send) -> Send:
-    """A function like `send` that leaves out the bodies of answers."""
-
-    async def send_headers(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            message = {**message, "body": b""}
-        await send(message)
-
-    return send_headers
-
-
-async def _actor(request: Request) -> str:
-    """The name of the visitor who sent `request`. Raises HTTPException (403) if the visitor may not act.
-
-    The function is async because FastAPI would otherwise call it in a thread. The thread would take a third of the
-    time of a short call.
-    """
-    visitor = request.scope["state"]["visitor"]
-    if not visitor.may_act:
-        raise HTTPException(
-            403,
-            f"{visitor.name} may look and not act: that takes the operator's token, and a server "
-            f"that is not read-only",
-        )
-    return visitor.name
-
-
-async def _caller(request: Request) -> str:
-    """The name of the visitor who sent `request`. Raises HTTPException (403) if the visitor may not call models."""
-    visitor = request.scope["state"]["visitor"]
-    return visitor.name if visitor.may_call else await _actor(request)
-
-
 async def _known_query(request: Request) -> None:
-    """Refuses (400) a `request` with a query parameter that its route does not have, such as `?dorp=true`.
-
-    `/health` ignores such parameters, because programs that watch servers may add some.
-    """
+    """Refuses (400) a query parameter that the route lacks. Programs that watch servers may add some to `/health`."""
     known = [one.alias for one in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known and request.scope["path"] != "/health":
@@ -272,7 +250,6 @@ async def _known_query(request: Request) -> None:
             raise Refused(400, "bad_parameter", text, param=name[:60])
 
 
-ACTS = Depends(_actor)
 KNOWN_QUERY = Depends(_known_query)
 
 
@@ -288,7 +265,7 @@ async def _failed(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """The response for an HTTP `error`, in the same format as all other errors of this server."""
+    """The response for an HTTP `error`, in the format of all errors of this server."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     text = _no_route(request) if error.detail == "Not Found" else str(error.detail)
     body = {**_error(text, kind), "detail": error.detail}
@@ -309,5 +286,5 @@ def _no_route(request: Request) -> str:
     return f"there is no {path[:64]}; GET /docs shows all paths"
 
 
-def _error(message: str, kind: str) -> dict[str, Any]:
+def _error(message: str, kind: str) -> Json:
     return {"error": {"message": message, "type": kind, "code": None, "param": None}}

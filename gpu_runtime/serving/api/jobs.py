@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..queue.thread_stream import in_thread
-from ..requests import Refused
+from ..requests import Json, Refused
 from ..store import Store
 
 ENDPOINTS = {
@@ -25,10 +25,7 @@ _STORED = ("id", "endpoint", "created", "client", "status", "ended", "result", "
 
 
 class Job:
-    """A call that runs in the background.
-
-    The job's id cannot be guessed. Any visitor who knows the id may fetch the result.
-    """
+    """A call that runs in the background. Its id cannot be guessed; any visitor who knows it may fetch the result."""
 
     def __init__(self, endpoint: str, wall: float, client: str = "") -> None:
         """A job for this `endpoint`, created at `wall` (epoch seconds) by the visitor `client`."""
@@ -39,16 +36,13 @@ class Job:
         self.status = "running"  # also in the queue; later: succeeded, failed or cancelled
         self.ended = 0.0
         self.result: Any = None
-        self.error: dict[str, Any] | None = None
+        self.error: Json | None = None
         self.task: asyncio.Task[None] | None = None
         self.was_fetched = False  # the ended job, since this server started
 
     @staticmethod
-    def of(row: dict[str, Any], wall: float) -> Job:
-        """The job that an earlier server stored as `row`.
-
-        If the job had not ended, it counts as failed at `wall` (epoch seconds), so that its client can read why.
-        """
+    def of(row: Json, wall: float) -> Job:
+        """The job that an earlier server stored as `row`. If it had not ended, it counts as failed at `wall`."""
         job = Job(row["endpoint"], row["created"], row["client"])
         for name in _STORED:
             setattr(job, name, row[name])
@@ -61,26 +55,15 @@ class Job:
         self.status, self.ended = "failed", wall
         self.error = {"message": message, "code": code}
 
-    def row(self) -> dict[str, Any]:
-        """The job as it is kept in the store."""
+    def row(self) -> Json:
         return {name: getattr(self, name) for name in _STORED}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """The job as JSON. Times are in epoch seconds, and `result` is the answer of the endpoint."""
-        fields: dict[str, Any] = {
-            "id": self.id,
-            "object": "job",
-            "endpoint": self.endpoint,
-            "status": self.status,
-            "created": round(self.created, 3),
-        }
-        if self.ended:
-            fields["ended"] = round(self.ended, 3)
-        if self.error:
-            fields["error"] = self.error
-        if self.result:
-            fields["result"] = self.result
-        return fields
+        fields = {"id": self.id, "object": "job", "endpoint": self.endpoint, "status": self.status}
+        fields["created"] = round(self.created, 3)
+        more = {"ended": round(self.ended, 3), "error": self.error, "result": self.result}
+        return {**fields, **{name: value for name, value in more.items() if value}}
 
 
 class Jobs:
@@ -96,8 +79,8 @@ class Jobs:
     def start(self, gateway: Any, wanted: Any, client: str) -> Job:
         """Starts a call in the background for the visitor `client`, and returns its job. `gateway` answers the call.
 
-        `wanted` is the call: its `endpoint` and its `body`. Raises Refused with 400 if `wanted` is invalid, and with
-        503 if there are MAX_JOBS jobs, and none of them may be forgotten.
+        `wanted` has its `endpoint` and its `body`. Raises Refused with 400 if it is invalid, and with 503 if there are
+        MAX_JOBS jobs, and none of them may be forgotten.
         """
         body = _checked_body(wanted)
         self._make_room(client)
@@ -114,19 +97,18 @@ class Jobs:
             raise Refused(404, "no_job", text, param="id")
         return job
 
-    def fetch(self, id: str) -> dict[str, Any]:
+    def fetch(self, id: str) -> Json:
         """The job with this `id` as JSON. Once its result was fetched, it may make room. Raises Refused, 404."""
         job = self.find(id)
         job.was_fetched = bool(job.ended)
         return job.as_json()
 
-    def of(self, client: str) -> list[dict[str, Any]]:
+    def of(self, client: str) -> list[Json]:
         """The jobs of the visitor `client` as JSON, without their results. The newest job is first."""
         rows = [job.as_json() for job in self._jobs.values() if job.client == client]
         return [{k: v for k, v in row.items() if k != "result"} for row in reversed(rows)]
 
     def all(self) -> list[Job]:
-        """Every job that is kept."""
         return list(self._jobs.values())
 
     async def end(self, id: str) -> Job:
@@ -156,11 +138,11 @@ class Jobs:
         if store is not None:
             await in_thread(lambda: store.put_job(job.id, row))
 
-    async def _run(self, job: Job, gateway: Any, body: dict[str, Any], client: str) -> None:
+    async def _run(self, job: Job, gateway: Any, body: Json, client: str) -> None:
         await self._answer(job, gateway, body, client)
         await self._keep(job)
 
-    async def _answer(self, job: Job, gateway: Any, body: dict[str, Any], client: str) -> None:
+    async def _answer(self, job: Job, gateway: Any, body: Json, client: str) -> None:
         try:
             await self._keep(job)
             reply = await gateway.answer(ENDPOINTS[job.endpoint], body, client)
@@ -203,7 +185,7 @@ class Jobs:
         self._forget(unneeded[0].id)
 
 
-def _checked_body(wanted: Any) -> dict[str, Any]:
+def _checked_body(wanted: Any) -> Json:
     """Checks `wanted`, the request for a job, and returns the body of the job's call. Raises Refused, 400."""
     endpoint = wanted.get("endpoint") if isinstance(wanted, dict) else None
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:

@@ -35,8 +35,9 @@ from ...facts import (
 from ...threads import Cancellation
 from ...units import MIB
 from ..queue.thread_stream import in_thread_until
+from ..requests import Json
 from .openai import unless_gone
-from .strict_route import StrictRoute
+from .strict_route import ACTS, StrictRoute
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -68,7 +69,7 @@ class Preload(BaseModel):
 # -- figures
 
 
-def stats(snapshot: Snapshot) -> dict[str, Any]:
+def stats(snapshot: Snapshot) -> Json:
     """The answer to `GET /memory/stats`, from `snapshot`."""
     cards = [view for view in snapshot.devices if not view.device.is_host]
     host = [view for view in snapshot.devices if view.device.is_host]
@@ -95,16 +96,14 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _measured(cards: list[Any]) -> dict[str, Any]:
-    """The used and free memory of the `cards` as the driver measured them.
-
-    A sum is null if the driver does not report the figure of one of the cards.
-    """
+def _measured(cards: list[Any]) -> Json:
+    """The memory of the `cards` in MiB as the driver measured it; null if it does not report that of one card."""
     total = sum(view.device.total_bytes for view in cards)
-    used = _sum(view.measured_bytes for view in cards)
-    figures: dict[str, Any] = {"total_mb": total // MIB}
-    if used is None:
+    parts = [view.measured_bytes for view in cards]
+    figures: Json = {"total_mb": total // MIB}
+    if None in parts:
         return {**figures, "free_mb": None, "used_mb": None, "used_percent": None}
+    used = sum(parts)
     return {
         **figures,
         "free_mb": (total - used) // MIB,
@@ -113,17 +112,17 @@ def _measured(cards: list[Any]) -> dict[str, Any]:
     }
 
 
-def models(snapshot: Snapshot) -> list[dict[str, Any]]:
+def models(snapshot: Snapshot) -> list[Json]:
     """The answer to `GET /memory/models`: every model in `snapshot` that a process holds, on a card or in RAM."""
-    rows = []
-    for section in snapshot.sections.values():
-        for lease in section.leases:
-            if lease.kind == "model":
-                rows.append(_model_row(lease, section.owner.label, snapshot.now))
-    return rows
+    return [
+        _model_row(lease, section.owner.label, snapshot.now)
+        for section in snapshot.sections.values()
+        for lease in section.leases
+        if lease.kind == "model"
+    ]
 
 
-def _model_row(lease: Lease, owner: str, now: float) -> dict[str, Any]:
+def _model_row(lease: Lease, owner: str, now: float) -> Json:
     return {
         "model_name": lease.name,
         "model_type": lease.model_type,
@@ -141,11 +140,8 @@ def _model_row(lease: Lease, owner: str, now: float) -> dict[str, Any]:
     }
 
 
-def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
-    """The answer to `GET /memory/evictions`, from the eviction events in `frame`, the newest last.
-
-    `kinds` has the model type and the quantization of each known model, by the model's name.
-    """
+def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[Json]:
+    """The answer to `GET /memory/evictions`, from the events in `frame`, and the result of `kinds`."""
     rows = []
     for event in frame.itertuples():
         kind, quantization = kinds.get(event.model, ("other", ""))
@@ -165,10 +161,7 @@ def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[di
 
 
 def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
-    """The model type and quantization of each model in `snapshot`, by the model's name.
-
-    The models are registered in this process, or held by any process.
-    """
+    """The model type and quantization, by name, of each model that is registered here or held by any process."""
     registered = {spec.name: (spec.model_type, spec.quantization) for spec in snapshot.specs}
     held = {
         lease_title(lease, section.owner): (lease.model_type, lease.quantization)
@@ -178,11 +171,8 @@ def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     return {**registered, **held}
 
 
-def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> dict[str, Any]:
-    """The answer to `GET /memory/fragmentation`: sums over the allocator `maps` of all processes that publish one.
-
-    `cuda` is whether a CUDA device is present.
-    """
+def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> Json:
+    """The sums over the allocator `maps` of all processes, and whether a CUDA device is present (`cuda`)."""
     maps = list(maps)
     allocated = sum(one.allocated_bytes for one in maps)
     reserved = sum(one.reserved_bytes for one in maps)
@@ -198,15 +188,10 @@ def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> dict[str, Any]:
     }
 
 
-def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
-    """The answer to `GET /memory/offloaded`: the models in `snapshot` that are in host memory.
-
-    `frame` has the eviction events, which name the device that each model left.
-    """
-    devices = {}
-    for event in frame.itertuples():
-        if event.action == "offloaded":
-            devices[event.owner, event.model] = event.device
+def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[Json]:
+    """The models in `snapshot` that are in host memory. The eviction events in `frame` name the devices they left."""
+    events = [event for event in frame.itertuples() if event.action == "offloaded"]
+    devices = {(event.owner, event.model): event.device for event in events}
     rows = []
     for lease in snapshot.leases():
         if lease.kind != "model" or not (lease.on_host or lease.in_parts):
@@ -214,7 +199,7 @@ def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
         seconds = max(0.0, snapshot.now - lease.away_since) if lease.away_since else 0.0
         rows.append(
             {
-                "model_key": key(lease),
+                "model_key": f"{lease.model_type}:{lease.name}:{lease.quantization}",
                 "original_device": devices.get((lease.owner, lease.name)),
                 "offload_time": round(snapshot.wall - seconds, 3),
                 "seconds_offloaded": round(seconds, 1),
@@ -224,7 +209,7 @@ def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def health(report: Health) -> dict[str, Any]:
+def health(report: Health) -> Json:
     """The answer to `GET /memory/health`, from `report`."""
     return {
         "healthy": report.healthy,
@@ -234,21 +219,15 @@ def health(report: Health) -> dict[str, Any]:
     }
 
 
-def key(lease: Lease) -> str:
-    """The Semantik governor's key of the model of `lease`: `type:name:quantization`."""
-    return f"{lease.model_type}:{lease.name}:{lease.quantization}"
-
-
 # -- actions
 
 
-def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]]:
+def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, Json]:
     """The HTTP status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
 
-    If `wanted` is a model type, every idle model of that type is evicted from its card, whichever process owns it. `*`
-    selects all idle models without `keep`. Otherwise `wanted` is the name of one model, `name@pid`,
-    `type:name:quantization`, or a notebook, all of whose memory is evicted. With `drop`, models leave host memory too.
-    `rt` requests the evictions.
+    If `wanted` is a model type, every idle model of that type leaves its card, whichever process owns it; `*` selects
+    all idle models without `keep`. Otherwise it is the name of one model, `name@pid`, `type:name:quantization`, or a
+    notebook, all of whose memory is evicted. With `drop`, models leave host memory too. `rt` requests the evictions.
     """
     # A notebook may be called anything, also `*` or `llm`.
     selects_models = wanted == "*" or wanted.lower() in TYPES
@@ -276,7 +255,7 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
             freed_bytes += outcome.bytes
         elif not outcome.done:
             reasons.append(outcome.because)
-    answer: dict[str, Any] = {"status": "evicted" if evicted else "no_action", "model_type": wanted}
+    answer: Json = {"status": "evicted" if evicted else "no_action", "model_type": wanted}
     if evicted:
         answer |= {"models": evicted, "memory_freed_mb": freed_bytes // MIB}
     if reasons:
@@ -285,16 +264,17 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
 
 
 def _held(rt: Any, wanted: str, in_host: bool) -> list[LeaseId] | None:
-    """The models on a card that `wanted` selects. With `in_host`, also those in host memory.
+    """The models on a card that `wanted` selects; with `in_host`, also those in host memory.
 
-    The result is None if `wanted` is neither a model type nor the name of a known model.
+    None if `wanted` is neither a model type nor the name of a known model.
     """
     snapshot = rt.status()
-    held = []
-    for section in snapshot.sections.values():
-        for lease in section.leases:
-            if lease.kind == "model" and (lease.on_device or in_host):
-                held.append((f"{lease.name}@{section.owner.pid}", lease))
+    held = [
+        (f"{lease.name}@{section.owner.pid}", lease)
+        for section in snapshot.sections.values()
+        for lease in section.leases
+        if lease.kind == "model" and (lease.on_device or in_host)
+    ]
     if wanted == "*":
         return _ids(lease for _, lease in held if not lease.pins and not lease.keep)
     if wanted.lower() in TYPES:
@@ -314,11 +294,11 @@ def _ids(leases: Iterable[Lease]) -> list[LeaseId]:
     return [LeaseId(lease.owner, lease.name) for lease in leases]
 
 
-def preload(rt: Any, wanted: Preload, cancelled: Cancellation | None = None) -> dict[str, Any]:
+def preload(rt: Any, wanted: Preload, cancelled: Cancellation | None = None) -> Json:
     """Loads each model in `wanted` with the runtime `rt`, and returns the answer to `POST /memory/preload`.
 
-    The answer has for each model whether it was loaded and, if known, the reason why it was not. A model of another
-    type or quantization than the wanted one is not loaded. Blocks until all models are loaded, or `cancelled` is set.
+    The answer has for each model whether it was loaded and, if known, why not. A model of another type or quantization
+    than the wanted one is not loaded. Blocks until all models are loaded, or `cancelled` is set.
     """
     thread, guard = get_ident(), Lock()
     cancelled = cancelled or Cancellation()
@@ -341,13 +321,12 @@ def preload(rt: Any, wanted: Preload, cancelled: Cancellation | None = None) -> 
             try:
                 other = _difference(model, rt.spec(model.name))
                 if other:
-                    results[name] = False
                     errors[name] = other
-                    continue
-                results[name] = rt.preload(model.name, timeout=PRELOAD_SECONDS).done
+                else:
+                    results[name] = rt.preload(model.name, timeout=PRELOAD_SECONDS).done
             except GpuError as error:
-                results[name] = False
                 errors[name] = " ".join(str(error).split())
+            results.setdefault(name, False)
     finally:
         with guard:
             waits = False
@@ -355,10 +334,7 @@ def preload(rt: Any, wanted: Preload, cancelled: Cancellation | None = None) -> 
 
 
 def _difference(wanted: Wanted, spec: ModelSpec) -> str:
-    """The difference between the registered model of `spec` and the `wanted` model, as a sentence.
-
-    The sentence is empty if there is no difference.
-    """
+    """The difference between the registered model of `spec` and the `wanted` one, as a sentence; "" if none."""
     if wanted.model_type not in ("other", spec.model_type):
         return f"{spec.name} is of type {spec.model_type}, not {wanted.model_type}"
     if wanted.quantization and wanted.quantization.lower() != spec.quantization.lower():
@@ -370,52 +346,49 @@ def _difference(wanted: Wanted, spec: ModelSpec) -> str:
 # -- routes
 
 
-def router(rt: Any, acts: Any) -> APIRouter:
-    """The routes below `/memory`, over the runtime `rt`.
-
-    `acts` is the FastAPI dependency that admits visitors who may act, and returns the visitor's name.
-    """
+def router(rt: Any) -> APIRouter:
+    """The routes below `/memory`, over the runtime `rt`."""
     routes = APIRouter(prefix="/memory", tags=["memory"], route_class=StrictRoute)
     _add_reads(routes, rt)
-    _add_actions(routes, rt, acts)
+    _add_actions(routes, rt)
     return routes
 
 
 def _add_reads(routes: APIRouter, rt: Any) -> None:
     @routes.get("/stats")
-    def get_stats() -> dict[str, Any]:
+    def get_stats() -> Json:
         """Bytes, budgets, pressure and counters of this host."""
         return stats(rt.status())
 
     @routes.get("/models")
-    def get_models() -> list[dict[str, Any]]:
+    def get_models() -> list[Json]:
         """Every model that a process holds."""
         return models(rt.status())
 
     @routes.get("/evictions")
-    def get_evictions() -> list[dict[str, Any]]:
+    def get_evictions() -> list[Json]:
         """The models that left a card or host memory, and the reasons. The newest eviction is last."""
         frame = rt.evictions(MAX_ROWS)
         return evictions(frame, {**frame.attrs["kinds"], **kinds(rt.status())})
 
     @routes.get("/fragmentation")
-    def get_fragmentation() -> dict[str, Any]:
+    def get_fragmentation() -> Json:
         """The memory that the allocators of all processes hold without using it."""
         cuda = any(view.device.id.startswith("cuda") for view in rt.status().devices)
         return fragmentation(rt.allocator_maps(), cuda)
 
     @routes.get("/offloaded")
-    def get_offloaded() -> list[dict[str, Any]]:
+    def get_offloaded() -> list[Json]:
         """The models in host memory, which is called the warm pool."""
         return offloaded(rt.status(), rt.evictions(MAX_ROWS))
 
     @routes.get("/health")
-    def get_health() -> dict[str, Any]:
+    def get_health() -> Json:
         """Whether the host is without a problem. With `GPU_RELIEF=always`, the level CRITICAL is a problem."""
         return health(rt.health())
 
 
-def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
+def _add_actions(routes: APIRouter, rt: Any) -> None:
     async def act_until(actor: str, work: Callable[[Cancellation], Any]) -> Any:
         """Runs `work(cancelled)` in a thread, and returns its result. The journal names `actor` as the cause."""
 
@@ -429,7 +402,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
         return await act_until(actor, lambda _: work())
 
     @routes.post("/defragment")
-    async def post_defragment(actor: str = acts) -> dict[str, Any]:
+    async def post_defragment(actor: str = ACTS) -> Json:
         """Returns to the device the memory that allocators hold without using it."""
         outcome = await act_as(actor, rt.defrag)
         return {"status": "defragmentation_triggered", "memory_freed_mb": outcome.bytes // MIB}
@@ -441,7 +414,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
             409: {"description": "its owner did not do it"},
         },
     )
-    async def post_evict(model_type: str, drop: bool = False, actor: str = acts) -> JSONResponse:
+    async def post_evict(model_type: str, drop: bool = False, actor: str = ACTS) -> JSONResponse:
         """Evicts from their cards the idle models of a type, one model given by its name, or all idle models."""
         status, answer = await act_as(actor, lambda: evict(rt, model_type, drop))
         return JSONResponse(answer, status)
@@ -449,7 +422,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
     @routes.post(
         "/cancel/{name:path}", responses={409: {"description": "nothing waits, or it did not end"}}
     )
-    async def post_cancel(name: str, actor: str = acts) -> JSONResponse:
+    async def post_cancel(name: str, actor: str = ACTS) -> JSONResponse:
         """Ends the wait of a request in the queue. The cell that waits gets an error that names the actor."""
         try:
             outcome = await act_as(actor, lambda: rt.cancel(name))
@@ -458,18 +431,12 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
         return JSONResponse({"status": "cancelled", "detail": outcome.because})
 
     @routes.post("/preload")
-    async def post_preload(request: Request, wanted: Preload, actor: str = acts) -> dict[str, Any]:
+    async def post_preload(request: Request, wanted: Preload, actor: str = ACTS) -> Json:
         """Loads models before they are needed. If the client leaves, a load that only it needs is stopped."""
         return await unless_gone(request, act_until(actor, partial(preload, rt, wanted)))
 
 
 def _name_in_key(text: str) -> str:
-    """The name in a text of the form `type:name:quantization`. A text of another form is returned unchanged."""
+    """The name in a text of the form `type:name:quantization`; any other text unchanged."""
     kind, _, rest = text.partition(":")
     return rest.rpartition(":")[0] if kind.lower() in TYPES and ":" in rest else text
-
-
-def _sum(parts: Iterable[int | None]) -> int | None:
-    """The sum of `parts`, or None if one of the parts is None."""
-    known = list(parts)
-    return None if None in known else sum(known)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import (
@@ -29,7 +29,7 @@ from ...facts import AllocatorMap, Event, ProblemKind, Snapshot, problems
 SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
 VERDICT_ACTIONS = ("granted", "waiting", "refused")
-BREAKER_VALUES = {"closed": 0, "half-open": 1, "half_open": 1, "open": 2}
+BREAKER_VALUES = {"closed": 0, "half-open": 1, "open": 2}
 TOTALS = {
     "evictions": "Models that left a card or the warm pool",
     "offloads": "Moves to host memory",
@@ -39,13 +39,21 @@ TOTALS = {
     "refusals": "Requests refused",
 }
 
+# Counters that do not say how a call ended. `gpu_calls` counts the same calls too, by how they ended.
+_NO_ENDS = {
+    "streamed": "Calls that were answered as a stream",
+    "stood_in": "Calls that another model answered, because the first one failed",
+    "reloads": "Models that were reloaded because their engine could not decode",
+}
+
 
 class Scraped:
-    """A registry that calls `collect` at each scrape, for figures that are read anew."""
+    """A registry with figures that are read anew at each scrape, by `collect`, and with those of the process."""
 
-    def __init__(self) -> None:
-        """Registers this object. The registry also has the figures of the process."""
+    def __init__(self, gateway: Callable[[], Any]) -> None:
+        """Registers this object. `gateway()` returns the gateway of the server."""
         disable_created_metrics()
+        self._gateway = gateway
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
@@ -56,43 +64,57 @@ class Scraped:
             return openmetrics(self.registry), OPENMETRICS
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
+    def calls(self) -> Iterator[Any]:
+        """Yields the figures of the gateway.
+
+        A model that has a breaker but no call now gets the value 0, else Prometheus could not sum over models.
+        """
+        state = self._gateway().state()
+        idle = dict.fromkeys(state.breakers, 0)
+        waiting, running = {**idle, **state.waiting}, {**idle, **state.running}
+        yield gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
+        text = "Calls that a model is answering"
+        yield gauge("gpu_active_calls", text, ["model"], running.items())
+        values = [(model, BREAKER_VALUES[one.state]) for model, one in state.breakers.items()]
+        yield gauge("gpu_breaker_state", "0 closed, 1 half open, 2 open", ["model"], values)
+        ends = [(end, count) for end, count in state.counts.items() if end not in _NO_ENDS]
+        text = "Calls by how they ended, since this server began"
+        yield _labelled(CounterMetricFamily("gpu_calls", text, labels=["ended"]), ends)
+        for name, text in _NO_ENDS.items():
+            yield CounterMetricFamily(f"gpu_{name}", text, value=state.counts.get(name, 0))
+        yield from self._gateway().figures.collect()
+
     def describe(self) -> list[Any]:
-        """An empty list. Without this method, the registry would call `collect` to learn the names of the metrics."""
+        """No names of metrics. Without this method, the registry would call `collect` to learn them."""
         return []
 
 
 class Metrics(Scraped):
     """The metrics of one server."""
 
-    def __init__(
-        self,
-        rt: Any,
-        gateway_state: Callable[[], Any],
-        call_figures: Callable[[], Iterable[Any]] = tuple,
-    ) -> None:
-        """The metrics of the runtime `rt` and of its gateway.
-
-        `gateway_state()` returns the state of the gateway, and `call_figures()` its histograms.
-        """
-        super().__init__()
+    def __init__(self, rt: Any, gateway: Callable[[], Any]) -> None:
+        """The metrics of the runtime `rt` and of its gateway."""
+        super().__init__(gateway)
         self._rt = rt
-        self._state = gateway_state
-        self._figures = call_figures
         self._lock = threading.Lock()
-        self._evictions = Counter(
-            "gpu_evictions_by_reason",
-            "Models that left a card or the warm pool",
-            ["reason", "action"],
-            registry=self.registry,
-        )
-        self._verdicts = Counter(
-            "gpu_verdicts",
-            "Requests for memory: granted, waiting, refused",
-            ["verdict", "reason"],
-            registry=self.registry,
-        )
-        self._seconds = {"loaded": self._histogram("load"), "restored": self._histogram("restore")}
-        self._seen = self._newest(rt.status())  # (wall, seq) of the last counted event
+        registry = self.registry
+        text = "Models that left a card or the warm pool"
+        labels = ["reason", "action"]
+        self._evictions = Counter("gpu_evictions_by_reason", text, labels, registry=registry)
+        text = "Requests for memory: granted, waiting, refused"
+        self._verdicts = Counter("gpu_verdicts", text, ["verdict", "reason"], registry=registry)
+        self._seconds = {
+            action: Histogram(
+                f"gpu_{name}_seconds",
+                f"Seconds that a {name} took",
+                buckets=SECONDS_BUCKETS,
+                registry=registry,
+            )
+            for action, name in (("loaded", "load"), ("restored", "restore"))
+        }
+        snapshot = rt.status()
+        events = ((event.wall, event.seq) for event in snapshot.events)
+        self._seen = max(events, default=(snapshot.wall, 0))  # of the last counted event
 
     def text(self, accepts: str) -> tuple[bytes, str]:
         """See `Scraped.text`. The new events are counted first."""
@@ -100,7 +122,6 @@ class Metrics(Scraped):
         return super().text(accepts)
 
     def collect(self) -> Iterator[Any]:
-        """Yields the figures that are read anew. The registry calls this method at each scrape."""
         snapshot: Snapshot = self._rt.status()
         yield from devices([((), snapshot)])
         for name, text in TOTALS.items():
@@ -111,16 +132,7 @@ class Metrics(Scraped):
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
         yield from _problems(snapshot)
         yield from _allocators(self._rt.allocator_maps(), snapshot)
-        yield from calls(self._state())
-        yield from self._figures()
-
-    def _histogram(self, name: str) -> Histogram:
-        return Histogram(
-            f"gpu_{name}_seconds",
-            f"Seconds that a {name} took",
-            buckets=SECONDS_BUCKETS,
-            registry=self.registry,
-        )
+        yield from self.calls()
 
     def _count_new_events(self) -> None:
         with self._lock:
@@ -138,11 +150,6 @@ class Metrics(Scraped):
             self._verdicts.labels(event.action, event.reason).inc()
         if event.action in self._seconds:  # 0 seconds mean less than a millisecond
             self._seconds[event.action].observe(event.seconds)
-
-    @staticmethod
-    def _newest(snapshot: Snapshot) -> tuple[float, int]:
-        events = ((event.wall, event.seq) for event in snapshot.events)
-        return max(events, default=(snapshot.wall, 0))
 
 
 def _allocators(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Iterator[CounterMetricFamily]:
@@ -171,52 +178,20 @@ def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     yield gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
 
 
-# Counters that do not say how a call ended. `gpu_calls` counts the same calls too, by how they ended.
-_NO_ENDS = {
-    "streamed": "Calls that were answered as a stream",
-    "stood_in": "Calls that another model answered, because the first one failed",
-    "reloads": "Models that were reloaded because their engine could not decode",
-}
-
-
-def calls(state: Any) -> Iterator[Any]:
-    """Yields the figures of the gateway.
-
-    A model that has a breaker but no call now gets the value 0. If it had no value, Prometheus could not compute sums
-    over models.
-    """
-    waiting = {**dict.fromkeys(state.breakers, 0), **state.waiting}
-    yield gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
-    running = {**dict.fromkeys(state.breakers, 0), **state.running}
-    yield gauge("gpu_active_calls", "Calls that a model is answering", ["model"], running.items())
-    breakers = _breaker_values(state.breakers)
-    yield gauge("gpu_breaker_state", "0 closed, 1 half open, 2 open", ["model"], breakers.items())
-    ends = CounterMetricFamily(
-        "gpu_calls", "Calls by how they ended, since this server began", labels=["ended"]
-    )
-    for ended, count in state.counts.items():
-        if ended not in _NO_ENDS:
-            ends.add_metric([ended], count)
-    yield ends
-    for name, text in _NO_ENDS.items():
-        yield CounterMetricFamily(f"gpu_{name}", text, value=state.counts.get(name, 0))
-
-
-def _breaker_values(breakers: Mapping[str, Any]) -> dict[str, int]:
-    return {model: BREAKER_VALUES.get(breaker.state, 0) for model, breaker in breakers.items()}
-
-
 def gauge(
     name: str, text: str, labels: list[str], values: Iterable[tuple[str, float]]
 ) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=labels)
+    return _labelled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _labelled(family: Any, values: Iterable[tuple[str, float]]) -> Any:
     for label, value in values:
         family.add_metric([label], value)
     return family
 
 
 def _sampled(field: str) -> Callable[[Any], Any]:
-    """A function that returns `field` of a device's last measurement, or None if the device was never measured."""
+    """A function that returns `field` of a device's last measurement, or None if there is none."""
     return lambda view: getattr(view.sample, field) if view.sample else None
 
 
@@ -241,13 +216,7 @@ _DEVICE_FIGURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def devices(
     snapshots: Iterable[tuple[tuple[str, ...], Snapshot]], labels: tuple[str, ...] = ()
 ) -> Iterator[GaugeMetricFamily]:
-    """Yields the figures of each device of `snapshots`.
-
-    Each of `snapshots` is a pair: the values of the additional labels, and a snapshot. `labels` are the names of these
-    labels, in the same order.
-
-    A figure that the driver does not report is left out, since the value 0 would be wrong.
-    """
+    """Yields the figures of each device that the driver reports, of pairs of the values of `labels` and a snapshot."""
     listed = list(snapshots)
     for name, (text, figure) in _DEVICE_FIGURES.items():
         names = [*labels, "device", "name", "simulated"]

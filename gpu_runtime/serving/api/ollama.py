@@ -19,11 +19,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...facts import Evidence, Lease
+from ..choices import ModelFacts
 from ..engines.tool_calls import arguments_of
 from ..fields import SAMPLING
-from ..model_facts import ModelFacts
 from ..queue.thread_stream import in_thread
-from ..requests import LOAD, MAX_SECONDS, Refused, Reply, bad
+from ..requests import LOAD, MAX_SECONDS, Json, Refused, Reply, bad
 from .openai import (
     REFUSALS,
     add_call,
@@ -33,7 +33,7 @@ from .openai import (
     unless_gone,
     visitor_name,
 )
-from .strict_route import StrictRoute
+from .strict_route import CALLS, StrictRoute
 from .translation import Writer, logprobs_of, require_object
 
 _SAME = (
@@ -52,16 +52,8 @@ _PATHS = (  # of a chat's fields, in a body of these routes
     (r"response_format.*", "format"),
 )
 # Durations as Go writes them, such as 1h30m. Source: Go, time.ParseDuration
-_UNITS = {
-    "ns": 1e-9,
-    "us": 1e-6,
-    "µs": 1e-6,
-    "μs": 1e-6,
-    "ms": 0.001,
-    "s": 1.0,
-    "m": 60.0,
-    "h": 3600.0,
-}
+_UNITS = {"ns": 1e-9, **dict.fromkeys(("us", "µs", "μs"), 1e-6), "ms": 0.001}
+_UNITS |= {"s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 _DURATION = re.compile(rf"[+-]?({_PART.pattern})+")
 # The version of Ollama whose routes are spoken here. Clients refuse older ones: Copilot those before 0.6.4.
@@ -82,26 +74,26 @@ _LOGPROBS = ("logprobs", "top_logprobs")
 _REFUSED = ("pull", "push", "create", "copy", "delete")
 _SCHEMA = body_schema({"model": {"type": "string"}}, {"stream": {"type": "boolean"}})
 # Takes a body in Ollama's format. Returns the kind of the call and the body in OpenAI's format.
-Translate = Callable[[Any], tuple[str, dict[str, Any]]]
+Translate = Callable[[Any], tuple[str, Json]]
 
 
-def router(gateway: Any, version: str, acts: Any) -> APIRouter:
-    """The routes below `/api`. `gateway()` returns the Gateway. `acts` admits visitors who may call models."""
+def router(gateway: Any, version: str) -> APIRouter:
+    """The routes below `/api`. `gateway()` returns the Gateway."""
     routes = APIRouter(prefix="/api", tags=["models"], route_class=StrictRoute)
 
     @routes.get("/version")
-    def get_version() -> dict[str, Any]:
+    def get_version() -> Json:
         """The version of Ollama whose routes are spoken here, and the version of this server."""
         return {"version": OLLAMA_VERSION, "gpu_console": version}
 
     @routes.get("/tags")
-    def get_tags(request: Request) -> dict[str, Any]:
+    def get_tags(request: Request) -> Json:
         """The models that this visitor can call."""
         rows = gateway().models(visitor_name(request))
         return {"models": [_row(row, gateway().facts(row["id"])) for row in rows]}
 
     @routes.get("/ps")
-    def get_ps(request: Request) -> dict[str, Any]:
+    def get_ps(request: Request) -> Json:
         """The models that this visitor can call and that are on a device."""
         rows = gateway().models(visitor_name(request))
         warm = [row for row in rows if row.get("x_gpu", {}).get("warm")]
@@ -109,7 +101,7 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
         return {"models": [_running(gateway(), row, leases.get(row["id"])) for row in warm]}
 
     @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
-    async def post_show(request: Request, actor: str = acts) -> Any:
+    async def post_show(request: Request, actor: str = CALLS) -> Any:
         """The description of one model."""
         body = await request.json()
         given = body if isinstance(body, Mapping) else {}
@@ -128,20 +120,19 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
         ("/embed", embed_of, None, embedded),
         ("/embeddings", embedding_of, _vector_part, one_embedded),
     ):
-        _add_call(routes, gateway, acts, path, translate, part, finish)
+        _add_call(routes, gateway, path, translate, part, finish)
     for name in _REFUSED:
-        _add_refusal(routes, name, acts)
+        _add_refusal(routes, name)
     return routes
 
 
 def _add_call(
     routes: APIRouter,
     gateway: Any,
-    acts: Any,
     path: str,
     translate: Translate,
     part: Any,
-    finish: Callable[[dict[str, Any], Any], dict[str, Any]],
+    finish: Callable[[Json, Any], Json],
 ) -> None:
     async def answer(request: Request, given: Any, gateway: Any, actor: str) -> Response:
         """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false.
@@ -155,10 +146,10 @@ def _add_call(
         return await answered(request, gateway, kind, body, actor, writer)
 
     words = {"name": f"ollama {path}", "description": str(answer.__doc__)}
-    add_call(routes, path, gateway, acts, _SCHEMA, answer, **words)
+    add_call(routes, path, gateway, _SCHEMA, answer, **words)
 
 
-def error_of(refused: Refused) -> dict[str, Any]:
+def error_of(refused: Refused) -> Json:
     """The refusal in the format of Ollama's errors."""
     return {"error": refused.message}
 
@@ -179,19 +170,15 @@ async def _fitting(gateway: Any, actor: str, body: Any) -> Any:
         facts = await in_thread(lambda: gateway.facts(name))
     context = facts.context_length if facts else None
     if tokens and context and isinstance(tokens, int) and tokens > context:
-        expected = (
-            f"at most {context}, the context of {name}; context_length in the catalogue sets it"
-        )
-        raise bad("options.num_ctx", tokens, expected)
+        what = f"at most {context}, the context of {name}; context_length in the catalogue sets it"
+        raise bad("options.num_ctx", tokens, what)
     return {**body, "model": name}
 
 
-async def _loaded(
-    request: Request, gateway: Any, actor: str, body: dict[str, Any], part: Any
-) -> dict[str, Any]:
+async def _loaded(request: Request, gateway: Any, actor: str, body: Json, part: Any) -> Json:
     """Loads the model of `body`, or evicts it if it stays warm for 0 s. Returns the answer. Raises Refused.
 
-    A key may load its models. It may not evict one, which other callers may use.
+    A key may load its models, and not evict one, which other callers may use.
     """
     end = {**_head(body["model"]), **part("", ()), "done": True}
     if body.get("x_stay_warm") != 0:
@@ -209,14 +196,14 @@ async def _loaded(
     return {**end, "done_reason": "unload"}
 
 
-def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
-    async def refuse(actor: str = acts) -> JSONResponse:
+def _add_refusal(routes: APIRouter, name: str) -> None:
+    async def refuse(actor: str = CALLS) -> JSONResponse:
         """Refuses the call, because only the operator adds models to this server's catalogue."""
         text = f"{name} is not possible here: the operator adds models to the catalogue (gpu apply)"
         return JSONResponse({"error": text}, 400)
 
     methods = ["DELETE"] if name == "delete" else ["POST"]
-    description: dict[int | str, dict[str, Any]] = {400: {"description": "always"}}
+    description: dict[int | str, Json] = {400: {"description": "always"}}
     routes.add_api_route(
         f"/{name}", refuse, methods=methods, name=f"ollama {name}", responses=description
     )
@@ -225,11 +212,8 @@ def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
 # -- requests
 
 
-def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """Translates the `body` of a call of `/api/chat`. Raises Refused (400).
-
-    Returns the kind and the body of the same call in OpenAI's format.
-    """
+def chat_of(body: Any) -> tuple[str, Json]:
+    """Translates the `body` of a call of `/api/chat` into the kind and the body of OpenAI's. Raises Refused (400)."""
     made = _common(body, ("messages", "tools", *_LOGPROBS))
     messages = body.get("messages")
     if messages is None or messages == []:
@@ -247,10 +231,8 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
     return "chat", made
 
 
-def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """Translates the `body` of a call of `/api/generate`. Raises Refused (400).
-
-    Returns the kind and the body of the same call in OpenAI's format.
+def generate_of(body: Any) -> tuple[str, Json]:
+    """Translates the `body` of a call of `/api/generate` into the kind and the body of OpenAI's. Raises Refused (400).
 
     With `raw` the model gets the prompt as it is. Otherwise the prompt is the user's message of a chat.
     """
@@ -272,17 +254,14 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
     return "chat", {**made, "messages": [*system, message]}
 
 
-def _load_of(made: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _load_of(made: Json) -> tuple[str, Json]:
     """The kind and the body of a call that only loads the model, from the fields that `_common` has made."""
     kept = {name: value for name, value in made.items() if name == "model" or name[:2] == "x_"}
     return LOAD, kept
 
 
-def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """Translates the `body` of a call of `/api/embed`. Raises Refused (400).
-
-    Returns the kind and the body of the same call in OpenAI's format.
-    """
+def embed_of(body: Any) -> tuple[str, Json]:
+    """Translates the `body` of a call of `/api/embed` into the kind and the body of OpenAI's. Raises Refused (400)."""
     made = _common(body, ("input", "dimensions", "truncate"))
     made = {name: value for name, value in made.items() if not name.startswith("stream")}
     made["truncate"] = True  # unless the caller sets it
@@ -292,11 +271,8 @@ def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
     return "embeddings", made
 
 
-def embedding_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """Translates the `body` of a call of `/api/embeddings`, the older route for one text. Raises Refused (400).
-
-    Returns the kind and the body of the same call in OpenAI's format.
-    """
+def embedding_of(body: Any) -> tuple[str, Json]:
+    """Translates the `body` of a call of `/api/embeddings`, the older route for one text. Raises Refused (400)."""
     made = _common(body, ("prompt",))
     prompt = body.get("prompt")
     if not prompt:
@@ -307,7 +283,7 @@ def embedding_of(body: Any) -> tuple[str, dict[str, Any]]:
     return embed_of({**rest, "input": prompt})
 
 
-def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
+def _common(body: Any, own: tuple[str, ...]) -> Json:
     """Translates the fields of `body` that all routes have. `own` are the names of this route's other fields."""
     require_object(body)
     known = ("model", "stream", "options", "format", "keep_alive", "think", *own)
@@ -325,9 +301,8 @@ def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise bad("options", options, "an object")
     for name, value in options.items():
-        if value is None or (
-            name == "num_predict" and value in (-1, -2)
-        ):  # to the end of the context
+        to_the_end = name == "num_predict" and value in (-1, -2)  # of the context
+        if value is None or to_the_end:
             continue
         if name == "num_ctx":  # `_fitting` compares it with the model's context
             if type(value) is not int or value < 1:
@@ -347,7 +322,7 @@ def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     return made
 
 
-def _format(format: Any) -> dict[str, Any]:
+def _format(format: Any) -> Json:
     if format == "json":
         return {"type": "json_object"}
     if not isinstance(format, Mapping):
@@ -356,9 +331,7 @@ def _format(format: Any) -> dict[str, Any]:
 
 
 def _seconds(value: Any) -> float:
-    """Converts the `value` of the field `keep_alive`, such as 300 or "5m", to seconds.
-
-    A negative number means as long as possible.
+    """The seconds of the field `keep_alive`, such as 300 or "5m". A negative number means as long as possible.
 
     >>> _seconds("5m"), _seconds("1h30m"), _seconds(0), _seconds(-1), _seconds("250ms")
     (300.0, 5400.0, 0.0, 86400.0, 0.25)
@@ -376,7 +349,7 @@ def _seconds(value: Any) -> float:
     return MAX_SECONDS if seconds < 0 else min(seconds, MAX_SECONDS)
 
 
-def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(place: str, message: Mapping[str, Any]) -> Json:
     """The `message` in OpenAI's format: images are parts, and arguments of tool calls are text."""
     content: Any = message.get("content") or ""
     images, tool_calls = message.get("images") or [], message.get("tool_calls") or []
@@ -396,23 +369,20 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
         made["reasoning_content"] = message["thinking"]
     calls = []
     for at, call in enumerate(tool_calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping):
+        given = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(given, Mapping):
             raise bad(f"{place}.tool_calls[{at}]", call, 'an object with a "function"')
-        arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-        made_function = {"name": function.get("name"), "arguments": arguments}
-        calls.append({"id": f"call{at}", "type": "function", "function": made_function})
+        arguments = json.dumps(given.get("arguments") or {}, ensure_ascii=False)
+        function = {"name": given.get("name"), "arguments": arguments}
+        calls.append({"id": f"call{at}", "type": "function", "function": function})
     return {**made, "tool_calls": calls} if calls else made
 
 
 # -- answers
 
 
-def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
-    """Translates the whole `answer` to a call.
-
-    `part(text, calls, thought)` returns the fields in which this route sends the text, the tool calls and the thoughts.
-    """
+def whole(answer: Json, part: Any) -> Json:
+    """Translates the whole `answer` to a call. `part(text, calls, thought)` returns this route's fields for these."""
     choice = answer["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     thought = message.get("reasoning_content") or ""
@@ -422,39 +392,36 @@ def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
     return {**head, **made, **_with_logprobs(logprobs_of(choice)), **end}
 
 
-def _with_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _with_logprobs(entries: list[Json]) -> Json:
     """The field `logprobs`, whose entries are those of a chat in OpenAI's format; nothing without entries."""
     return {"logprobs": entries} if entries else {}
 
 
-def embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
+def embedded(answer: Json, _: Any) -> Json:
     """Translates the `answer` to a call for embeddings into the answer of `/api/embed`."""
     count = (answer.get("usage") or {}).get("prompt_tokens", 0)
     vectors = [row["embedding"] for row in answer["data"]]
     return {"model": answer["model"], "embeddings": vectors, "prompt_eval_count": count}
 
 
-def one_embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
+def one_embedded(answer: Json, _: Any) -> Json:
     """Translates the `answer` to a call for embeddings into the answer of `/api/embeddings`."""
     return {"embedding": answer["data"][0]["embedding"]}
 
 
 class _OllamaWriter(Writer):
-    """Writes the answer to one call. The chunks of a stream become lines of JSON.
-
-    `part` is the same function as in `whole`, and `finish(answer, part)` makes an answer that is not streamed.
-    """
+    """Writes the answer to one call. `part` is as in `whole`; `finish(answer, part)` makes a whole answer."""
 
     paths = _PATHS
     media_type = "application/x-ndjson"
 
-    def __init__(self, part: Any, finish: Callable[[dict[str, Any], Any], dict[str, Any]]) -> None:
+    def __init__(self, part: Any, finish: Callable[[Json, Any], Json]) -> None:
         super().__init__()
         self._part, self._finish = part, finish
         self._facts: Mapping[str, Any] = {}
-        self._logprobs: list[dict[str, Any]] = []  # those that are not sent yet
+        self._logprobs: list[Json] = []  # those that are not sent yet
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Json:
         made = self._finish(reply.json or {}, self._part)
         return {**made, **_durations(reply.facts, self._finish)}
 
@@ -462,51 +429,51 @@ class _OllamaWriter(Writer):
         self._facts = reply.facts
         return super().events(reply)
 
-    def tokens(self, entries: list[dict[str, Any]]) -> None:
+    def tokens(self, entries: list[Json]) -> None:
         self._logprobs += entries
 
     def pieces(self, thought: str, text: str) -> list[bytes]:
         return [self._line(self._part(text, (), thought), done=False)]
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: Json) -> bytes:
         return _line({"error": error["message"]})
 
-    def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
+    def end(self, calls: list[Json]) -> list[bytes]:
         found = [self._line(self._part("", calls), done=False)] if calls else []
         end = {**_end(self.finish, self.usage), **_durations(self._facts)}
         return [*found, self._line(self._part("", ()), **end)]
 
-    def _line(self, part: dict[str, Any], **fields: Any) -> bytes:
+    def _line(self, part: Json, **fields: Any) -> bytes:
         new, self._logprobs = _with_logprobs(self._logprobs), []
         return _line({**_head(self.model), **part, **new, **fields})
 
 
-def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+def _chat_part(text: str, calls: Any, thought: str = "") -> Json:
+    message: Json = {"role": "assistant", "content": text}
     if thought:
         message["thinking"] = thought
-    made = []
-    for call in calls:
+    for at, call in enumerate(calls):
         function = call["function"]
         arguments = arguments_of(function["arguments"])
-        called = {"index": len(made), "name": function["name"], "arguments": arguments}
+        called = {"index": at, "name": function["name"], "arguments": arguments}
+        made = message.setdefault("tool_calls", [])
         made.append({"id": call.get("id") or "", "function": called})
-    return {"message": {**message, "tool_calls": made} if made else message}
+    return {"message": message}
 
 
-def _generate_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
+def _generate_part(text: str, calls: Any, thought: str = "") -> Json:
     return {"response": text, "thinking": thought} if thought else {"response": text}
 
 
-def _vector_part(text: str, calls: Any) -> dict[str, Any]:
+def _vector_part(text: str, calls: Any) -> Json:
     return {"embedding": []}
 
 
-def _head(model: str) -> dict[str, Any]:
+def _head(model: str) -> Json:
     return {"model": model, "created_at": datetime.now(UTC).isoformat()}
 
 
-def _end(finish: str, usage: Any) -> dict[str, Any]:
+def _end(finish: str, usage: Any) -> Json:
     known = usage if isinstance(usage, dict) else {}
     return {
         "done": True,
@@ -519,8 +486,8 @@ def _end(finish: str, usage: Any) -> dict[str, Any]:
 def _durations(facts: Mapping[str, Any], finish: Any = whole) -> dict[str, int]:
     """The durations of a call in nanoseconds, from its `facts` in the request log.
 
-    `finish` makes the answer, and tells the routes apart: those for embeddings have fewer durations. The engine shows
-    how long it read the prompt only if it streams. Otherwise the whole time counts as writing.
+    The routes for embeddings, known by `finish`, have fewer. The engine shows how long it read the prompt only if it
+    streams, else the whole time counts as writing.
 
     >>> _durations({"queue_seconds": 1.0, "first_seconds": 0.5, "answer_seconds": 2.0})["eval_duration"]
     1500000000
@@ -539,15 +506,13 @@ def _durations(facts: Mapping[str, Any], finish: Any = whole) -> dict[str, int]:
     return {name: round(seconds[name] * 1e9) for name in names}
 
 
-def _row(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
+def _row(row: Json, facts: ModelFacts | None) -> Json:
     """A row of `/v1/models` as a row of `/api/tags`."""
     created = datetime.fromtimestamp(row.get("created", 0), UTC)
-    if facts:
+    if facts and facts.spec.source:
         with contextlib.suppress(OSError):  # the source is a hub id, or gone
-            changed = (
-                os.stat(os.path.expanduser(facts.spec.source)).st_mtime if facts.spec.source else 0
-            )
-            created = datetime.fromtimestamp(changed, UTC) if changed else created
+            changed = os.stat(os.path.expanduser(facts.spec.source)).st_mtime
+            created = datetime.fromtimestamp(changed, UTC)
     return {
         "name": row["id"],
         "model": row["id"],
@@ -558,7 +523,7 @@ def _row(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
     }
 
 
-def _details(facts: ModelFacts | None) -> dict[str, Any]:
+def _details(facts: ModelFacts | None) -> Json:
     family = _architecture(facts) if facts else ""
     evidence = facts.evidence if facts else Evidence()
     return {
@@ -587,27 +552,27 @@ def _architecture(facts: ModelFacts) -> str:
     return str(facts.config.get("model_type") or facts.spec.model_type)
 
 
-def _running(gateway: Any, row: dict[str, Any], lease: Lease | None) -> dict[str, Any]:
+def _running(gateway: Any, row: Json, lease: Lease | None) -> Json:
     """A row of `/api/ps`: the row of `/api/tags`, the memory, and until when the model stays."""
     facts = gateway.facts(row["id"])
     found = _row(row, facts)
     if lease is not None:
         found |= {"size": lease.bytes, "size_vram": lease.card_bytes}
     seconds = gateway.warm_seconds(row["id"])
-    until = _NEVER if seconds is None else datetime.now(UTC) + timedelta(seconds=seconds)
-    found["expires_at"] = until if isinstance(until, str) else until.isoformat()
+    until = datetime.now(UTC) + timedelta(seconds=seconds or 0.0)
+    found["expires_at"] = _NEVER if seconds is None else until.isoformat()
     if "context_length" in row:
         found["context_length"] = row["context_length"]
     return found
 
 
-def _shown(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
+def _shown(row: Json, facts: ModelFacts | None) -> Json:
     """The answer of `/api/show`."""
     found = _row(row, facts)
     if facts is None:  # a task
         return {**found, "model_info": {}, "capabilities": ["completion"]}
     family = _architecture(facts)
-    info: dict[str, Any] = {"general.architecture": family, "general.basename": row["id"]}
+    info: Json = {"general.architecture": family, "general.basename": row["id"]}
     if facts.evidence.parameters:
         info["general.parameter_count"] = facts.evidence.parameters
     for name, own in _INFO.items():
@@ -627,5 +592,5 @@ def _shown(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
     }
 
 
-def _line(fields: dict[str, Any]) -> bytes:
+def _line(fields: Json) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"

@@ -15,9 +15,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ...errors import GpuError
-from ..requests import Refused, Reply
+from ..requests import Json, Refused, Reply
 from .jobs import ENDPOINTS, Jobs
-from .strict_route import CallRoute, StrictRoute
+from .strict_route import CALLS, CallRoute, StrictRoute
 from .translation import EVENTS, Writer, in_own_words
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ _MODEL = {
     "type": "string",
     "description": "a model's name, task:NAME, or provider:model for a cloud",
 }
-_OWN_FIELDS: dict[str, dict[str, Any]] = {
+_OWN_FIELDS: dict[str, Json] = {
     "x_client_id": {
         "type": "string",
         "maxLength": 128,
@@ -55,7 +55,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
         "description": "seconds in which further calls of this client are refused",
     },
 }
-_STREAM_FIELDS: dict[str, dict[str, Any]] = {
+_STREAM_FIELDS: dict[str, Json] = {
     "stream": {"type": "boolean"},
     "max_tokens": {"type": "integer", "minimum": 1},
 }
@@ -65,7 +65,7 @@ _JOB_SCHEMA = {
     "properties": {"endpoint": {"enum": list(ENDPOINTS)}, "body": {"type": "object"}},
 }
 _TEXT = {"type": "string"}
-_CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # kind -> path, summary, fields
+_CALLS: dict[str, tuple[str, str, Json]] = {  # kind -> path, summary, fields
     "chat": (
         "/chat/completions",
         "An answer to a conversation, whole or streamed",
@@ -88,7 +88,7 @@ _CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # kind -> path, summary,
 }
 # Paths that other servers have outside /v1: vLLM and llama-server those of tokens, and Cohere the other.
 _OUTSIDE = {"/tokenize": "tokenize", "/detokenize": "detokenize", "/v2/rerank": "rerank"}
-REFUSALS: dict[int | str, dict[str, Any]] = {
+REFUSALS: dict[int | str, Json] = {
     400: {"description": "something in the body is wrong; the message names it"},
     404: {"description": "no such model or task"},
     409: {"description": "the model cannot be had while others use what it needs"},
@@ -107,11 +107,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 def visitor_name(request: Request) -> str:
     """The name of the visitor who sent `request`."""
-    name: str = request.scope["state"]["visitor"].name
-    return name
+    return request.scope["state"]["visitor"].name
 
 
-def body_schema(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
+def body_schema(required: Json, optional: Json) -> Json:
     """The OpenAPI schema of a body with the `required` and `optional` fields, which may have more fields."""
     return {
         "type": "object",
@@ -124,10 +123,7 @@ def body_schema(required: dict[str, Any], optional: dict[str, Any]) -> dict[str,
 async def unless_gone(
     request: Request, work: Awaitable[T], more: asyncio.Future[Any] | None = None
 ) -> T:
-    """The result of `work`. If the client of `request` leaves first, cancels the work and raises Refused (499).
-
-    `more` is cancelled too if the client leaves, or if this task is cancelled.
-    """
+    """The result of `work`. If the client of `request` leaves, cancels it and `more`, and raises Refused (499)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request))
     try:
@@ -148,7 +144,7 @@ async def unless_gone(
 class OpenAIWriter(Writer):
     """Sends the chunks as they are. An error after the start is the last event, as in OpenAI's streams."""
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: Json) -> bytes:
         return f"data: {json.dumps({'error': error})}\n\n".encode()
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
@@ -169,7 +165,7 @@ async def answered(
     """The response to a call, whole or streamed, as `writer` writes it. Raises Refused, in the words of the writer.
 
     If a stream has no answer within HEADERS_SECONDS, or its model must be loaded, its headers are sent, and then what
-    the call waits for. A refusal after that is the last event. Only server-sent events can have comments.
+    the call waits for. A refusal after that is the last event.
     """
     record = gateway.record(kind, actor)
     work = asyncio.ensure_future(gateway.answer(kind, body, actor, record))
@@ -207,7 +203,7 @@ async def _done(task: asyncio.Future[Any], seconds: float) -> bool:
 class Sent(StreamingResponse):
     """A streamed answer, whose headers may be sent before it has begun. Meanwhile comments say why it has not.
 
-    It closes the reply even if the client disconnected before the first event was read.
+    Only server-sent events can have comments. It closes the reply even if the client left before the first event.
     """
 
     def __init__(
@@ -246,16 +242,12 @@ class Sent(StreamingResponse):
                 await self._work.result().aclose()
 
 
-def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
-    """The routes below `/v1`, with the `jobs` of this server.
-
-    `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models, and
-    returns the visitor's name.
-    """
+def router(gateway: Any, jobs: Jobs) -> APIRouter:
+    """The routes below `/v1`, with the `jobs` of this server. `gateway()` returns the Gateway."""
     routes = APIRouter(prefix="/v1", route_class=StrictRoute)
 
     @routes.get("/models", tags=["models"])
-    def get_models(request: Request) -> dict[str, Any]:
+    def get_models(request: Request) -> Json:
         """The models that this visitor can call."""
         return {"object": "list", "data": gateway().models(visitor_name(request))}
 
@@ -264,7 +256,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
         tags=["models"],
         responses={404: {"description": "no such model or task"}},
     )
-    def get_model(id: str, request: Request) -> dict[str, Any]:
+    def get_model(id: str, request: Request) -> Json:
         """One of the models that this visitor can call."""
         for row in gateway().models(visitor_name(request)):
             if row["id"] == id:
@@ -273,16 +265,16 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
         raise Refused(404, "model_not_found", text, param="model")
 
     for kind, (path, *_) in _CALLS.items():
-        _add_call_route(routes, path, kind, gateway, acts)
-    _add_job_routes(routes, gateway, jobs, acts)
+        _add_call_route(routes, path, kind, gateway)
+    _add_job_routes(routes, gateway, jobs)
     return routes
 
 
-def outside_router(gateway: Any, acts: Any) -> APIRouter:
-    """The routes outside `/v1`, where other servers have them. The parameters are as in `router`."""
+def outside_router(gateway: Any) -> APIRouter:
+    """The routes outside `/v1`, where other servers have them."""
     routes = APIRouter(route_class=StrictRoute)
     for path, kind in _OUTSIDE.items():
-        _add_call_route(routes, path, kind, gateway, acts)
+        _add_call_route(routes, path, kind, gateway)
     return routes
 
 
@@ -290,17 +282,16 @@ def add_call(
     routes: APIRouter,
     path: str,
     gateway: Any,
-    acts: Any,
-    schema: dict[str, Any],
+    schema: Json,
     answer: Callable[[Request, Any, Any, str], Coroutine[Any, Any, Any]],
     **described: str,
 ) -> None:
-    """Adds the route `path` for calls, whose bodies have this `schema`. The parameters are as in `router`.
+    """Adds the route `path` for calls, whose bodies have this `schema`, with the words in `described`.
 
-    `answer(request, body, gateway, actor)` returns the response. `described` is its name, summary and description.
+    `gateway()` returns the Gateway, and `answer(request, body, gateway, actor)` the response.
     """
 
-    async def post(request: Request, actor: str = acts) -> Any:
+    async def post(request: Request, actor: str = CALLS) -> Any:
         return await answer(request, await request.json(), gateway(), actor)
 
     routes.add_api_route(
@@ -316,7 +307,7 @@ def add_call(
     )
 
 
-def _add_call_route(routes: APIRouter, path: str, kind: str, gateway: Any, acts: Any) -> None:
+def _add_call_route(routes: APIRouter, path: str, kind: str, gateway: Any) -> None:
     async def answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
         return await answered(request, gateway, kind, body, actor, OpenAIWriter())
 
@@ -325,10 +316,10 @@ def _add_call_route(routes: APIRouter, path: str, kind: str, gateway: Any, acts:
     optional = (_STREAM_FIELDS if kind in ("chat", "completions") else {}) | _OWN_FIELDS
     schema = body_schema({"model": _MODEL, **fields}, optional)
     words = {"summary": summary, "description": "Answers one call, whole or as a stream."}
-    add_call(routes, path, gateway, acts, schema, answer, name=kind, **words)
+    add_call(routes, path, gateway, schema, answer, name=kind, **words)
 
 
-def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> None:
+def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs) -> None:
     @routes.post(
         "/jobs",
         status_code=202,
@@ -337,14 +328,14 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         responses=REFUSALS,
         openapi_extra=request_body(_JOB_SCHEMA),
     )
-    async def post_job(request: Request, actor: str = acts) -> JSONResponse:
+    async def post_job(request: Request, actor: str = CALLS) -> JSONResponse:
         """Starts a call that continues without a connection. `endpoint` and `body` are the same as in a direct call."""
         gateway().require_open()
         job = jobs.start(gateway(), await request.json(), actor)
         return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 
     @routes.get("/jobs", tags=["jobs"])
-    def get_jobs(request: Request) -> dict[str, Any]:
+    def get_jobs(request: Request) -> Json:
         """The jobs that this visitor has started, without their results. The newest job is first."""
         return {"object": "list", "data": jobs.of(visitor_name(request))}
 
@@ -353,19 +344,19 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         tags=["jobs"],
         responses={404: {"description": "no such job, or its result was dropped"}},
     )
-    def get_job(id: str) -> dict[str, Any]:
+    def get_job(id: str) -> Json:
         """The state of a job, and its result once it is done."""
         return jobs.fetch(id)
 
     @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
-    async def delete_job(id: str, request: Request, actor: str = acts) -> dict[str, Any]:
+    async def delete_job(id: str, request: Request, actor: str = CALLS) -> Json:
         """Ends a job, and drops its result. A visitor with a key can only end the jobs of that key."""
         if not request.scope["state"]["visitor"].may_act and jobs.find(id).client != actor:
             raise Refused(403, "not_yours", "another visitor has started this job", param="id")
         return (await jobs.end(id)).as_json()
 
 
-def request_body(schema: dict[str, Any]) -> dict[str, Any]:
+def request_body(schema: Json) -> Json:
     """The description of a body with this `schema`, for OpenAPI."""
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}

@@ -6,17 +6,19 @@ The functions that translate are pure. Answers are not stored, so a field that n
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ..requests import Reply, bad
+from ..engines.thoughts import TAGS
+from ..requests import Json, Reply, bad
 from .openai import add_call, answered, body_schema
-from .text_tokens import TextTokens
 from .translation import Writer, chat_fields, functions, logprobs_of, named_event
 
 # Fields of both formats.
@@ -55,14 +57,11 @@ _INPUT = {
 }
 
 
-def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the route `/v1/responses` to `routes`.
-
-    `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models.
-    """
+def add_route(routes: APIRouter, gateway: Any) -> None:
+    """Adds the route `/v1/responses`. `gateway()` returns the Gateway."""
     words = {"name": "post_response", "description": str(_answer.__doc__)}
     schema = body_schema(_INPUT, {"stream": {"type": "boolean"}})
-    add_call(routes, "/responses", gateway, acts, schema, _answer, **words)
+    add_call(routes, "/responses", gateway, schema, _answer, **words)
 
 
 async def _answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
@@ -73,7 +72,7 @@ async def _answer(request: Request, body: Any, gateway: Any, actor: str) -> Resp
 # -- requests
 
 
-def chat_of(body: Any) -> dict[str, Any]:
+def chat_of(body: Any) -> Json:
     """Translates the `body` of a call of `/v1/responses` into the body of a chat. Raises Refused (400)."""
     chat = chat_fields(body, _SAME)
     for name, value in body.items():
@@ -95,13 +94,13 @@ def chat_of(body: Any) -> dict[str, Any]:
     return chat | _probabilities(body.get("include") or [], body.get("top_logprobs"))
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(given: Any) -> list[Json]:
     """Translates `given`, the field `input` of a call, into the messages of a chat."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise bad("input", given, "text, or a list of items")
-    made: list[dict[str, Any]] = []
+    made: list[Json] = []
     thought = ""
     for at, item in enumerate(given):
         place = f"input[{at}]"
@@ -126,11 +125,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return made
 
 
-def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Adds the function call `item` to the last of `messages`.
-
-    If the last message is not from the assistant, the function call is added as a new message.
-    """
+def _add_call(messages: list[Json], item: Mapping[str, Any]) -> None:
+    """Adds the function call `item` to the last of `messages`, or to a new one if that is not of the assistant."""
     function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
@@ -144,7 +140,7 @@ def _content(place: str, content: Any) -> Any:
         return content  # the chat route checks it
     if not any(isinstance(part, Mapping) and part.get("type") == "input_image" for part in content):
         return _text_of(place, content, "input_text", "output_text")
-    parts: list[dict[str, Any]] = []
+    parts: list[Json] = []
     for at, part in enumerate(content):
         if isinstance(part, Mapping) and part.get("type") == "input_image":
             url = part.get("image_url")
@@ -158,9 +154,7 @@ def _content(place: str, content: Any) -> Any:
 
 
 def _text_of(place: str, content: Any, *kinds: str) -> str:
-    """The text of `content`, which is a string or a list of parts of these `kinds`. Raises Refused (400) for other
-    parts.
-    """
+    """The text of `content`: a string, or parts of these `kinds`. Raises Refused (400) for other parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -171,7 +165,7 @@ def _text_of(place: str, content: Any, *kinds: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _tool(place: str, tool: Any) -> dict[str, Any]:
+def _tool(place: str, tool: Any) -> Json:
     """Translates a `tool` into a function of a chat. Raises Refused (400) for tools that OpenAI's servers run."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise bad(place, tool, 'an object of the type "function"')
@@ -188,7 +182,7 @@ def _tool_choice(choice: Any) -> Any:
     return choice
 
 
-def _format(text: Any) -> dict[str, Any]:
+def _format(text: Any) -> Json:
     """Translates the field `text` of a call into the field `response_format` of a chat."""
     format = text.get("format") if isinstance(text, Mapping) else None
     known = isinstance(text, Mapping) and text.get("verbosity") in (None, "medium")
@@ -202,7 +196,7 @@ def _format(text: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _thinking(reasoning: Any) -> dict[str, Any]:
+def _thinking(reasoning: Any) -> Json:
     """Translates the field `reasoning` of a call into the field `reasoning_effort` of a chat."""
     known = isinstance(reasoning, Mapping) and set(reasoning) <= {"effort", "summary"}
     if not known or reasoning.get("summary") not in (None, "auto"):
@@ -211,7 +205,7 @@ def _thinking(reasoning: Any) -> dict[str, Any]:
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def _probabilities(include: Any, count: Any) -> dict[str, Any]:
+def _probabilities(include: Any, count: Any) -> Json:
     """Translates the fields `include` and `top_logprobs` (`count`) of a call into the fields of a chat."""
     if not isinstance(include, list) or not all(name in _INCLUDABLE for name in include):
         raise bad("include", include, f"a list of {' or '.join(_INCLUDABLE)}")
@@ -225,7 +219,7 @@ def _probabilities(include: Any, count: Any) -> dict[str, Any]:
 # -- answers
 
 
-def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def response_of(answer: Json, body: Mapping[str, Any]) -> Json:
     """The response for the `answer` to a chat; `body` is the body of the call of `/v1/responses`."""
     [choice] = answer["choices"]
     said = choice["message"]
@@ -243,45 +237,41 @@ def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, An
 
 
 class ResponsesWriter(Writer):
-    """Turns the chunks of one chat into the events of the Responses API.
-
-    Consecutive thoughts are one item, and so is consecutive text. Each tool call is one item.
-    """
+    """Turns the chunks of one chat into events. Each run of thoughts, run of text, and call is an item."""
 
     paths = _PATHS
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        """A writer for the answer to a call of `/v1/responses` with this `body`."""
         super().__init__()
         self._body = body
-        self._response: dict[str, Any] = {}
-        self._output: list[dict[str, Any]] = []  # the items that have ended
-        self._item: dict[str, Any] = {}
+        self._response: Json = {}
+        self._output: list[Json] = []  # the items that have ended
+        self._item: Json = {}
         self._texts: list[str] = []
         self._tokens = TextTokens()  # those that are not sent yet
-        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._logprobs: list[Json] = []  # of the open item
         self._events = 0
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Json:
         return response_of(super().whole(reply), self._body)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._events += 1
-        return named_event(kind, {"sequence_number": self._events - 1, **fields})
+        return named_event(kind, sequence_number=self._events - 1, **fields)
 
-    def begin(self, chunk: dict[str, Any]) -> list[bytes]:
+    def begin(self, chunk: Json) -> list[bytes]:
         self._response = _response(chunk, self._body)
         names = ("created", "in_progress")
         return [self._event(f"response.{name}", response=self._response) for name in names]
 
-    def tokens(self, entries: list[dict[str, Any]]) -> None:
+    def tokens(self, entries: list[Json]) -> None:
         self._tokens.add(entries)
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: Json) -> bytes:
         fields = {"message": error["message"], "code": error["code"], "param": None}
         return self._event("error", error=error, **fields)
 
-    def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
+    def end(self, calls: list[Json]) -> list[bytes]:
         found = self.close_run()
         for call in calls:
             found += self._call(_call_item(call))
@@ -326,16 +316,14 @@ class ResponsesWriter(Writer):
         self._output.append(item)
         return found
 
-    def _call(self, item: dict[str, Any]) -> list[bytes]:
+    def _call(self, item: Json) -> list[bytes]:
         begun = {**item, "arguments": "", "status": "in_progress"}
-        place = {"item_id": item["id"]}
-        arguments = item["arguments"]
+        id, arguments = item["id"], item["arguments"]
+        done = {"item_id": id, "arguments": arguments, "name": item["name"]}
         found = [
             self._of_item("output_item.added", item=begun),
-            self._of_item("function_call_arguments.delta", **place, delta=arguments),
-            self._of_item(
-                "function_call_arguments.done", **place, arguments=arguments, name=item["name"]
-            ),
+            self._of_item("function_call_arguments.delta", item_id=id, delta=arguments),
+            self._of_item("function_call_arguments.done", **done),
             self._of_item("output_item.done", item=item),
         ]
         self._output.append(item)
@@ -348,7 +336,7 @@ class ResponsesWriter(Writer):
         return self._of_item(kind, item_id=self._item["id"], content_index=0, **fields)
 
 
-def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Json:
     """A response that has begun. Some fields of `body` are repeated in the response."""
     given = {name: body.get(name) for name in _IN_ANSWER}
     return {
@@ -373,9 +361,7 @@ def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _ended(
-    response: dict[str, Any], output: list[dict[str, Any]], finish: str, usage: Any
-) -> dict[str, Any]:
+def _ended(response: Json, output: list[Json], finish: str, usage: Any) -> Json:
     """The `response` with its `output`. An answer that reached its limit of tokens is marked as incomplete."""
     known = usage if isinstance(usage, dict) else {}
     read, written = known.get("prompt_tokens") or 0, known.get("completion_tokens") or 0
@@ -395,13 +381,13 @@ def _ended(
     }
 
 
-def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[Json] = ()) -> Json:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _item(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def _item(kind: str, text: str, logprobs: Sequence[Json] = ()) -> Json:
     """An item with thoughts (`reasoning`) or with the text of the answer (`message`) and its `logprobs`."""
     part = _part(kind, text, logprobs)
     item = {"id": f"item_{uuid.uuid4().hex}", "type": kind, "content": [part]}
@@ -410,7 +396,7 @@ def _item(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict
     return {**item, "role": "assistant", "status": "completed"}
 
 
-def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call_item(call: Mapping[str, Any]) -> Json:
     return {
         "id": f"item_{uuid.uuid4().hex}",
         "type": "function_call",
@@ -419,3 +405,80 @@ def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
         "arguments": call["function"]["arguments"] or "{}",
         "status": "completed",
     }
+
+
+_TAGS = "|".join(re.escape(tag) for pair in TAGS for tag in pair)
+# What the model writes between its thoughts and its text.
+_BETWEEN = re.compile(rf"\s*(?:{_TAGS})?\s*".encode())
+
+
+class _Placed(NamedTuple):
+    entry: Json
+    begin: int  # in bytes of all that the model wrote
+    end: int
+
+
+class TextTokens:
+    """The tokens that the model wrote, until the text that they belong to is known.
+
+    A chat lists all tokens: those of thoughts, of the tags around them, of the text, and of tool calls. The Responses
+    API lists only those of a text.
+
+    The tokens are dicts in the format of a chat. Their bytes are compared with the thoughts and the text.
+
+    >>> tokens = TextTokens()
+    >>> tokens.add({"token": word, "logprob": -1.0} for word in ("<think>", "Hm", "</think>", "\\n\\nOne", " two"))
+    >>> tokens.skip("Hm")
+    >>> [token["token"] for token in tokens.take("One two")]
+    ['\\n\\nOne', ' two']
+    """
+
+    def __init__(self) -> None:
+        self._placed: deque[_Placed] = deque()
+        self._data = b""  # of the tokens, from `_begin` on
+        self._begin = 0
+
+    def add(self, entries: Iterable[Json]) -> None:
+        """Adds the next tokens that the model wrote."""
+        end, parts = self._begin + len(self._data), []
+        for entry in entries:
+            known = entry.get("bytes")  # some engines send none
+            data = str(entry.get("token", "")).encode() if known is None else bytes(known)
+            begin, end = end, end + len(data)
+            self._placed.append(_Placed({**entry, "bytes": list(data)}, begin, end))
+            parts.append(data)
+        self._data += b"".join(parts)
+
+    def skip(self, text: str) -> None:
+        """Removes the tokens up to the end of `text`, which is no part of the answer's text, such as a thought."""
+        self._remove_until(self._place(text)[1])
+
+    def take(self, text: str) -> list[Json]:
+        """Removes and returns the tokens of `text`, which is the next part of the answer's text."""
+        begin, end = self._place(text)
+        self._remove_until(begin)
+        taken = []
+        while self._placed and self._placed[0].begin < end:
+            taken.append(self._placed.popleft().entry)
+        self._remove_until(end)
+        return taken
+
+    def _place(self, text: str) -> tuple[int, int]:
+        """Where `text` begins and ends. If it is not found, it is everything that the tokens have written.
+
+        That is so if a token is no valid UTF-8, because the text then has a replacement character instead.
+        """
+        data = text.encode()
+        after_tags = _BETWEEN.match(self._data).end()  # type: ignore[union-attr]
+        places = (at for at in (0, after_tags) if self._data.startswith(data, at))
+        at = next(places, self._data.find(data))
+        if at < 0:
+            return self._begin, self._begin + len(self._data)
+        return self._begin + at, self._begin + at + len(data)
+
+    def _remove_until(self, end: int) -> None:
+        """Removes the tokens before `end`. A token of which a part follows `end` stays."""
+        self._data = self._data[end - self._begin :]
+        self._begin = end
+        while self._placed and self._placed[0].end <= end:
+            self._placed.popleft()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from ..engines.tool_calls import joined_calls
-from ..requests import Refused, Reply, bad
+from ..requests import Json, Refused, Reply, bad
 
 EVENTS = "text/event-stream"
 # A pattern of a chat's field, and the path in the route's own body.
@@ -45,11 +45,8 @@ def require_object(body: Any) -> None:
         raise Refused(400, "bad_body", "the body must be a JSON object")
 
 
-def chat_fields(body: Any, same: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a call's `body` that a chat has under the same name: `same`, and ours. Raises Refused (400).
-
-    A stream also gets the field with which its engine counts the tokens.
-    """
+def chat_fields(body: Any, same: tuple[str, ...]) -> Json:
+    """The fields of `body` that a chat has under the `same` name, and ours; for a stream, also `stream_options`."""
     require_object(body)
     chat = {name: value for name, value in body.items() if name in same or name[:2] == "x_"}
     if chat.get("stream"):
@@ -57,26 +54,20 @@ def chat_fields(body: Any, same: tuple[str, ...]) -> dict[str, Any]:
     return chat
 
 
-def functions(
-    tools: Any, function: Callable[[str, Any], dict[str, Any]]
-) -> dict[str, list[dict[str, Any]]]:
-    """A dict with the field `tools` of a chat. `function(place, tool)` translates each of the given `tools`.
-
-    `place` names the tool in messages, such as `tools[0]`. The dict is empty if there are no tools.
-    """
+def functions(tools: Any, function: Callable[[str, Any], Json]) -> dict[str, list[Json]]:
+    """The field `tools` of a chat. `function(place, tool)` translates each of `tools`; `place` is for messages."""
     if not isinstance(tools or [], list):
         raise bad("tools", tools, "a list of tools")
-    return (
-        {"tools": [function(f"tools[{at}]", one) for at, one in enumerate(tools)]} if tools else {}
-    )
+    made = [function(f"tools[{at}]", one) for at, one in enumerate(tools or ())]
+    return {"tools": made} if made else {}
 
 
-def logprobs_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+def logprobs_of(choice: Mapping[str, Any]) -> list[Json]:
     """The tokens of a chat's `choice` with their probabilities; none if the call did not request them."""
     return (choice.get("logprobs") or {}).get("content") or []
 
 
-def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:
+def named_event(kind: str, **fields: Any) -> bytes:
     """A server-sent event of this `kind`, with `fields` as its data."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
@@ -88,22 +79,21 @@ class Writer:
     media_type = EVENTS
 
     def __init__(self) -> None:
-        """A writer that has read no chunk."""
         self.model, self.finish = "", "stop"
         self.usage: Any = None
         self.run = ""  # what the open block has: thinking or text; empty: no block is open
         self._begun = False
-        self._calls: list[dict[str, Any]] = []  # parts of calls
+        self._calls: list[Json] = []  # parts of calls
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Json:
         """The answer in `reply`, which is not streamed."""
         return reply.json or {}
 
-    def begin(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+    def begin(self, chunk: Json) -> Iterable[bytes]:
         """The events before the first `chunk`."""
         return ()
 
-    def tokens(self, entries: list[dict[str, Any]]) -> None:
+    def tokens(self, entries: list[Json]) -> None:
         """Takes the probabilities of the next tokens, in a chat's format. Most formats have no place for them."""
 
     def begin_run(self) -> list[bytes]:
@@ -135,11 +125,11 @@ class Writer:
                 yield from self.begin_run()
             yield self.piece(piece)
 
-    def end(self, calls: list[dict[str, Any]]) -> Iterable[bytes]:
+    def end(self, calls: list[Json]) -> Iterable[bytes]:
         """The last events. `calls` are the tool calls in OpenAI's format."""
         raise NotImplementedError
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: Json) -> bytes:
         """The last event of a stream that ends with this `error`. The `error` is in OpenAI's format."""
         raise NotImplementedError
 
@@ -148,10 +138,7 @@ class Writer:
         return self.error(in_own_words(refused, self.paths).body()["error"])
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yields a streamed `reply` as events.
-
-        If an error occurs after the stream has started, the error is the last event.
-        """
+        """Yields a streamed `reply` as events. An error after the stream has started is the last event."""
         assert reply.events is not None
         try:
             async for chunk in reply.events:
@@ -165,7 +152,7 @@ class Writer:
         finally:
             await reply.aclose()
 
-    def _read(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+    def _read(self, chunk: Json) -> Iterable[bytes]:
         if not self._begun:
             self._begun, self.model = True, chunk.get("model", "")
             yield from self.begin(chunk)

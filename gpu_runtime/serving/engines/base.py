@@ -7,9 +7,11 @@ transformers module is called by `generate`. A fake model answers with its promp
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -18,9 +20,9 @@ from msgspec.structs import replace
 
 from ...errors import GpuError
 from ...facts import ModelSpec
-from ..prompt_size import LONGEST_TOKEN, characters
-from ..queue.thread_stream import in_thread
-from ..requests import LOAD, Call, Refused, documents_of, prompts_of, texts_of_embeddings
+from ..prompt_size import LONGEST_TOKEN, PIECE_CHARACTERS, characters, texts, tokens_if_too_many
+from ..queue.thread_stream import in_thread, in_thread_until
+from ..requests import LOAD, Call, Json, Refused, documents_of, prompts_of, texts_of_embeddings
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .openai_format import (
@@ -37,10 +39,11 @@ from .thoughts import Thoughts, tags_of
 from .tool_calls import FORCED, Format, ToolCallReader, Tools, format_of, tools_of
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
+MOST_AT_ONCE = 2  # counts of tokens at the same time, each in a thread that computes without pause
 TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
 
 
-def told_tools(answer: dict[str, Any]) -> dict[str, Any]:
+def told_tools(answer: Json) -> Json:
     """The `answer`, or a chunk of it, with the note in `x_gpu` that the tools of the call were left out."""
     return {**answer, "x_gpu": {**(answer.get("x_gpu") or {}), "tools": "left out"}}
 
@@ -54,12 +57,10 @@ class EngineAdapter(Protocol):
 
     counts_tokens: bool  # whether a stream ends with the counts of its tokens, if the body asks
 
-    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+    async def answer(self, kind: str, body: Json, think: bool | None) -> Json:
         """The whole answer to a call of this `kind` with this `body`; `think` turns thinking on or off."""
 
-    def stream(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncIterator[dict[str, Any]]:
+    def stream(self, kind: str, body: Json, think: bool | None) -> AsyncIterator[Json]:
         """Yields the chunks of the answer. `kind`, `body` and `think` are the parameters of `answer`."""
 
 
@@ -73,10 +74,7 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve. `why` is the reason, which is true for every caller.
-
-    `param` is the field of the request that the model cannot serve. The message begins with it.
-    """
+    """The refusal (400) of a call, or of its field `param`, that `model` cannot serve. `why` holds for every caller."""
     what = f"{model} cannot serve this call"
     if param is not None:
         what = f"{param} cannot be used with {model}"
@@ -86,10 +84,7 @@ def cannot(model: str, why: str, param: str | None = None) -> Refused:
 
 
 def require(kind: str, spec: ModelSpec) -> None:
-    """Checks that the model of `spec` can serve calls of this `kind`. The check runs before any model is moved.
-
-    Raises Refused, 400.
-    """
+    """Raises Refused (400) if the model of `spec` cannot serve calls of this `kind`. Runs before any model is moved."""
     if kind == "images" and spec.model_type in TEXT_TYPES:
         why = f"it is of type {spec.model_type} and makes no images; those are for type diffusion"
         raise cannot(spec.name, why, "model")
@@ -103,7 +98,7 @@ def require(kind: str, spec: ModelSpec) -> None:
         raise cannot(spec.name, why, "model")
 
 
-def require_tools(body: dict[str, Any], template: str, spec: ModelSpec) -> None:
+def require_tools(body: Json, template: str, spec: ModelSpec) -> None:
     """Raises Refused if the chat in `body` has tools, and the chat `template` of the model of `spec` takes none."""
     if tools_of(body).tools and "tools" not in template:
         why = (
@@ -114,12 +109,11 @@ def require_tools(body: dict[str, Any], template: str, spec: ModelSpec) -> None:
 
 
 def without_tools(
-    kind: str, body: dict[str, Any], template: Callable[[], str], spec: ModelSpec
-) -> dict[str, Any] | None:
+    kind: str, body: Json, template: Callable[[], str], spec: ModelSpec
+) -> Json | None:
     """The `body` without its tools, if the catalogue wants this for the model of `spec`; else None.
 
-    The result is None if the chat template, which `template()` returns, takes tools, if there are none in a call of
-    this `kind`, and if the call requires one of them.
+    None too if its chat template, which `template()` returns, takes tools, or if the call has none or requires one.
     """
     if kind != "chat" or not spec.options.get("leave_out_tools"):
         return None
@@ -143,10 +137,7 @@ def text_too_long(model: str, tokens: int, most: int, more: str = "") -> Refused
 
 
 def require_room(call: Call, spec: ModelSpec) -> None:
-    """Refuses (400) a `call` whose prompt cannot fit the context of `spec`. The check runs before the call is queued.
-
-    Only the characters are counted here. The tokens are counted later: by `long_prompts`, or when the model is called.
-    """
+    """Refuses (400), before it is queued, a `call` with more characters than the context of `spec` can hold."""
     context = spec.options.get("context_length")
     if not isinstance(context, int) or call.kind not in ("chat", "completions"):
         return
@@ -156,16 +147,48 @@ def require_room(call: Call, spec: ModelSpec) -> None:
 
 
 def too_long(model: str, kind: str, prompt: int, context: int) -> Refused:
-    """The refusal of a call of this `kind` whose prompt alone fills the `context` of `model`.
-
-    `prompt` is the number of its tokens, or a lower bound of it.
-    """
+    """The refusal of a call whose `prompt`, in tokens or a lower bound of them, fills the `context` of `model`."""
     param = "messages" if kind == "chat" else "prompt"
     if not prompt:
         return cannot(model, "the prompt has no tokens", param)
     why = f"its context is {context} tokens; the prompt has {prompt} or more, which leaves no room for an answer"
     text = cannot(model, why, param).message
     return Refused(400, "context_length_exceeded", text, param=param)
+
+
+# By the model's name: its spec, its tokenizer if that still exists, and its context.
+_known: dict[str, tuple[ModelSpec, Callable[[], Any], int]] = {}
+
+
+def remember(spec: ModelSpec, tokenizer: Any, context: int) -> None:
+    """Remembers the `tokenizer` of `spec`, which counts the prompts of later calls; `context` is in tokens."""
+    _known[spec.name] = spec, weakref.ref(tokenizer), context
+
+
+async def require_tokens(call: Call, spec: ModelSpec, free: asyncio.Semaphore) -> None:
+    """Refuses (400) a `call` with a long prompt that has more tokens than the context of `spec`, before it waits.
+
+    Other calls would wait for a count that is made while the call uses the model. So a prompt is counted here if it is
+    long and the tokenizer is known, else piece by piece in the call. `free` limits how many are counted at once.
+    """
+    known_spec, tokenizer_of, context = _known.get(spec.name, (None, lambda: None, 0))
+    tokenizer = tokenizer_of() if known_spec == spec else None
+    if tokenizer is None or call.kind not in ("chat", "completions"):
+        return
+    if characters(call.body) <= PIECE_CHARACTERS:
+        return
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    prompts = list(texts(call.body))
+    text = "".join(prompts) if call.kind == "chat" else max(prompts, key=len)
+    async with free:
+        found = await in_thread_until(
+            lambda cancelled: tokens_if_too_many(text, context, count, cancelled.is_set)
+        )
+    if found:
+        raise too_long(spec.name, call.kind, found, context)
 
 
 def unit_vector(vector: list[float]) -> list[float]:
@@ -188,19 +211,12 @@ class TextAdapter:
         self.spec = spec
         self._prompt_end = ""  # the end of a chat's prompt; a template may write the first tag of the thoughts there
 
-    def pieces(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncGenerator[TextPiece]:
-        """The pieces of the answer to `prompt(kind, body, think)`. This base class refuses the call.
-
-        Making the prompt may take a while. So the adapters of real models make it in the thread that writes the answer.
-        """
+    def pieces(self, kind: str, body: Json, think: bool | None) -> AsyncGenerator[TextPiece]:
+        """The pieces of the answer to `prompt(kind, body, think)`, which the thread that writes them makes."""
         raise cannot(self.spec.name, f"{self.kind} writes no text")
 
-    def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """The engine's input. For a chat, the input is what the chat template makes of the conversation in `body`.
-
-        For a call of the kind `completions`, the input is the prompt in `body`: a text or a list of tokens.
+    def prompt(self, kind: str, body: Json, think: bool | None) -> Any:
+        """The engine's input: what the chat template makes of a conversation, or the prompt of a call for completions.
 
         `think` turns thinking on or off in a conversation. Raises Refused if the template rejects it.
         """
@@ -243,7 +259,7 @@ class TextAdapter:
     ) -> tuple[list[list[float]], int]:
         """An embedding of each of the `texts`, and the number of tokens read. A text may be a list of tokens.
 
-        With `truncate`, texts that are too long are cut off. Otherwise Refused is raised for them.
+        With `truncate`, texts that are too long are cut off; else Refused is raised for them.
         """
         raise no_embeddings(self.spec)
 
@@ -260,8 +276,7 @@ class TextAdapter:
         """The text of `tokens`."""
         raise cannot(self.spec.name, f"{self.kind} has no tokenizer here", "model")
 
-    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
+    async def answer(self, kind: str, body: Json, think: bool | None) -> Json:
         if kind == LOAD:
             return {"model": self.spec.name}
         if kind == "embeddings":
@@ -284,10 +299,7 @@ class TextAdapter:
         made = await whole_answer(choices, self._header(kind), body)
         return made if plain is None else told_tools(made)
 
-    async def stream(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncIterator[dict[str, Any]]:
-        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
+    async def stream(self, kind: str, body: Json, think: bool | None) -> AsyncIterator[Json]:
         plain = await self._without_tools(kind, body)
         choices = self._choices(kind, plain or body, think)
         source = stream_chunks(choices, self._header(kind), body)
@@ -296,15 +308,13 @@ class TextAdapter:
                 yield chunk if plain is None else told_tools(chunk)
                 plain = None
 
-    async def _without_tools(self, kind: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """See `without_tools`. Reading the template may be a call to another process, so it is done in a thread."""
+    async def _without_tools(self, kind: str, body: Json) -> Json | None:
+        """See `without_tools`. Reading the template may be a call to another process, so a thread does it."""
         if not self.spec.options.get("leave_out_tools"):
             return None
         return await in_thread(lambda: without_tools(kind, body, self._template, self.spec))
 
-    def _choices(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> list[Callable[[], Pieces]]:
+    def _choices(self, kind: str, body: Json, think: bool | None) -> list[Callable[[], Pieces]]:
         """For each choice of the answer, a function that returns the pieces of the choice. Raises Refused."""
         if kind == "images":
             why = "it makes no images; those are for type diffusion"
@@ -316,16 +326,12 @@ class TextAdapter:
         prompts: list[Any] = prompts_of(body) if kind == "completions" else [body.get("prompt")]
 
         def choice(prompt: Any, number: int) -> Callable[[], Pieces]:
-            """The function that returns the pieces of the choice with this `number` for this `prompt`.
-
-            If the call has a seed, each choice uses a seed of its own.
-            """
+            """The function that returns the pieces of choice `number`. With a seed, each choice has its own seed."""
             given = {**body, "prompt": prompt}
             if number and body.get("seed") is not None:
                 given["seed"] = body["seed"] + number
 
             def pieces() -> Pieces:
-                """The pieces of the choice, with the thoughts and the tool calls apart from the text."""
                 made = self.pieces(kind, given, think)
                 if kind == "chat":
                     made = self._with_thoughts(made, is_json=bool(tools.forced) or wants_json(body))
@@ -338,8 +344,8 @@ class TextAdapter:
     async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
         """Yields the `pieces` with the thoughts moved from the text to the field `thought`.
 
-        If `is_json` is true, a grammar forces the answer to be JSON. Then the answer has no thoughts, even if the
-        prompt ends with the tag that begins them.
+        An answer that a grammar forces to be JSON (`is_json`) has none, even if the prompt ends with the tag that
+        begins them.
         """
         reader, begun = None, False
         async with aclosing(pieces) as source:
@@ -381,7 +387,7 @@ class TextAdapter:
         """The chat template that the catalogue sets, else the model's template; empty if there is none."""
         return chat_template.override(self.spec.options) or self.template() or ""
 
-    def require_known(self, body: dict[str, Any], size: int) -> None:
+    def require_known(self, body: Json, size: int) -> None:
         """Refuses (400) a `body` whose `logit_bias` has a token outside the vocabulary of `size` tokens."""
         self.require_tokens([0, *map(int, body.get("logit_bias") or ())], size, "logit_bias")
 
@@ -393,9 +399,8 @@ class TextAdapter:
         return [unit_vector(vector[:size]) for vector in vectors]
 
     def _header(self, kind: str) -> Header:
-        is_chat = kind == "chat"
-        prefix = "chatcmpl" if is_chat else "cmpl"
-        return Header(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, is_chat)
+        id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        return Header(id, int(time.time()), self.spec.name, kind == "chat")
 
     def require_tokens(self, tokens: list[int], size: int, param: str) -> None:
         """Refuses (400) a call whose field `param` has `tokens` outside the vocabulary of `size` tokens."""

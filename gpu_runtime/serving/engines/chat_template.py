@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ... import limited_files
 from ...errors import BadSetting
+from ..requests import Json
 from .tool_calls import arguments_of
 
 MAX_LETTERS = 1 << 20  # of a template's file; the rest of a longer file is ignored
@@ -29,10 +30,9 @@ class BadConversation(ValueError):
 
 
 def override(options: Mapping[str, Any]) -> str | None:
-    """The chat template in a model's catalogue `options`, or None if the options have no template.
+    """The chat template in a model's catalogue `options`: itself, or the path of its file. None if there is none.
 
-    The option is the template itself or the path of a file with the template. Raises BadSetting if the option is no
-    text, or if the file cannot be read.
+    Raises BadSetting if the option is no text, or if the file cannot be read.
     """
     value = options.get("chat_template")
     if not value:
@@ -49,16 +49,12 @@ def override(options: Mapping[str, Any]) -> str | None:
 
 
 def render(
-    template: str,
-    messages: list[dict[str, Any]],
-    *,
-    takes_images: bool = False,
-    **variables: Any,
+    template: str, messages: list[Json], *, takes_images: bool = False, **variables: Any
 ) -> str:
     """The prompt that `template` makes of `messages`. The prompt ends where the model's answer begins.
 
-    If `takes_images` is true, the template gets each content as a list of texts and images, else as text. `variables`
-    are further variables of the template. Raises BadConversation if the template rejects the messages.
+    With `takes_images`, the template gets each content as a list of texts and images, else as text. `variables` are
+    further variables of the template. Raises BadConversation if the template rejects the messages.
     """
     try:
         return _compiled(template).render(
@@ -89,7 +85,7 @@ def text_of(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _parts_of(content: Any) -> list[dict[str, Any]]:
+def _parts_of(content: Any) -> list[Json]:
     """The texts and images of a message's `content`. Raises BadConversation for other parts.
 
     >>> _parts_of([{"type": "image_url", "image_url": {}}, {"type": "text", "text": "one"}])
@@ -106,14 +102,8 @@ def _parts_of(content: Any) -> list[dict[str, Any]]:
     return parts
 
 
-def _as_expected(
-    messages: list[dict[str, Any]], content_of: Callable[[Any], Any]
-) -> list[dict[str, Any]]:
-    """The `messages` in the form that templates expect.
-
-    The content is the result of `content_of`. The role `developer` becomes `system`, and the arguments of tool calls
-    become objects.
-    """
+def _as_expected(messages: list[Json], content_of: Callable[[Any], Any]) -> list[Json]:
+    """The `messages` as templates expect them: contents by `content_of`, no `developer`, arguments as objects."""
     plain = []
     for message in messages:
         changed = {**message, "content": content_of(message.get("content"))}
@@ -125,8 +115,8 @@ def _as_expected(
     return plain
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """The tool `call` with its arguments as an object; see `arguments_of`. OpenAI's format has them as text."""
+def _with_object(call: Json) -> Json:
+    """The tool `call` with its arguments as an object. OpenAI's format has them as text."""
     function = call["function"]
     arguments = function.get("arguments")
     if arguments is None or isinstance(arguments, str):

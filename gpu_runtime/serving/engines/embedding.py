@@ -22,8 +22,7 @@ TOKENS_AT_ONCE = 16_384  # the padding counts too
 def recipe_of(module: Any, tokenizer: Any, model: str) -> Recipe | None:
     """How `module` makes one vector of the vectors of a text's tokens. None is the mean.
 
-    If the load of the `model` did not attach it, it is read from the files beside its `tokenizer`. Raises Refused,
-    which names the `model` and the part of its files that cannot be used.
+    If the load of the `model` did not attach it, it is read from the files beside its `tokenizer`. Raises Refused.
     """
     found = getattr(module, "sentence_recipe", None)
     if found is not None:
@@ -51,10 +50,7 @@ def folder_of(tokenizer: Any) -> Path:
 
 
 def most_tokens_of_pair(module: Any, tokenizer: Any, model: str) -> int | None:
-    """The largest number of tokens that the reranker `module` reads of a query and a document; None without a limit.
-
-    Raises Refused, which names the `model` and the part of its files that cannot be used.
-    """
+    """The most tokens that the reranker `module` reads of a query and a document; None: no limit. Raises Refused."""
     from ...backends.pytorch.sentence_modules import most_tokens_of_pair as read
 
     try:
@@ -107,10 +103,10 @@ def embed_in_batches(
     cancelled: Callable[[], bool],
     has_prompt: bool = False,
 ) -> list[list[float]]:
-    """An embedding by `module` of each of the `texts`, which are lists of tokens. Each vector has length one.
+    """An embedding of length one by `module` of each of the `texts`, which are lists of tokens.
 
-    `has_prompt` is whether the texts begin with the prompt of the `recipe`. Once `cancelled()` is true, no further
-    batch is computed; the texts that are left have empty vectors.
+    `has_prompt` is whether the texts begin with the prompt of the `recipe`. Once `cancelled()` is true, the texts that
+    are left get empty vectors.
     """
     import torch
 
@@ -135,11 +131,10 @@ def embed_in_batches(
 def rank_in_batches(
     module: Any, pairs: list[Any], model: str, cancelled: Callable[[], bool]
 ) -> list[float]:
-    """A score from 0 to 1 for each of the `pairs`, computed by the `module` of `model`.
+    """A score from 0 to 1, by the `module` of `model`, for each of the `pairs` of a query and a document, tokenised.
 
-    A pair is the tokenizer's output for a query and a document. Once `cancelled()` is true, no further batch is
-    computed; the pairs that are left have the score 0. Raises Refused if the module gives more than two figures for a
-    pair.
+    Once `cancelled()` is true, the pairs that are left get the score 0. Raises Refused if the module gives more than
+    two figures for a pair.
     """
     import torch
 

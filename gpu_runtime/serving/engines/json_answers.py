@@ -28,10 +28,7 @@ _reading = forks.freed(threading.Lock())
 
 
 def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:
-    """The JSON schema that the answer to the chat in `body` must match, or None if the answer may be any text.
-
-    `tools` are the tools of the call. Raises Refused for an unknown `response_format`.
-    """
+    """The JSON schema that the answer to the chat in `body` with `tools` must match, or None. Raises Refused."""
     if tools.forced:
         return tools.schema()
     format = body.get("response_format") or {"type": "text"}
@@ -49,8 +46,8 @@ def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:
 def grammar_of(schema: dict[str, Any], model: str, *, is_hint: bool = False) -> str:
     """The grammar, in llguidance's form, of the answers that match the JSON `schema`.
 
-    If `is_hint` is true, keywords that the library does not know are left out, as for the parameters of a tool. Raises
-    Refused (400), which names the `model`, if llguidance is not installed here or cannot enforce the schema.
+    With `is_hint`, as for the parameters of a tool, keywords that the library does not know are left out. Raises
+    Refused (400), which names the `model`, if llguidance is missing or cannot enforce the schema.
     """
     try:
         from llguidance import LLMatcher
@@ -79,10 +76,7 @@ class ForcedTokens:
     """Computes which tokens may follow in an answer that must match a grammar."""
 
     def __init__(self, grammar: str, tokenizer: Any, ends: list[int], model: str) -> None:
-        """Starts at the first token of an answer of `model`. `grammar` is a result of `grammar_of`.
-
-        `ends` are the tokens that end an answer. Raises Refused if the `tokenizer` cannot be used.
-        """
+        """`grammar` is a result of `grammar_of`, and `ends` are the tokens that end an answer. Raises Refused."""
         from llguidance import LLMatcher
 
         self._model = model
@@ -108,10 +102,7 @@ class ForcedTokens:
 
 
 def _vocabulary(tokenizer: Any, ends: list[int], model: str) -> Any:
-    """The vocabulary of `tokenizer` in llguidance's form. `ends` are the tokens that end an answer of `model`.
-
-    Converting a vocabulary takes about a second, so the result is kept as long as the tokenizer exists.
-    """
+    """The vocabulary of `tokenizer` in llguidance's form. It is kept, since the conversion takes about a second."""
     from llguidance.hf import from_tokenizer
 
     with _reading:

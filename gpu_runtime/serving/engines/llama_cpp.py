@@ -1,8 +1,7 @@
 """The adapter of llama.cpp models: it calls the methods of `llama_cpp.Llama` in a thread.
 
-This module makes the prompt from the chat template, and does not leave this to llama.cpp's library. Therefore thinking
-can be turned on and off, and the catalogue can set another template. Also, the prompt's tokens can be counted, and an
-answer can be ended early.
+This module, not llama.cpp's library, makes the prompt from the chat template. So thinking can be turned on and off, the
+catalogue can set another template, the prompt's tokens can be counted, and an answer can be ended early.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ...options import embedded_tokens
 from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
 from ..prompt_size import tokens_if_too_many
-from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
+from ..queue.thread_stream import Emit, emit_each, in_thread_until, stream_from_thread
 from .base import TextAdapter, text_too_long, too_long, unit_vector
 from .json_answers import grammar_of, schema_of
 from .logprobs import Token, Unsent, count_of
@@ -54,7 +53,6 @@ class LlamaCppAdapter(TextAdapter):
 
     @property
     def facts(self) -> ModelFacts:
-        """The model's chat template, its tokens that begin and end a sequence, and its context length."""
         spec, facts = _known_facts.get(self.value, (None, None))
         if facts is None or spec != self.spec:  # the catalogue may have changed the model's context
             facts = self._read_facts()
@@ -71,26 +69,18 @@ class LlamaCppAdapter(TextAdapter):
         return ModelFacts(metadata.get("tokenizer.chat_template"), tokens, int(self.value.n_ctx()))
 
     def template(self) -> str | None:
-        """The chat template in the model's file."""
         return self.facts.template
 
     def tokens(self) -> dict[str, str]:
-        """The texts of `bos_token` and `eos_token`. A token that the model's file lacks is left out."""
         return self.facts.tokens
 
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
-        """Yields the pieces of the answer to `prompt(kind, body, think)`.
-
-        Raises Refused if the prompt does not fit the context.
-        """
-
         tools = tools_of(body) if kind == "chat" else Tools()
         schema = schema_of(body, tools) if kind == "chat" else None
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
-            """Requests the answer from the model, in a thread, and emits the pieces of the answer."""
             prompt = self.prompt(kind, body, think)
             if isinstance(prompt, list):
                 self.require_tokens(prompt, self.value.n_vocab(), "prompt")
@@ -131,19 +121,18 @@ class LlamaCppAdapter(TextAdapter):
                     tokens += unsent.take_rest()
                 emit(TextPiece(**part, tokens=tokens))
 
-            _read(parts, emit_part, cancelled)
+            emit_each(parts, emit_part, cancelled)
 
         return stream_from_thread(work)
 
     async def vectors(
         self, texts: list[str | list[int]], truncate: bool
     ) -> tuple[list[list[float]], int]:
-        """The library's embedding of each of the `texts`, scaled to length one, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts, truncate)
 
         def embed(cancelled: Cancellation) -> Any:
-            """Embeds the texts. The library takes no tokens, so lists of tokens are turned into text first."""
+            """Embeds the texts. The library takes no tokens, so lists of tokens become text first."""
             size = self.value.n_vocab()
             context = self.facts.context
             most = min(context, embedded_tokens(self.spec.options, context))
@@ -151,10 +140,10 @@ class LlamaCppAdapter(TextAdapter):
             for text in texts:
                 if not isinstance(text, str):
                     self.require_tokens(text, size, "input")
-                known = isinstance(text, str)
-                plain.append(text if known else _text(self.value.detokenize(text)))
+                    text = _text(self.value.detokenize(text))
+                plain.append(text)
                 if not truncate:
-                    self._require_short(plain[-1], most, cancelled)
+                    self._require_short(text, most, cancelled)
             answer = self.value.create_embedding(plain, cancelled=cancelled)
             vectors = [unit_vector(row["embedding"]) for row in answer["data"]]
             return vectors, answer["usage"]["prompt_tokens"]
@@ -162,7 +151,7 @@ class LlamaCppAdapter(TextAdapter):
         return await in_thread_until(embed)
 
     def _require_short(self, text: str, most: int, cancelled: Cancellation) -> None:
-        """Raises Refused if `text` has more than `most` tokens. Without this, the library would cut it off."""
+        """Raises Refused if `text` has more than `most` tokens. The library would cut it off."""
         if len(text.encode()) + _ADDED_TOKENS <= most:  # a token has at least one byte
             return
 
@@ -175,7 +164,6 @@ class LlamaCppAdapter(TextAdapter):
             raise text_too_long(self.spec.name, found, most, f" ({option} in the catalogue)")
 
     async def tokenize(self, text: str, special: bool) -> list[int]:
-        """The library's tokens of `text`. With `special`, the token that begins a sequence is added."""
         return await in_thread_until(
             lambda cancelled: self.value.tokenize(
                 text.encode(), add_bos=special, special=True, cancelled=cancelled
@@ -183,13 +171,8 @@ class LlamaCppAdapter(TextAdapter):
         )
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """The library's text of `tokens`. Raises Refused for a number that is no token."""
-
         def work(cancelled: Cancellation) -> str:
-            """Checks the tokens, and turns them into text.
-
-            Without the check, the library would read memory outside its table for an invalid token.
-            """
+            """The text. For an invalid token, the library would read memory outside its table."""
             self.require_tokens(tokens, self.value.n_vocab(), "tokens")
             return _text(self.value.detokenize(tokens, special=True))
 
@@ -200,17 +183,6 @@ def _token(found: list[Any]) -> Token:
     """A token as the worker describes it: its bytes, the logarithm of its probability, and alternatives."""
     data, logprob, top = found
     return Token(data, logprob, tuple((name, value) for name, value in top if name))
-
-
-def _read(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:
-    """Emits each of the `chunks`, until `cancelled` is set. At the end, closes `chunks`, which ends the generation."""
-    try:
-        for chunk in chunks:
-            if cancelled.is_set():
-                return
-            emit(chunk)
-    finally:
-        chunks.close()
 
 
 def _text(token: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...facts import Value
+from ..requests import Json
 
 LEAST = -9999.0  # stands for a probability of zero, because JSON has no infinity
 Scored = tuple[bytes, float]  # the bytes of a token, and the logarithm of its probability
@@ -87,7 +88,7 @@ class LogprobsWriter:
         self._chat = chat
         self._offset = 0  # in characters of the text of Completions
 
-    def field(self, tokens: Iterable[Token], text: str) -> dict[str, Any] | None:
+    def field(self, tokens: Iterable[Token], text: str) -> Json | None:
         """The field for the next `tokens`, which begin in `text`; None if there are none."""
         found = list(tokens)
         if not found:
@@ -108,16 +109,16 @@ class LogprobsWriter:
         }
 
 
-def _entry(token: Token) -> dict[str, Any]:
+def _entry(token: Token) -> Json:
     top = [_described(data, logprob) for data, logprob in token.top]
     return {**_described(token.data, token.logprob), "top_logprobs": top}
 
 
-def _described(data: bytes, logprob: float) -> dict[str, Any]:
+def _described(data: bytes, logprob: float) -> Json:
     return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def joined(one: dict[str, Any] | None, next: dict[str, Any] | None) -> dict[str, Any] | None:
+def joined(one: Json | None, next: Json | None) -> Json | None:
     """The fields `one` and `next` of one choice, as one field.
 
     >>> joined({"content": [1], "refusal": None}, {"content": [2], "refusal": None})

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...facts import Value
+from ..requests import Json
 from . import logprobs
 from .logprobs import Token
 from .tool_calls import joined_calls
@@ -28,7 +29,7 @@ class TextPiece(Value):
     finish: str = ""  # stop, length or tool_calls
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    calls: tuple[dict[str, Any], ...] = ()  # parts of tool calls, in OpenAI's format for streams
+    calls: tuple[Json, ...] = ()  # parts of tool calls, in OpenAI's format for streams
     tokens: tuple[Token, ...] = ()  # of text and thought, if the call requests probabilities
     room: int = 0  # the most tokens of the answer, if the context has room for fewer than requested
 
@@ -41,7 +42,7 @@ class Header(Value):
     model: str
     chat: bool
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def chunk(self, choices: list[Json], **more: Any) -> Json:
         """One chunk of a stream with these `choices` and `more` fields."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._fields(kind, choices), **more}
@@ -54,17 +55,14 @@ class Header(Value):
         index: int = 0,
         first: bool = False,
         thought: str = "",
-        calls: Sequence[dict[str, Any]] = (),
-        scores: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """One chunk of the choice `index` with this `text`, this `thought` and these tool `calls`.
-
-        The last chunk has `finish`. The `first` chunk of a chat has the role. `scores` is the field `logprobs`.
-        """
+        calls: Sequence[Json] = (),
+        scores: Json | None = None,
+    ) -> Json:
+        """One chunk of choice `index`; the `first` of a chat has the role, the last `finish`. `scores`: `logprobs`."""
         end = {"finish_reason": finish, "logprobs": scores}
         if not self.chat:
             return self.chunk([{"index": index, "text": text or "", **end}])
-        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta: Json = {"role": "assistant"} if first else {}
         if text is not None:
             delta["content"] = text
         if thought:
@@ -73,19 +71,16 @@ class Header(Value):
             delta["tool_calls"] = list(calls)
         return self.chunk([{"index": index, "delta": delta, **end}])
 
-    def whole(
-        self, answers: Sequence[tuple[str, TextPiece, dict[str, Any] | None]], n: int
-    ) -> dict[str, Any]:
+    def whole(self, answers: Sequence[tuple[str, TextPiece, Json | None]], n: int) -> Json:
         """The whole answer, with one choice for each of the `answers`, of which each prompt has `n`.
 
-        Each of the `answers` is the text of the choice, its last piece, which has all thoughts, and the field
-        `logprobs`.
+        An answer is its text, its last piece, which has all thoughts, and the field `logprobs`.
         """
         choices = []
         for index, (text, last, scores) in enumerate(answers):
-            content: dict[str, Any] = {"text": text}
+            content: Json = {"text": text}
             if self.chat:
-                message: dict[str, Any] = {"role": "assistant", "content": text}
+                message: Json = {"role": "assistant", "content": text}
                 if last.thought:
                     message["reasoning_content"] = last.thought
                 if last.calls:
@@ -97,7 +92,7 @@ class Header(Value):
         counts = usage([last for _, last, _ in answers], n)
         return {**self._fields(kind, choices), "usage": counts}
 
-    def _fields(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _fields(self, kind: str, choices: list[Json]) -> Json:
         return {
             "id": self.id,
             "object": kind,
@@ -122,14 +117,14 @@ Pieces = AsyncGenerator[TextPiece]
 
 
 async def stream_chunks(
-    choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any]
-) -> AsyncIterator[dict[str, Any]]:
+    choices: Sequence[Callable[[], Pieces]], header: Header, body: Json
+) -> AsyncIterator[Json]:
     """Yields the chunks of a streamed answer. Each of the `choices` is a function that returns the choice's pieces.
 
     All chunks have the fields of `header`. The choices are written one after the other. With
     `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No chunk is sent before the
-    first piece. So an error before the first piece can become an HTTP status, or another model can answer. A chunk has
-    `x_gpu` if the answer is limited to fewer tokens than requested.
+    first piece, so an error before it can become an HTTP status, or another model can answer. A chunk has `x_gpu` if
+    the answer is limited to fewer tokens than requested.
     """
     lasts = []
     for index, choice in enumerate(choices):
@@ -158,13 +153,11 @@ async def stream_chunks(
         yield header.chunk([], usage=usage(lasts, body.get("n") or 1))
 
 
-def _limit(piece: TextPiece) -> dict[str, Any]:
+def _limit(piece: TextPiece) -> Json:
     return {"x_gpu": {"max_tokens": piece.room}} if piece.room else {}
 
 
-async def whole_answer(
-    choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any]
-) -> dict[str, Any]:
+async def whole_answer(choices: Sequence[Callable[[], Pieces]], header: Header, body: Json) -> Json:
     """The whole answer, made from the pieces of each choice. `stream_chunks` describes the arguments."""
     answers, limit = [], {}
     for choice in choices:
@@ -180,21 +173,18 @@ async def whole_answer(
                 limit |= _limit(piece)
                 if piece.finish:
                     last = piece
-        answers.append(("".join(texts), _whole(last, thoughts, calls), scores))
+        last = replace(last, thought="".join(thoughts), calls=joined_calls(calls))
+        answers.append(("".join(texts), last, scores))
     return {**header.whole(answers, body.get("n") or 1), **limit}
-
-
-def _whole(last: TextPiece, thoughts: list[str], calls: list[dict[str, Any]]) -> TextPiece:
-    return replace(last, thought="".join(thoughts), calls=joined_calls(calls))
 
 
 def embeddings(
     vectors: Sequence[Sequence[float]], model: str, tokens: int, encoding: str | None
-) -> dict[str, Any]:
+) -> Json:
     """The answer with these `vectors` of `model`; `tokens` is the number of tokens that were read.
 
-    With the `encoding` "base64" each vector is the base64 of little-endian float32s. OpenAI's own client requests
-    base64. With any other `encoding` each vector is a list of numbers.
+    With the `encoding` "base64", as OpenAI's own client requests it, a vector is the base64 of little-endian float32s,
+    else a list of numbers.
     """
     data = [
         {"object": "embedding", "index": at, "embedding": _encoded(vector, encoding)}
@@ -209,17 +199,12 @@ def embeddings(
     }
 
 
-def rerank_answer(
-    scores: Sequence[float], model: str, tokens: int, body: dict[str, Any]
-) -> dict[str, Any]:
-    """The answer to a call for reranking, with the best document first, as Cohere's and Jina's clients read it.
-
-    `scores` are the scores of the documents in `body`, by `model`; `tokens` is the number of tokens that were read.
-    """
+def rerank_answer(scores: Sequence[float], model: str, tokens: int, body: Json) -> Json:
+    """The answer with `scores` of the documents in `body`, the best first, as Cohere's and Jina's clients read it."""
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = []
     for index in best[: body.get("top_n")]:
-        row: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        row: Json = {"index": index, "relevance_score": scores[index]}
         if body.get("return_documents"):
             document = body["documents"][index]
             row["document"] = {"text": document} if isinstance(document, str) else document
@@ -239,25 +224,25 @@ def _encoded(vector: Sequence[float], encoding: str | None) -> Any:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def stops_of(body: dict[str, Any]) -> list[str]:
+def stops_of(body: Json) -> list[str]:
     """The stop strings of `body`."""
     stop = body.get("stop")
     return [stop] if isinstance(stop, str) else list(stop or ())
 
 
-def max_tokens_of(body: dict[str, Any]) -> int | None:
-    """The largest number of tokens that the answer to `body` may have, or None if `body` sets no limit."""
+def max_tokens_of(body: Json) -> int | None:
+    """The most tokens that the answer to `body` may have, or None if `body` sets no limit."""
     given = body.get("max_completion_tokens")
     return body.get("max_tokens") if given is None else given
 
 
-def wants_json(body: dict[str, Any]) -> bool:
+def wants_json(body: Json) -> bool:
     """Whether the answer to the chat in `body` must be JSON."""
     format = body.get("response_format")
     return isinstance(format, dict) and format.get("type") not in (None, "text")
 
 
-def asks_usage(body: dict[str, Any]) -> bool:
+def asks_usage(body: Json) -> bool:
     """Whether the caller asks in `body` that the stream ends with the usage."""
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))

@@ -1,4 +1,4 @@
-"""The adapter of engines with OpenAI's HTTP API: an engine in its own process, or a cloud."""
+"""The adapter of engines with OpenAI's HTTP API, an engine in its own process or a cloud, and its HTTP client."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ...facts import ModelSpec
 from ..fields import read_by_server
-from ..requests import LOAD, Refused
+from ..requests import LOAD, Json, Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot, require_tools, told_tools, without_tools
-from .connections import CONNECTION_ERRORS, HttpClient
 from .tool_calls import with_whole_arguments
 
 PATHS = {
@@ -41,11 +44,84 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
-class HttpAdapter:
-    """Sends each call's body to an engine with OpenAI's HTTP API, and returns the engine's answer.
+# The errors of a request that did not reach its server, or whose answer broke off.
+CONNECTION_ERRORS = (
+    aiohttp.ClientError,
+    asyncio.TimeoutError,
+    ConnectionError,
+    HttpProcessingError,  # a malformed body
+)
+# An engine may compute for long before its first token.
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
+# A free connection is closed after this time. Most engines close it after 5 s, and a request that is sent at this
+# moment fails.
+FREE_SECONDS = 3.0
 
-    The engine may have another name for the model. The adapter replaces the name in requests and in answers.
-    """
+_check: ContextVar[Callable[[], None]] = ContextVar("check")  # of the request that runs
+
+
+class _Connector(aiohttp.TCPConnector):
+    async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:
+        """A new connection. aiohttp calls this method in the context of the request that needs it."""
+        connection = await super()._create_connection(*args, **kwargs)
+        try:
+            _check.get()()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class HttpClient:
+    """Sends requests. It keeps no cookies and follows no redirect, so a key is sent only to the given URL."""
+
+    def __init__(self, *, proxies: bool) -> None:
+        """A client of the running event loop. With `proxies`, it uses those of the environment: for clouds."""
+        # `trust_env` of aiohttp would also send passwords from the file ~/.netrc.
+        self._proxies = proxies
+        self._session = aiohttp.ClientSession(
+            connector=_Connector(limit=0, keepalive_timeout=FREE_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=TIMEOUT,
+        )
+
+    async def post(
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        check: Callable[[], None] = lambda: None,
+    ) -> aiohttp.ClientResponse:
+        """Sends `body` as JSON, and returns the response before its body is read. Raises CONNECTION_ERRORS.
+
+        `check()` is called when a new connection is open, before anything is sent. It raises if nothing may be sent.
+        """
+        token = _check.set(check)
+        try:
+            return await self._session.post(
+                url,
+                json=body,
+                headers=headers,
+                allow_redirects=False,
+                proxy=_proxy_for(url) if self._proxies else None,
+            )
+        finally:
+            _check.reset(token)
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        await self._session.close()
+
+
+def _proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for `url`, or None."""
+    parts, known = urlsplit(url), getproxies()
+    found = known.get(parts.scheme) or known.get("all")
+    return None if not found or proxy_bypass(parts.netloc) else found
+
+
+class HttpAdapter:
+    """Sends each call's body to an engine with OpenAI's HTTP API, which may have another name for the model."""
 
     counts_tokens = False  # some engines do not know the field `stream_options`
 
@@ -54,10 +130,9 @@ class HttpAdapter:
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
-        `handle` has `base_url`, `model` and `headers`. Further attributes are optional: `starting` is whether the
-        engine restarts now, `chat_template` is the engine's template, `listens()` is whether the port of `base_url`
-        reaches the engine, `more_paths` are paths that engines usually lack, and `request_fields` are the fields that
-        the engine reads.
+        `handle` has `base_url`, `model` and `headers`. Optional attributes: `starting` is whether the engine restarts
+        now, `chat_template` is its template, `listens()` is whether the port of `base_url` reaches it, `more_paths` are
+        paths that engines usually lack, and `request_fields` are the fields that it reads.
         """
         self.name = name
         self._handle = handle
@@ -66,8 +141,7 @@ class HttpAdapter:
         # The model's context in tokens, once the engine has refused the limit of an answer because of it.
         self._context = 0
 
-    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
+    async def answer(self, kind: str, body: Json, think: bool | None) -> Json:
         if kind == LOAD and self._spec is not None:
             return {"model": self.name}
         plain = self._without_tools(kind, body)
@@ -86,10 +160,7 @@ class HttpAdapter:
         made = {"id": f"{kind}-{uuid.uuid4().hex}"}  # llama-server gives vectors none
         return {**made, **self._told_limit(answer), "model": self.name}
 
-    async def stream(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncIterator[dict[str, Any]]:
-        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
+    async def stream(self, kind: str, body: Json, think: bool | None) -> AsyncIterator[Json]:
         plain = self._without_tools(kind, body)
         async with self._send(kind, {**(plain or body), "stream": True}, think) as response:
             async for event in self._events(response):
@@ -100,11 +171,9 @@ class HttpAdapter:
                 plain, self._context = None, 0
 
     async def _request(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> tuple[str, dict[str, str], dict[str, Any]]:
-        """The URL, the headers and the body of the request to the engine."""
-        # The call waits until the engine has restarted, which takes a short time. If calls failed meanwhile, they
-        # would open the circuit breaker.
+        self, kind: str, body: Json, think: bool | None
+    ) -> tuple[str, dict[str, str], Json]:
+        # A restart of the engine takes a short time. Calls that fail meanwhile would open the circuit breaker.
         while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
         handle = self._handle
@@ -125,10 +194,7 @@ class HttpAdapter:
         return server.base_url.rstrip("/") + path, server.headers, fields
 
     def _require_listener(self) -> None:
-        """Raises EngineFailed if a new connection does not reach the engine.
-
-        After an engine has ended, a process of another user may listen on its port.
-        """
+        """Raises EngineFailed if a new connection reaches another process, after the engine has ended."""
         listens = getattr(self._handle, "listens", None)
         if listens and not listens():
             raise self._failed("no process of the engine listens on its port")
@@ -139,27 +205,24 @@ class HttpAdapter:
         template = UNKNOWN_TEMPLATE if template is None else template
         return (chat_template.override(spec.options) or template) if template else ""
 
-    def _without_tools(self, kind: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The `body` without its tools if the catalogue wants this, else None; see `without_tools`."""
+    def _without_tools(self, kind: str, body: Json) -> Json | None:
         spec = self._spec
         if spec is None:
             return None
         return without_tools(kind, body, lambda: self._template(spec) or UNKNOWN_TEMPLATE, spec)
 
-    def _prompt_fields(
-        self, body: dict[str, Any], think: bool | None, spec: ModelSpec
-    ) -> dict[str, Any]:
-        """The fields `messages` and `chat_template_kwargs` that replace those fields of `body` in the request.
+    def _prompt_fields(self, body: Json, think: bool | None, spec: ModelSpec) -> Json:
+        """The fields `messages` and `chat_template_kwargs`, from which the engine makes its prompt.
 
-        The engine makes its prompt from these fields. `chat_template_kwargs` is included only if `think` needs
-        variables of the engine's chat template. Raises Refused for tools that this template would ignore.
+        The latter is there only if `think` needs variables of the chat template. Raises Refused for tools that this
+        template would ignore.
         """
         template = self._template(spec)
         if template:
             require_tools(body, template, spec)
         body = {**body, "messages": with_whole_arguments(body["messages"])}
         messages, switches = with_thinking(body, think, template, self.name)
-        fields: dict[str, Any] = {"messages": messages}
+        fields: Json = {"messages": messages}
         if switches:
             variables = body.get("chat_template_kwargs") or {}
             fields["chat_template_kwargs"] = {**variables, **switches}
@@ -167,12 +230,12 @@ class HttpAdapter:
 
     @asynccontextmanager
     async def _send(
-        self, kind: str, body: dict[str, Any], think: bool | None
+        self, kind: str, body: Json, think: bool | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a call to the engine. Yields the response, whose body is not read yet.
 
-        vLLM refuses an answer that may be longer than the rest of the context. It writes up to the rest if the limit is
-        null. So such a call is sent again without its limit. Clouds decide themselves.
+        vLLM refuses an answer that may be longer than the rest of the context, but writes up to the rest without a
+        limit. So such a call is sent again without its limit. Clouds decide themselves.
         """
         url, headers, fields = await self._request(kind, body, think)
         limits = [name for name in _LIMITS if fields.get(name) and self._spec is not None]
@@ -187,7 +250,7 @@ class HttpAdapter:
                 raise self._refusal(response, data)
             fields, limits, self._context = {**fields, **dict.fromkeys(limits)}, [], int(context[1])
 
-    def _told_limit(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def _told_limit(self, answer: Json) -> Json:
         """The `answer`, or a chunk of it, with a note in `x_gpu` if it may have only the rest of the context."""
         if not self._context:
             return answer
@@ -196,7 +259,7 @@ class HttpAdapter:
         return {**answer, "x_gpu": {**(answer.get("x_gpu") or {}), "max_tokens": limit}}
 
     async def _post(
-        self, url: str, headers: dict[str, str], fields: dict[str, Any]
+        self, url: str, headers: dict[str, str], fields: Json
     ) -> aiohttp.ClientResponse:
         try:
             return await self._http.post(url, fields, headers, self._require_listener)
@@ -233,11 +296,8 @@ class HttpAdapter:
         except CONNECTION_ERRORS as error:
             raise self._broken_off(error) from error
 
-    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-        """Yields the data of each server-sent event in `response`.
-
-        Raises EngineFailed if the stream ends before `[DONE]`.
-        """
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
+        """Yields the data of each server-sent event. Raises EngineFailed if the stream ends before `[DONE]`."""
         try:
             async for line in _lines(response):
                 if not line.startswith(b"data:"):
@@ -272,14 +332,14 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _seconds(header: str | None) -> float:
-    """The seconds in `header`, a header `Retry-After`, at most an hour. BUSY_SECONDS if it is missing or a date."""
+    """The seconds of a `header` Retry-After, at most an hour. BUSY_SECONDS if it is missing or a date."""
     if header and header.isascii() and header.isdigit():
         return min(3600.0, float(header))
     return BUSY_SECONDS
 
 
 def _error_of_body(text: str) -> str:
-    """The message in `text`, which is the body of an error. The result is the whole `text` if its format is unknown."""
+    """The message in `text`, the body of an error; the whole `text` if its format is unknown."""
     try:
         body = json.loads(text)
         return _error_text(body.get("error") or body["detail"])  # FastAPI writes "detail"

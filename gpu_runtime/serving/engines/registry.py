@@ -1,12 +1,16 @@
-"""Chooses the adapter that calls a model, and defines the adapter of fake models."""
+"""Chooses the adapter that calls a model. Defines those of fake models, and of models in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from ...facts import ModelSpec
+from ...threads import Cancellation
+from ..queue.thread_stream import Emit, emit_each, in_thread, stream_from_thread
+from ..requests import Json
 from .base import EngineAdapter, TextAdapter, cannot
 from .openai_format import TextPiece, max_tokens_of
 
@@ -24,19 +28,17 @@ class EchoAdapter(TextAdapter):
     async def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
-        """Yields the words of the model's answer to `prompt(kind, body, think)`, at most as many as `body` allows."""
+        """Yields the words of the prompt, at most as many as `body` allows."""
         prompt = self.prompt(kind, body, think)
         words = str(self.value(prompt)).split(" ")
-        limit = max_tokens_of(body)
-        limit = len(words) if limit is None else limit
-        written = words[:limit]
+        written = words[: max_tokens_of(body)]
         if body.get("echo"):
             yield TextPiece(str(prompt))
         for at, word in enumerate(written):
             yield TextPiece(word if at == 0 else f" {word}")
             await asyncio.sleep(0)  # lets other tasks run, so that a disconnect is noticed
         yield TextPiece(
-            finish="length" if limit < len(words) else "stop",
+            finish="length" if len(written) < len(words) else "stop",
             prompt_tokens=len(words),
             completion_tokens=len(written),
         )
@@ -44,37 +46,64 @@ class EchoAdapter(TextAdapter):
     async def vectors(
         self, texts: list[str | list[int]], truncate: bool
     ) -> tuple[list[list[float]], int]:
-        """A vector [length, 1] for each of the `texts`, and the number of words or tokens in all of them.
-
-        The length of a text is in characters; the length of a list of tokens is in tokens.
-        """
+        """A vector [letters or tokens, 1] for each of the `texts`, and the words or tokens in all of them."""
         words = sum(len(text.split() if isinstance(text, str) else text) for text in texts)
         return [[float(len(text)), 1.0] for text in texts], words
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
-        """A score for each of the `documents`, and the number of words read.
-
-        The score is the part of the query's words that the document has, from 0 to 1.
-        """
+        """The part of the query's words that each document has, from 0 to 1, and the number of words read."""
         wanted = set(query.split())
-        found = []
-        count = len(query.split())
-        for document in documents:
-            words = document.split()
-            count += len(words)
-            found.append(len(wanted.intersection(words)) / max(1, len(wanted)))
-        return found, count
+        found = [document.split() for document in documents]
+        scores = [len(wanted.intersection(words)) / max(1, len(wanted)) for words in found]
+        return scores, len(query.split()) + sum(map(len, found))
+
+
+class ProcessAdapter:
+    """Sends each call to the separate process of a model, where the model's own adapter answers the call."""
+
+    counts_tokens = True
+
+    def __init__(self, value: Any, spec: ModelSpec) -> None:
+        self._value, self._spec = value, spec
+
+    async def answer(self, kind: str, body: Json, think: bool | None) -> Json:
+        call = self._spec, kind, body, think
+        [found] = await in_thread(lambda: list(self._value.stream(_whole, *call)))
+        return found
+
+    async def stream(self, kind: str, body: Json, think: bool | None) -> AsyncIterator[Json]:
+        def work(emit: Emit, cancelled: Cancellation) -> None:
+            emit_each(self._value.stream(_chunks, self._spec, kind, body, think), emit, cancelled)
+
+        async with aclosing(stream_from_thread(work)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def _whole(value: Any, spec: ModelSpec, *call: Any) -> Iterator[Json]:
+    """Yields the whole answer to a `call` (kind, body, think). Runs in the process of the model."""
+    yield asyncio.run(adapter_for(value, spec, None).answer(*call))
+
+
+def _chunks(value: Any, spec: ModelSpec, *call: Any) -> Iterator[Json]:
+    """Yields the chunks of the answer to a `call`. Runs in the process of the model."""
+    with asyncio.Runner() as runner:
+        chunks: Any = adapter_for(value, spec, None).stream(*call)
+        try:
+            while (chunk := runner.run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            runner.run(chunks.aclose())
+
+
+async def _next(chunks: AsyncIterator[Json]) -> Json | None:
+    return await anext(chunks, None)
 
 
 def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:
-    """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`.
-
-    `http` is the client for engines that are servers. Raises Refused if no adapter fits.
-    """
+    """The adapter of `value`, which `rt.use` yielded for `spec`; `http` is for servers. Raises Refused."""
     if hasattr(value, "run_there"):
-        from .model_process import ProcessAdapter
-
-        return ProcessAdapter(value, spec, adapter_for)
+        return ProcessAdapter(value, spec)
     if hasattr(type(value), "base_url"):  # reading the value's own takes time: it is checked
         from .openai_http import HttpAdapter
 

@@ -20,10 +20,7 @@ class ScoredTokens:
     """Reads a module's logits while it writes an answer, and makes a `Token` of each written token."""
 
     def __init__(self, tokenizer: Any, count: int) -> None:
-        """Stores with each written token the `count` tokens that were the most probable ones at its position.
-
-        Tokens are read with the `tokenizer`.
-        """
+        """Stores with each written token the `count` most probable tokens at its position, read by `tokenizer`."""
         self.unsent = Unsent()
         self._count = count
         self._vocabulary = Vocabulary(tokenizer)
@@ -31,10 +28,7 @@ class ScoredTokens:
 
     @contextlib.contextmanager
     def reading(self, module: Any) -> Iterator[None]:
-        """A context manager in which the logits of `module` are read.
-
-        Other threads may run the module at the same time. Their logits are left out.
-        """
+        """Reads the logits of `module` in this block; those of other threads that run it are left out."""
         thread = threading.get_ident()
 
         def read(_: Any, __: Any, output: Any) -> None:
@@ -48,7 +42,7 @@ class ScoredTokens:
             hook.remove()
 
     def add(self, number: int) -> None:
-        """Adds the token with this `number` to the unsent tokens. The module chose it from the newest logits.
+        """Adds the token with this `number`, chosen from the newest logits, to the unsent tokens.
 
         A special token, such as the one that ends an answer, is left out. So is a number without a token.
         """
@@ -104,7 +98,6 @@ class Vocabulary:
     """The bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Reads the tokens of `tokenizer`."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self._tokenizer = tokenizer
@@ -113,9 +106,8 @@ class Vocabulary:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         # Tokenizers of this kind write each byte as one character.
         is_by_byte = "ByteLevel" in str(decoder)
-        self._bytes = (
-            {text: byte for byte, text in bytes_to_unicode().items()} if is_by_byte else {}
-        )
+        bytes_of = bytes_to_unicode() if is_by_byte else {}
+        self._bytes = {text: byte for byte, text in bytes_of.items()}
 
     def is_special(self, number: int) -> bool:
         """Whether the token with this `number` is a special token, which is no part of the text."""

@@ -57,9 +57,8 @@ class Thoughts:
         if begun.startswith(self._opens):
             self._thinks = True
             self._held = begun.removeprefix(self._opens)
-        elif not self._opens.startswith(
-            begun
-        ):  # without thoughts, the answer keeps its first spaces
+        elif not self._opens.startswith(begun):
+            # Without thoughts, the answer keeps its first spaces.
             self._thinks = self._at_start = False
 
     def _take_thought(self) -> str:
@@ -75,7 +74,7 @@ class Thoughts:
         return self._without_spaces(safe)
 
     def _without_spaces(self, text: str) -> str:
-        """The `text`. If it is at the start of the thoughts or of the answer, its first spaces are left out."""
+        """The `text`, without its first spaces at the start of the thoughts or of the answer."""
         if self._at_start:
             text = text.lstrip()
             self._at_start = not text

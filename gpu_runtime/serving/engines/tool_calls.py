@@ -14,7 +14,7 @@ from typing import Any
 
 from ...facts import Value
 from ...stop_text import held_back
-from ..requests import bad
+from ..requests import Json, bad
 
 MOST_LEVELS = 200  # of the parameters of a tool
 ID_LETTERS = 9  # Mistral's templates accept no other length
@@ -28,6 +28,7 @@ _CALL_HEAD = re.compile(
     (?=\{)""",
     re.VERBOSE,
 )
+_LLAMA = "<|python_tag|>"
 _decoder = json.JSONDecoder()
 _GROUPS = ("$defs", "definitions")  # where a schema has its definitions
 _DEFINITION = re.compile(r"^/(?:\$defs|definitions)/")
@@ -36,10 +37,8 @@ _DEFINITION = re.compile(r"^/(?:\$defs|definitions)/")
 class Tools(Value):
     """The tools of one call, and whether the model must call one."""
 
-    tools: tuple[dict[str, Any], ...] = ()
-    forced: tuple[
-        str, ...
-    ] = ()  # the model must call one of these; empty: it may also answer with text
+    tools: tuple[Json, ...] = ()
+    forced: tuple[str, ...] = ()  # one of these must be called; empty: text is an answer too
     only_one: bool = False  # at most one call in an answer
 
     @property
@@ -47,29 +46,22 @@ class Tools(Value):
         """The names of all tools."""
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> Json:
         """The JSON schema of an answer that is a call of one of the tools in `forced`."""
         choices, definitions = [], {}
-        for number, tool in enumerate(self.tools):
-            function = tool["function"]
+        closed = {"required": ["name", "arguments"], "additionalProperties": False}
+        for number, function in enumerate(tool["function"] for tool in self.tools):
             if function["name"] in self.forced:
                 parameters = {"type": "object", **(function.get("parameters") or {})}
                 arguments, more = embedded(parameters, f"tool{number}")
                 definitions |= more
                 properties = {"name": {"const": function["name"]}, "arguments": arguments}
-                choices.append(
-                    {
-                        "type": "object",
-                        "properties": properties,
-                        "required": ["name", "arguments"],
-                        "additionalProperties": False,
-                    }
-                )
+                choices.append({"type": "object", "properties": properties, **closed})
         whole = choices[0] if len(choices) == 1 else {"anyOf": choices}
         return {**whole, "$defs": definitions} if definitions else whole
 
 
-def embedded(schema: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def embedded(schema: Json, name: str) -> tuple[Json, Json]:
     """The `schema` as a part of a larger one, and the definitions that the larger one needs for its references.
 
     The definitions begin with `name`, which is unique in the larger schema.
@@ -107,11 +99,8 @@ def embedded(schema: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[st
     return {"$ref": f"#/$defs/{name}"}, {name: found, **definitions}
 
 
-def tools_of(body: dict[str, Any]) -> Tools:
-    """The tools of the chat in `body`; none if `tool_choice` is "none".
-
-    Raises Refused (400) if `tools` or `tool_choice` is not valid.
-    """
+def tools_of(body: Json) -> Tools:
+    """The tools of the chat in `body`; none if `tool_choice` is "none". Raises Refused (400) if either is not valid."""
     tools = tuple(body.get("tools") or ())
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -162,9 +151,8 @@ class Format(Value):
     in_template: str  # a part of every chat template of the family
     begins: tuple[str, ...]  # texts with which calls begin, anywhere in the answer
     begins_answer: tuple[str, ...]  # texts with which calls begin at the start of the answer only
-    parse: Callable[
-        [str], Iterator[tuple[str, Any]]
-    ]  # yields the name and the arguments of each call. Raises ValueError.
+    # Yields the name and the arguments of each call. Raises ValueError.
+    parse: Callable[[str], Iterator[tuple[str, Any]]]
 
 
 def _objects(text: str) -> Iterator[tuple[str, Any]]:
@@ -193,36 +181,26 @@ def _mistral(text: str) -> Iterator[tuple[str, Any]]:
             yield from _objects(part)
 
 
-def _llama(text: str) -> Iterator[tuple[str, Any]]:
-    yield from _objects(text.replace("<|python_tag|>", ""))
-
-
 FORMATS = {
     "hermes": Format("<tool_call>", ("<tool_call>",), (), _hermes),  # Qwen uses the same format
     # An engine may leave special tokens out of the text. A call then begins with its JSON.
     "mistral": Format("[TOOL_CALLS]", ("[TOOL_CALLS]",), ("[{",), _mistral),
-    "llama3": Format("<|python_tag|>", ("<|python_tag|>",), ("{",), _llama),
+    "llama3": Format(_LLAMA, (_LLAMA,), ("{",), lambda text: _objects(text.replace(_LLAMA, ""))),
 }
 FORCED = Format("", (), ("{",), _objects)  # of an answer that a JSON schema forces to be a call
 
 
 def format_of(template: str) -> Format:
-    """The format of the model with this chat `template`.
-
-    If the template shows no format, the result is Llama 3's format for a template with `"parameters"`, else the format
-    of Hermes.
-    """
-    for known in FORMATS.values():
-        if known.in_template in template:
-            return known
-    return FORMATS["llama3"] if '"parameters"' in template else FORMATS["hermes"]
+    """The format that `template` shows; without one, Llama 3's if it has `"parameters"`, else that of Hermes."""
+    usual = FORMATS["llama3"] if '"parameters"' in template else FORMATS["hermes"]
+    return next((one for one in FORMATS.values() if one.in_template in template), usual)
 
 
 class ToolCallReader:
-    """Separates the text of an answer from its tool calls. The text arrives in pieces.
+    """Separates the text of an answer, which arrives in pieces, from its tool calls.
 
-    The arguments of a call are given as they come, as in OpenAI's streams. A call that is cut off keeps the arguments
-    that it has until then.
+    The arguments of a call are given as they come, as in OpenAI's streams. A call that is cut off keeps those that it
+    has.
     """
 
     def __init__(self, format: Format, tools: Tools) -> None:
@@ -232,7 +210,7 @@ class ToolCallReader:
         self._held = ""
         self._calling = False
         self._at_start = True  # whether `feed` has returned nothing but white space until now
-        self._parts: list[dict[str, Any]] = []  # of calls, in OpenAI's format for streams
+        self._parts: list[Json] = []  # of calls, in OpenAI's format for streams
         self._unread = ""  # what follows the last known part of a call
         self._begun = 0  # calls
         self._open: _Arguments | None = None  # of the call that is being written
@@ -257,7 +235,7 @@ class ToolCallReader:
             self._read(held)
         return ready
 
-    def take(self) -> tuple[dict[str, Any], ...]:
+    def take(self) -> tuple[Json, ...]:
         """Removes and returns the parts of calls that are known now."""
         taken, self._parts = tuple(self._parts), []
         return taken
@@ -270,8 +248,8 @@ class ToolCallReader:
     def end(self, cut: bool = False) -> str:
         """The text that was held back. If no call was found in it, it is searched once more as a whole.
 
-        Call this when no more text follows. `cut` is whether the answer was cut off by its limit of tokens. The marks
-        of a call that was cut off before its name are no text.
+        Call this when no more text follows. `cut` is whether the limit of tokens has cut the answer off. The marks of a
+        call that was cut off before its name are no text.
         """
         if self._begun or not self._calling:
             return "" if self._begun else self._held
@@ -355,12 +333,12 @@ class _Arguments:
         return len(text), False
 
 
-def joined_calls(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def joined_calls(parts: Iterable[Json]) -> tuple[Json, ...]:
     """The whole calls of these `parts`, which are parts of calls in OpenAI's format for streams.
 
     An engine may send a call in one part or in many, and may leave out what a part does not change.
     """
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, Json] = {}
     for part in parts:
         new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
         known = calls.setdefault(part.get("index", 0), new)
@@ -370,29 +348,24 @@ def joined_calls(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(calls.values())
 
 
-def arguments_of(text: str | None) -> dict[str, Any]:
-    """The arguments of a call as an object. Arguments that are cut off keep their text.
-
-    A limit of tokens may cut them, and clients send such a call back in the history.
+def arguments_of(text: str | None) -> Json:
+    """The arguments of a call as an object. Those that a limit of tokens has cut off, in this answer or in the history
+    that a client sends back, keep their text.
 
     >>> arguments_of('{"in": "Bern"}'), arguments_of('{"in": "Be')
     ({'in': 'Bern'}, {'cut_arguments': '{"in": "Be'})
     """
     try:
         found = json.loads(text or "{}")
-    except ValueError:  # they are cut off: their text is kept
+    except ValueError:  # they are cut off
         found = None
     return found if isinstance(found, dict) else {"cut_arguments": text}
 
 
 def with_whole_arguments(messages: list[Any]) -> list[Any]:
-    """The `messages` of a chat. Arguments of calls in them that are no JSON object become one; see `arguments_of`.
-
-    Engines that are servers fail at such arguments.
-    """
+    """The `messages` of a chat, in which the arguments of calls are JSON objects, as servers require."""
 
     def whole(call: Any) -> Any:
-        """The tool `call`, with its arguments as the JSON of an object."""
         function = call.get("function") if isinstance(call, dict) else None
         text = function.get("arguments") if isinstance(function, dict) else None
         if not isinstance(text, str):

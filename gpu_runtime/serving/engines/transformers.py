@@ -1,13 +1,18 @@
 """The adapter of transformers modules. It runs `generate` in a thread, and streams the text as it is written.
 
-A module without a tokenizer, such as one that was made in code, cannot be called with text.
+A module without a tokenizer, such as one that was made in code, cannot be called with text. Images are in the request
+itself, as `data:` URLs. This server opens no other URL: a caller could otherwise make it read from places that only
+this machine can reach.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
+import io
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...facts import ModelSpec
@@ -15,7 +20,8 @@ from ...stop_text import StopText
 from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from .base import TextAdapter, cannot, text_too_long, too_long
+from ..requests import Json, Refused, bad
+from .base import TextAdapter, cannot, remember, text_too_long, too_long
 from .embedding import (
     embed_in_batches,
     most_tokens,
@@ -23,10 +29,8 @@ from .embedding import (
     rank_in_batches,
     recipe_of,
 )
-from .images import images_of
 from .json_answers import ForcedTokens, grammar_of, schema_of
 from .logprobs import count_of
-from .long_prompts import remember
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .scored_tokens import ScoredTokens
 from .tool_calls import Tools, tools_of
@@ -44,7 +48,7 @@ class TransformersAdapter(TextAdapter):
     can_force_calls = True
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
-        """The adapter of the module `value`, described by `spec`. Raises Refused if the module has no tokenizer."""
+        """The adapter of the module `value`. Raises Refused if the module has no tokenizer."""
         super().__init__(value, spec)
         self.tokenizer = getattr(value, "tokenizer", None)
         self.processor = getattr(value, "processor", None)
@@ -54,31 +58,24 @@ class TransformersAdapter(TextAdapter):
         remember(spec, self.tokenizer, self._context())
 
     def _context(self) -> int:
-        """The largest number of tokens that the model can read; 2**30 if its config names no limit."""
+        """The most tokens that the model can read; 2**30 if its config names no limit."""
         config = getattr(self.value, "config", None)
         if hasattr(config, "get_text_config"):  # a model with images has a part for text
             config = config.get_text_config()
         return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
     def template(self) -> str | None:
-        """The chat template of the processor, else of the tokenizer."""
         template = getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def tokens(self) -> dict[str, str]:
-        """The texts of `bos_token` and `eos_token`. A token that the tokenizer lacks is left out."""
-        tokens = {}
-        for name in ("bos_token", "eos_token"):
-            token = getattr(self.tokenizer, name, None)
-            if token:
-                tokens[name] = str(token)
-        return tokens
+        found = {name: getattr(self.tokenizer, name, None) for name in ("bos_token", "eos_token")}
+        return {name: str(token) for name, token in found.items() if token}
 
-    def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """The tokens of the text that `TextAdapter.prompt` makes from `kind`, `body` and `think`."""
+    def prompt(self, kind: str, body: Json, think: bool | None) -> Any:
         return self._tokenized(kind, self._text(kind, body, think))
 
-    def _text(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+    def _text(self, kind: str, body: Json, think: bool | None) -> Any:
         if not getattr(self.value, "can_generate", lambda: False)():
             why = f"it is of type {self.spec.model_type} and writes no text"
             raise cannot(self.spec.name, why, "model")
@@ -88,13 +85,12 @@ class TransformersAdapter(TextAdapter):
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _echoed(self, prompt: Any, text: str | list[int], count: int | None) -> TextPiece:
-        """The prompt as the first piece of the answer, with the probabilities of its tokens unless `count` is None."""
+        """The prompt as the first piece of the answer, with probabilities unless `count` is None."""
         tokens = prompt["input_ids"][0].tolist()
         plain = text if isinstance(text, str) else self.tokenizer.decode(tokens)
         scored = ScoredTokens(self.tokenizer, count or 0)
-        return TextPiece(
-            plain, tokens=() if count is None else scored.of_prompt(self.value, tokens)
-        )
+        found = () if count is None else scored.of_prompt(self.value, tokens)
+        return TextPiece(plain, tokens=found)
 
     def _tokenized(self, kind: str, text: str | list[int]) -> Any:
         # For a chat the tokenizer adds no special tokens, because the chat template has written them.
@@ -116,18 +112,11 @@ class TransformersAdapter(TextAdapter):
             why = f"its processor does not take this conversation: {error}"
             raise cannot(self.spec.name, why, "messages") from None
 
-    def pieces(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncGenerator[TextPiece]:
-        """Yields the pieces of the answer to `prompt(kind, body, think)`.
-
-        Raises Refused if the prompt does not fit the context.
-        """
+    def pieces(self, kind: str, body: Json, think: bool | None) -> AsyncGenerator[TextPiece]:
         tools = tools_of(body) if kind == "chat" else Tools()
         schema = schema_of(body, tools) if kind == "chat" else None
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
-            """Makes the prompt and writes the answer, in a thread."""
             limit = max_tokens_of(body)
             self.require_known(body, len(self.tokenizer))
             context = self._context()
@@ -162,15 +151,12 @@ class TransformersAdapter(TextAdapter):
         self,
         prompt: Any,
         limit: int,
-        body: dict[str, Any],
+        body: Json,
         forced: ForcedTokens | None,
         emit: Emit,
         cancelled: threading.Event,
     ) -> None:
-        """Emits the pieces of an answer of at most `limit` tokens. Runs in a thread.
-
-        If `forced` is given, only the tokens that `forced` allows are written.
-        """
+        """Emits the pieces of an answer of at most `limit` tokens, all of which `forced`, if given, allows."""
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         stop = StopText(stops_of(body))
@@ -180,13 +166,11 @@ class TransformersAdapter(TextAdapter):
         streamer = _streamer(self.tokenizer, prompt_tokens, stop, scored, emit)
         stopping = _stopping(stop, cancelled, forced)
         processors = [] if forced is None else [_forcing(forced)]
-        presence, frequency = (
-            body.get(f"{name}_penalty") or 0.0 for name in ("presence", "frequency")
-        )
+        presence = body.get("presence_penalty") or 0.0
+        frequency = body.get("frequency_penalty") or 0.0
         if presence or frequency:
             processors.append(_penalties(prompt_tokens, presence, frequency))
-        # A model's own settings may suppress all the tokens that the schema allows. So these settings are switched
-        # off here.
+        # A model's own settings may suppress all the tokens that the schema allows.
         more: dict[str, Any] = {"suppress_tokens": None} if forced else {}
         reading = scored.reading(self.value) if scored else contextlib.nullcontext()
         with _seeded(body.get("seed")), reading:
@@ -217,7 +201,6 @@ class TransformersAdapter(TextAdapter):
     async def vectors(
         self, texts: list[str | list[int]], truncate: bool
     ) -> tuple[list[list[float]], int]:
-        """The embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts, truncate)
         return await in_thread_until(lambda cancelled: self._embed(texts, truncate, cancelled))
@@ -225,7 +208,7 @@ class TransformersAdapter(TextAdapter):
     def _embed(
         self, texts: list[str | list[int]], truncate: bool, cancelled: threading.Event
     ) -> tuple[list[list[float]], int]:
-        """An embedding of each of the `texts`, and the number of tokens read. Ends early once `cancelled` is set."""
+        """An embedding of each of the `texts`, and the tokens read. Ends early once `cancelled` is set."""
         self._require_transformers()
         tokens: list[list[int]] = []
         recipe = recipe_of(self.value, self.tokenizer, self.spec.name)
@@ -251,12 +234,10 @@ class TransformersAdapter(TextAdapter):
             raise cannot(self.spec.name, why, "model")
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
-        """How well each of the `documents` fits the `query`, from 0 to 1, and the number of tokens read."""
         if self.spec.model_type != "reranker":
             return await super().scores(query, documents)
 
         def work(cancelled: threading.Event) -> tuple[list[float], int]:
-            """Ranks the documents in a thread."""
             self._require_transformers()
             limit = most_tokens_of_pair(self.value, self.tokenizer, self.spec.name)
             pairs = []
@@ -272,24 +253,21 @@ class TransformersAdapter(TextAdapter):
         return await in_thread_until(work)
 
     async def tokenize(self, text: str, special: bool) -> list[int]:
-        """The tokenizer's tokens of `text`. With `special`, the tokens that begin and end a sequence are added."""
         return await in_thread_until(
             lambda cancelled: list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         )
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """The tokenizer's text of `tokens`. Raises Refused for a number that is no token."""
         self.require_tokens(tokens, len(self.tokenizer), "tokens")
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
     def _tokens_of(self, text: str | list[int], limit: int | None, truncate: bool) -> list[int]:
-        """The tokens of a `text`. With `truncate`, tokens after the first `limit` are left out.
+        """The tokens of a `text`; with `truncate`, the first `limit` of them.
 
         Raises Refused if a token is not in the vocabulary, if the text has no tokens, or if it has too many.
         """
         if isinstance(text, str):
-            # A text longer than the context is cut before it is tokenised. The tokenizer would tokenise all of it,
-            # which takes long, and then drop the tokens after the context.
+            # The tokenizer would tokenise all of a long text, which takes long, and then drop what is too much.
             kept = text if limit is None else text[: limit * LONGEST_TOKEN]
             cuts = truncate and limit is not None
             found = self.tokenizer(kept, truncation=cuts, max_length=limit if cuts else None)
@@ -325,10 +303,7 @@ def _prepared(text: str | list[int], recipe: Any) -> str | list[int]:
 def _streamer(
     tokenizer: Any, prompt_tokens: int, stop: StopText, scored: ScoredTokens | None, emit: Emit
 ) -> Any:
-    """A streamer that emits text up to a stop string. Its attribute `written` counts the written tokens.
-
-    If `scored` is given, each piece of the text has its tokens with their probabilities.
-    """
+    """A streamer that emits text, and `scored` tokens, up to a stop string; `written` counts all tokens."""
     from transformers import TextStreamer
 
     class CountingStreamer(TextStreamer):
@@ -342,7 +317,6 @@ def _streamer(
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            """Emits the text up to a stop string."""
             safe = stop.feed(text)
             if stream_end and not stop.hit:
                 safe += stop.rest()
@@ -353,10 +327,7 @@ def _streamer(
 
 
 def _stopping(stop: StopText, cancelled: threading.Event, forced: ForcedTokens | None) -> Any:
-    """The criterion that ends `generate` at a stop string, at the end of a `forced` answer, or when `cancelled` is set.
-
-    The criterion's attribute `complete` is whether a forced answer is complete.
-    """
+    """Ends `generate` at a stop string, when `cancelled` is set, or once a `forced` answer is `complete`."""
     import torch
     from transformers import StoppingCriteria
 
@@ -381,9 +352,8 @@ def _forcing(forced: ForcedTokens) -> Any:
             allowed = torch.frombuffer(bytearray(forced.allowed()), dtype=torch.uint8).bool()
             size = min(len(allowed), scores.shape[1])  # a model may have more scores than tokens
             kept = torch.full_like(scores, -torch.inf)
-            kept[:, :size] = scores[:, :size].masked_fill(
-                ~allowed[:size].to(scores.device), -torch.inf
-            )
+            excluded = ~allowed[:size].to(scores.device)
+            kept[:, :size] = scores[:, :size].masked_fill(excluded, -torch.inf)
             return kept
 
     return OnlyAllowed()
@@ -393,7 +363,7 @@ def _penalties(prompt_tokens: int, presence: float, frequency: float) -> Any:
     """A processor for `generate`, which lowers the scores of tokens that the answer already has.
 
     Each such token loses `presence`, and `frequency` for each time that it was written. The first `prompt_tokens`
-    tokens belong to the prompt and do not count. Source: OpenAI, "Presence and frequency penalties".
+    tokens do not count. Source: OpenAI, "Presence and frequency penalties".
     """
     import torch
     from transformers import LogitsProcessor
@@ -408,11 +378,8 @@ def _penalties(prompt_tokens: int, presence: float, frequency: float) -> Any:
     return Penalties()
 
 
-def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` that decide how the next token is chosen.
-
-    If `body` sets no such argument, the result is empty, and the model's own values apply.
-    """
+def _sampling(body: Json) -> dict[str, Any]:
+    """The arguments of `generate` that decide how the next token is chosen; without any, the model's own apply."""
     fields = sampling(body, _SAMPLING_FIELDS)
     # The library accepts no int where it expects a float, and no `top_k` below 0.
     fields = {
@@ -432,10 +399,9 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Any:
-    """A context manager in which torch's random numbers start from `seed`. Its end restores the earlier random state.
+    """In this block, torch's random numbers start from `seed`, unless it is None. Its end restores the earlier state.
 
-    If `seed` is None, the context manager changes nothing. All threads share torch's random state. So another thread
-    that draws random numbers meanwhile changes the numbers here.
+    All threads share torch's random state. So another thread that draws random numbers meanwhile changes those here.
     """
     import torch
 
@@ -448,3 +414,52 @@ def _seeded(seed: int | None) -> Any:
         for card in cards:  # torch.manual_seed would also seed cards that are not in use yet
             torch.cuda.default_generators[card].manual_seed(seed)
         yield
+
+
+MOST_IMAGES = 16  # of one request
+MOST_PIXELS = 40_000_000  # of one image; 8K has 33 million
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+DETAILS = (None, "auto", "high")  # with `low`, OpenAI's models see a smaller image
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The images of the `messages`, in order, as RGB images of Pillow. Raises Refused (400)."""
+    urls = list(_urls(messages))
+    if len(urls) > MOST_IMAGES:
+        text = f"the request has {len(urls)} images; at most {MOST_IMAGES} are accepted"
+        raise Refused(400, "bad_image", text, param="messages")
+    return [_image(place, url) for place, url in urls]
+
+
+def _urls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields the place of each image in the `messages`, and its URL."""
+    for at, message in enumerate(messages):
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if part.get("type") != "image_url":
+                continue
+            place = f"messages[{at}].content[{number}].image_url"
+            image = part.get("image_url")
+            url = image.get("url") if isinstance(image, Mapping) else None
+            if not isinstance(url, str):
+                raise bad(place, image, 'an object such as {"url": "data:image/png;base64,…"}')
+            if image.get("detail") not in DETAILS:
+                raise bad(f"{place}.detail", image["detail"], "auto or high")
+            yield f"{place}.url", url
+
+
+def _image(place: str, url: str) -> Any:
+    from PIL import Image
+
+    head, _, data = url.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64"):
+        raise bad(place, url, "a data: URL in base64; this server opens no other URLs")
+    try:
+        # The named media type is not used, because some clients name a wrong one.
+        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise bad(place, url, f"an image of at most {MOST_PIXELS:,} pixels")
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError):
+        raise bad(place, url, f"an image that can be read: {', '.join(FORMATS)}") from None

@@ -13,7 +13,7 @@ from typing import Any
 from ... import errors
 from ..queue.queue import LoadShared
 from ..requests import Refused
-from .breaker import BreakerOpen
+from .breaker import BreakerOpen, first_line
 
 _NOT_OF_THE_MODEL = (
     errors.Busy,
@@ -80,10 +80,7 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
 
 
 def may_be_of_the_call(error: BaseException, kind: str, model: str) -> bool:
-    """Whether a plain call can show the cause of this `error` of `model`: the engine still runs after it.
-
-    False for an engine that is a server and has not answered with a status (its attribute `status`).
-    """
+    """Whether a plain call can show the cause of `error`: the engine of `model` runs, or has sent a status."""
     is_fault = blame(error, model)[0] is Blame.MODEL
     gone = isinstance(error, _ENGINE_GONE) or getattr(error, "reloads", False)
     is_silent = getattr(error, "status", 500) is None
@@ -92,17 +89,12 @@ def may_be_of_the_call(error: BaseException, kind: str, model: str) -> bool:
 
 def fault_of_the_call(error: BaseException, model: str) -> Refused:
     """The refusal (400) of a call that `model` cannot answer, while it answers a plain call. `error` is its error."""
-    text = (
-        f"{model} refused: {first_line(error)}. It answers other calls, so the cause is in this one"
-    )
-    return Refused(400, "engine_refused", text)
+    why = "It answers other calls, so the cause is in this one"
+    return Refused(400, "engine_refused", f"{model} refused: {first_line(error)}. {why}")
 
 
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
-    """The refusal of a call of `asked`, the name in the call. It has the error of each model that `failed`.
-
-    It is 507 if no model fits, which clients do not repeat, else 503.
-    """
+    """The refusal of a call of `asked` after all `failed`: 507, which clients do not repeat, if none fits, else 503."""
     reasons = list(dict.fromkeys(f"{model}: {first_line(error)}" for model, error in failed))
     waits = [error.retry_after for _, error in failed if isinstance(error, BreakerOpen)]
     code = "breaker_open" if len(waits) == len(failed) else "no_answer"
@@ -110,9 +102,3 @@ def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refuse
     if failed and all(isinstance(error, errors.DoesNotFit) for _, error in failed):
         return Refused(507, "does_not_fit", text, failures=reasons)
     return Refused(503, code, text, min(waits, default=None), failures=reasons)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of `error`, without the advice that follows it."""
-    text = str(error).strip().splitlines()
-    return text[0][:500] if text else type(error).__name__

@@ -43,7 +43,6 @@ class BreakerOpen(Exception):
     """Raised for a call of a model that has failed too often. After `retry_after` seconds, one call may pass."""
 
     def __init__(self, model: str, state: BreakerState) -> None:
-        """`model` is the model that failed too often, and `state` the state of its breaker."""
         self.model = model
         self.state = state
         self.retry_after = max(state.retry_after, 1.0)
@@ -54,13 +53,9 @@ class BreakerOpen(Exception):
 
 
 class Permit:
-    """Permission to make one call. The caller reports the outcome of the call once.
-
-    A call without an outcome counts neither as a success nor as a failure.
-    """
+    """Permission to make one call, the `probe` of an open breaker or not. Without an outcome it does not count."""
 
     def __init__(self, breaker: _Breaker, probe: bool, client: str) -> None:
-        """A permit of this `breaker` for a call of `client`. `probe` is True for the probe of the open breaker."""
         self._breaker = breaker
         self.probe = probe
         self.client = client
@@ -75,10 +70,7 @@ class Permit:
         self._report(error, counts=True)
 
     def withdrawn(self) -> None:
-        """Reports that the outcome shows nothing about the model: the caller left, or made a mistake.
-
-        If this call was the probe, the next call may be the probe.
-        """
+        """Reports that the outcome shows nothing about the model. After a probe, the next call may be one."""
         self._report(None, counts=False)
 
     def _report(self, error: BaseException | None, counts: bool) -> None:
@@ -105,12 +97,11 @@ class Breakers:
 
     def enter(self, model: str, client: str = "") -> Permit:
         """Permission for a call of `model` by `client` now. Raises BreakerOpen."""
-        breaker = self._breakers.get(model)
-        if breaker is None:
+        if model not in self._breakers:
             self._make_room()
             breaker = _Breaker(model, self._clock, self._failures, self._open_seconds)
             self._breakers[model] = breaker
-        return breaker.enter(client)
+        return self._breakers[model].enter(client)
 
     def state(self, model: str) -> BreakerState:
         """The state of the breaker of `model`; closed if the model was never called."""
@@ -122,18 +113,12 @@ class Breakers:
         return {model: breaker.state() for model, breaker in self._breakers.items()}
 
     def _make_room(self) -> None:
-        """If there are too many breakers, forgets the oldest closed breaker. If all are open, forgets the oldest
-        breaker.
-
-        The number of breakers is limited because a caller can invent any number of names of cloud models.
-        """
+        """Forgets the oldest closed breaker, or the oldest, of too many: callers can invent names of clouds' models."""
         if len(self._breakers) < MAX_BREAKERS:
             return
-        for model, breaker in self._breakers.items():
-            if breaker.state().state == "closed":
-                del self._breakers[model]
-                return
-        del self._breakers[next(iter(self._breakers))]
+        states = self.states().items()
+        closed = (model for model, state in states if state.state == "closed")
+        del self._breakers[next(closed, next(iter(self._breakers)))]
 
 
 class _Breaker:
@@ -167,10 +152,9 @@ class _Breaker:
         raise BreakerOpen(self._model, self.state())
 
     def ended(self, call: Permit, error: BaseException | None, counts: bool) -> None:
-        """Records that the call with the permit `call` ended. If `counts` is true, also records the outcome of the
-        call.
+        """Records that the call with the permit `call` ended, and its outcome if it `counts`: an `error`, or a success.
 
-        The outcome is `error`, or None for a success. While the breaker is not closed, only the probe's outcome counts.
+        While the breaker is not closed, only the probe's outcome counts.
         """
         if call is self._probe:
             self._probe = None
@@ -184,7 +168,7 @@ class _Breaker:
         else:
             self._in_a_row += 1
             self._clients.add(call.client)
-            self._last = _first_line(error)
+            self._last = first_line(error)[:200]
         self._report(error)
 
     def _report(self, error: BaseException | None) -> None:
@@ -213,6 +197,7 @@ class _Failed(Exception):
     """Raised to report to pybreaker that a call failed."""
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+def first_line(error: BaseException) -> str:
+    """The first line of `error`, without the advice that follows it."""
+    text = str(error).strip().splitlines()
+    return text[0][:500] if text else type(error).__name__

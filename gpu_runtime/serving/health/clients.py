@@ -59,13 +59,11 @@ class Clients:
         )
 
     def leave(self, client: str, cooldown: float, now: float) -> None:
-        """Records the end of a call of `client` at the time `now`. The `cooldown`, in seconds, begins at that time."""
+        """Records the end of a call of `client` at `now`, when its `cooldown` (seconds) begins."""
         known = self._known.get(client)
         if known is None:
             return
-        until = known.cooldown_until
-        if cooldown > 0:
-            until = max(until, now + cooldown)
+        until = max(known.cooldown_until, now + cooldown if cooldown > 0 else 0.0)
         self._keep(client, known, running=max(0, known.running - 1), cooldown_until=until)
 
     def patterns(self) -> dict[str, Pattern]:
@@ -92,10 +90,7 @@ def _average_interval(known: Pattern, now: float) -> float | None:
 
 
 def _count_model(counts: dict[str, int], model: str) -> dict[str, int]:
-    """Adds one call of `model` to `counts`, and returns the new counts.
-
-    If there are too many models, the model with the fewest calls is left out.
-    """
+    """Returns `counts` with one more call of `model`. Of too many models, the one with the fewest calls is left out."""
     counts = {**counts, model: counts.get(model, 0) + 1}
     if len(counts) > MAX_MODELS:
         others = [name for name in counts if name != model]

@@ -1,8 +1,8 @@
-"""Measured durations of loads and answers.
+"""Measured durations of loads and answers. A call is refused at once if its time budget is shorter.
 
-A call is refused at once if its time budget is shorter than these durations. The time for the prompt and the time for
-the text of an answer are estimated separately, because the whole time of a long answer is no estimate for a short one.
-Prompts are counted in characters, because nothing else is known of a prompt before its model runs.
+The time for the prompt and the time for the text of an answer are estimated separately, because the whole time of a
+long answer is no estimate for a short one. Prompts are counted in characters, because nothing else is known of a
+prompt before its model runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ...facts import Value
 from ..prompt_size import characters, given_tokens
-from ..requests import Call
+from ..requests import Call, Json
 from ..routing.tasks import Cost
 
 LOADS_KEPT = 5  # of each model; their median counts, so that one slow load does not refuse calls
@@ -45,16 +45,14 @@ class Costs:
     def __init__(self) -> None:
         self._loads: dict[str, deque[float]] = {}
         self._answers: dict[tuple[str, str], deque[Answered]] = {}
-        self._refusals: Counter[str] = (
-            Counter()
-        )  # for a budget that was too short, by requested name
+        self._refusals: Counter[str] = Counter()  # of too short budgets, by requested name
 
     def add_load(self, model: str, seconds: float) -> None:
         """Records that a load of `model` took so many `seconds`."""
         self._loads.setdefault(model, deque(maxlen=LOADS_KEPT)).append(seconds)
 
     def load_seconds(self, model: str) -> float | None:
-        """The seconds that a usual load of `model` takes; None if no load was measured.
+        """The seconds that a usual load of `model` takes, the median; None if no load was measured.
 
         Of two that were measured, the shorter one counts: a slow load must not refuse the calls that measure more.
         """
@@ -62,19 +60,16 @@ class Costs:
         return median_low(loads) if loads else None
 
     def add_answer(self, model: str, kind: str, seconds: float, **known: Any) -> None:
-        """Records that an answer of `model` to a call of this `kind` took so many `seconds`.
-
-        `known` are further fields of `Answered`.
-        """
+        """Records that an answer of `model` to a call of this `kind` took `seconds`; `known` as in `Answered`."""
         answer = Answered(seconds, **known)
         answer = replace(answer, prompt=_counted(kind, answer.prompt))
         self._answers.setdefault((model, kind), deque(maxlen=ANSWERS_KEPT)).append(answer)
 
     def expect(self, model: str, call: Call) -> Cost:
-        """The expected seconds of a load of `model`, and of the model's answer to `call`.
+        """The expected seconds of a load of `model`, and of its answer to `call`; None for a part that was never
+        measured.
 
-        The expected load is the median of the recent loads. A part of the result is None if it was never measured. The
-        expected length of the answer is the call's limit, but at most the length of the longest recent answer. If
+        The expected length of the answer is the call's limit, but at most the length of the longest recent answer. If
         recent answers were requested by the same name as `call`, only these count.
         """
         answers = self._answers.get((model, call.kind), ())
@@ -86,10 +81,7 @@ class Costs:
         return Cost(self.load_seconds(model), seconds)
 
     def is_trial(self, asked: str) -> bool:
-        """Whether a call of `asked` is tried though it is expected to take longer than its budget.
-
-        After REFUSALS_BEFORE_TRIAL refusals, one call is tried, and its load and its answer are measured.
-        """
+        """Whether a call of `asked` is tried, and measured, despite its budget: one after REFUSALS_BEFORE_TRIAL."""
         self._refusals[asked] += 1
         return self._refusals[asked] % (REFUSALS_BEFORE_TRIAL + 1) == 0
 
@@ -109,27 +101,21 @@ class Timing:
         self._pieces = 0
         self._prompt = self._expected_prompt = prompt_tokens(call)
 
-    def note(self, event: dict[str, Any]) -> None:
-        """Counts an `event` of a stream as one token if it has choices.
-
-        If an event has a `usage`, the counts in it replace this count.
-        """
+    def note(self, event: Json) -> None:
+        """Counts an `event` of a stream as one token if it has choices. The counts of a `usage` replace this count."""
         if self._first is None:
             self._first = self._clock() - self._began
         self._pieces += bool(event.get("choices"))
         if event.get("usage"):
             self._count(event)
 
-    def facts(self) -> dict[str, Any]:
-        """The figures so far, for the request log: numbers of tokens, and durations in seconds.
-
-        `first_seconds` is the time until the first piece, and `answer_seconds` the time until the end of the answer.
-        """
+    def facts(self) -> Json:
+        """The figures so far, for the request log: tokens, and seconds until the first piece and until the end."""
         seconds = {"first_seconds": self._first, "answer_seconds": self._seconds}
         known = {name: value for name, value in seconds.items() if value is not None}
         return {"prompt_tokens": self._prompt, "completion_tokens": self._pieces, **known}
 
-    def succeeded(self, answer: dict[str, Any] | None = None) -> None:
+    def succeeded(self, answer: Json | None = None) -> None:
         """Records the duration. `answer` is the whole answer, or None for a stream."""
         if answer is not None:
             self._count(answer)
@@ -144,7 +130,7 @@ class Timing:
             first=self._first,
         )
 
-    def _count(self, answer: dict[str, Any]) -> None:
+    def _count(self, answer: Json) -> None:
         """Takes the counts of tokens in the `usage` of an answer, or of the last event of a stream."""
         self._pieces = _tokens_of(self._call, answer)
         usage = answer.get("usage")
@@ -162,7 +148,7 @@ def _counted(kind: str, prompt: int) -> int:
     return 0 if kind == "images" else max(SHORTEST_PROMPT, prompt)
 
 
-def _tokens_of(call: Call, answer: dict[str, Any]) -> int:
+def _tokens_of(call: Call, answer: Json) -> int:
     """The tokens of a whole `answer`. An image counts as one."""
     if call.kind == "images":
         return len(answer.get("data") or ())
@@ -183,22 +169,13 @@ def _answer_tokens(call: Call, answers: Iterable[Answered]) -> int:
 
 def _rates(answers: Iterable[Answered]) -> tuple[float, float]:
     """The seconds per token of a prompt, and the seconds per token of an answer, measured in recent `answers`."""
+    written = [one for one in answers if one.answer]
     streamed = [one.first / one.prompt for one in answers if one.first is not None]
     if streamed:
         prompt_rate = median(streamed)
-        rests = (
-            (max(0.0, one.seconds - one.prompt * prompt_rate), one.answer)
-            for one in answers
-            if one.answer
-        )
-        return prompt_rate, _median(seconds / tokens for seconds, tokens in rests)
-    written = [one for one in answers if one.answer]
+        rests = [max(0.0, one.seconds - one.prompt * prompt_rate) / one.answer for one in written]
+        return prompt_rate, median(rests or [0.0])
     if not written:  # embeddings
-        return _median(one.seconds / one.prompt for one in answers), 0.0
-    rate = _median(one.seconds / (one.answer + PROMPT_PART * one.prompt) for one in written)
+        return median(one.seconds / one.prompt for one in answers), 0.0
+    rate = median(one.seconds / (one.answer + PROMPT_PART * one.prompt) for one in written)
     return PROMPT_PART * rate, rate
-
-
-def _median(values: Iterable[float]) -> float:
-    known = list(values)
-    return median(known) if known else 0.0

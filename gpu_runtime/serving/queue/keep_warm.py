@@ -15,14 +15,13 @@ RETRY_SECONDS = 5.0  # until the next try to evict a model that was in use
 
 
 def stay_warm_seconds(seconds: float | None, model_type: str) -> float:
-    """The `seconds` that the caller set, or the default seconds of the `model_type` if `seconds` is None.
+    """The `seconds` that the caller set, or the default of the `model_type` if `seconds` is None.
 
     >>> stay_warm_seconds(None, "diffusion"), stay_warm_seconds(None, "embedding"), stay_warm_seconds(0.0, "llm")
     (900.0, 300.0, 0.0)
     """
-    if seconds is not None:
-        return seconds
-    return STAY_WARM_SECONDS.get(model_type, DEFAULT_SECONDS)
+    default = STAY_WARM_SECONDS.get(model_type, DEFAULT_SECONDS)
+    return default if seconds is None else seconds
 
 
 class KeepWarm:
@@ -39,11 +38,10 @@ class KeepWarm:
         self._closed = False
 
     def keep(self, model: str, seconds: float, *, wished: bool = False) -> None:
-        """Sets the time of the eviction of `model` to `seconds` from now.
+        """Sets the time of the eviction of `model` to `seconds` from now, at the end of each call that it has answered.
 
         If `wished`, the caller has set this time, and it replaces the time that was set before. A default time only
-        replaces an earlier one. The gateway calls this at the end of each call that the model has answered. If
-        `evict_soon` was requested for the model, the eviction is due at once.
+        replaces an earlier one. After `evict_soon`, the eviction is due at once.
         """
         now = self._clock()
         until = now + seconds
@@ -53,10 +51,7 @@ class KeepWarm:
         self._schedule()
 
     def evict_soon(self, model: str) -> None:
-        """Evicts `model` as soon as no call holds it, even if its keep-warm time is not over.
-
-        The next call brings the model back to its device.
-        """
+        """Evicts `model` as soon as no call holds it, before its time. The next call brings it back."""
         self._evict_soon.add(model)
         self._until[model] = self._clock()
         self._schedule()

@@ -1,8 +1,8 @@
 """Pins a model exactly as long as its calls last. A hold is one such pin, or the wait for it.
 
 A model on its device is pinned in the event loop, which takes a few microseconds. Bringing any other model to its
-device may take minutes. So the hold of such a model has a thread, which stays inside `with rt.use(model)` until the
-hold is released. The event loop never waits for the ledger.
+device may take minutes, so its hold has a thread, which stays inside `with rt.use(model)` until the hold is released.
+The event loop never waits for the ledger.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ def _imported() -> tuple[bool, ...]:
 
 
 class Hold:
-    """One pin of a model, or the wait for that pin."""
+    """One pin of a `model` for a call of this `importance`, or the wait for that pin. Its futures belong to `loop`."""
 
     def __init__(self, model: str, importance: int, loop: asyncio.AbstractEventLoop) -> None:
-        """A hold of `model` for a call of this `importance`; the futures of the hold belong to `loop`."""
         self.model = model
         self.importance = importance
         self.error_reported = False  # whether a call has already received the error of `ready`
@@ -61,10 +60,7 @@ class Hold:
         self._block: Any = None  # the `with` block of a pin that has no thread
 
     def pin_if_here(self, block: Any) -> bool:
-        """Enters `block`, the result of `rt.use`, if the model is on its device. Returns whether the model is pinned.
-
-        The event loop calls this method.
-        """
+        """Enters `block`, the result of `rt.use`, in the event loop, if the model is on its device. Returns whether."""
         found = block.enter_if_here()
         if found:
             self._block = block
@@ -72,10 +68,7 @@ class Hold:
         return bool(found)
 
     def release(self) -> None:
-        """Ends the pin, or the wait for the pin.
-
-        A load that has begun goes on for LEFT_SECONDS; see `keep_again`.
-        """
+        """Ends the pin, or the wait for it. A load that has begun goes on for LEFT_SECONDS; see `keep_again`."""
         self._release.set()
         if self.stop_load is not None and not self.ready.done():
             self._late = self._loop.call_later(LEFT_SECONDS, self._stop_unless_kept)
@@ -93,10 +86,7 @@ class Hold:
                 self.stop_load(self.thread)  # the thread cannot leave this hold meanwhile
 
     def keep_again(self) -> bool:
-        """Undoes `release` for a new call, while the load of a call that has left goes on.
-
-        Returns whether this hold is kept.
-        """
+        """Undoes `release` for a new call, while the load of a call that has left goes on. Returns whether it did."""
         with self._ending:
             if self._over or not self.released or self.waits or self.ready.done():
                 return False
@@ -107,11 +97,9 @@ class Hold:
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called."""
         return self._release.is_set()
 
     def wait_until_released(self) -> None:
-        """Blocks until `release` is called."""
         while not self.ends_now():
             self._release.wait()
 
@@ -121,23 +109,22 @@ class Hold:
             self._over = True
 
     def ends_now(self) -> bool:
-        """Whether this hold is released. If it is, `keep_again` keeps it no more."""
+        """Whether this hold is released. If so, `keep_again` keeps it no more."""
         with self._ending:
             self._over = self._over or self.released
         return self._over
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Runs `function` in the event loop of this hold. Does nothing if the loop is closed."""
+        """Runs `function` in the event loop of this hold, unless the loop is closed."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
             self._loop.call_soon_threadsafe(function)
 
     def settle(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None
     ) -> None:
-        """Sets the `result` or the `error` of `future`, from any thread."""
+        """Sets the `result` or the `error` of `future`, from any thread, unless it is done."""
 
         def settle() -> None:
-            """Sets the result or the error of the future, unless the future is done."""
             if future.done():
                 return
             if error is None:
@@ -156,7 +143,7 @@ class Abandoned(Exception):
 class _Released(BaseException):
     """Raised in the thread of a hold that was released while the thread waits in the ledger.
 
-    This class is no subclass of Exception, so that no `except Exception` between the wait and `Holds` catches it.
+    It is no Exception, so that no `except Exception` between the wait and `Holds` catches it.
     """
 
 
@@ -227,9 +214,7 @@ class Holds:
             imported = _imported()
             hold.began = self._clock()
             with self._rt.use(hold.model, importance=self._importance(hold)) as value:
-                if (
-                    not was_here and _imported() == imported
-                ):  # the first import of a library is no load
+                if not was_here and _imported() == imported:  # the first import is no load
                     self._loaded(hold.model, self._clock() - hold.began)
                 hold.settle(hold.ready, value)
                 del value  # this frame must not keep a model that was evicted
@@ -246,8 +231,7 @@ class Holds:
     def _importance(self, hold: Hold) -> int:
         """The importance of the call of `hold`, which the ledger compares with the requests of all processes.
 
-        A call may be more important than its model is by its registration. Then the operator's caps for this server
-        limit the importance of the call.
+        If it is more important than its model is by its registration, the operator's caps for this server limit it.
         """
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance
@@ -256,10 +240,7 @@ class Holds:
         return max(hold.importance, highest_allowed)
 
     def _on_wait(self, model: str, wait: Wait | None) -> None:
-        """Called in the thread of a hold each time the ledger decides that the hold's request must wait.
-
-        `wait` is None once the memory is granted.
-        """
+        """Called in a hold's thread each time the ledger lets its request wait; `wait` is None once it is granted."""
         hold = self._by_thread.get(_thread.get_ident())
         if hold is None:
             return
@@ -270,9 +251,8 @@ class Holds:
             raise _Released
         hold.began = self._clock()  # the memory is not granted yet, so the load has not begun
         prefix = self._own_prefix
-        blockers = frozenset(
-            id.removeprefix(prefix) for id in wait.blockers if id.startswith(prefix)
-        )
+        own = [id for id in wait.blockers if id.startswith(prefix)]
+        blockers = frozenset(id.removeprefix(prefix) for id in own)
         hold.waited, hold.because = True, wait.because
         self._note_wait(hold, True, blockers)
 

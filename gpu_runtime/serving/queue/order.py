@@ -65,24 +65,12 @@ class NextSteps(Value):
 def aged_class(importance: int, waited_seconds: float) -> int:
     """The class of a call of this `importance`, from 0 (urgent) to 4 (batch), less 1 for every 30 s of waiting.
 
-    The class can be negative. So a call that has waited long enough starts before any new call, however important.
+    It can be negative, so a call that has waited long enough starts before any new call, however important.
 
     >>> aged_class(10, 0.0), aged_class(10, 65.0), aged_class(1, 95.0)
     (2, 0, -3)
     """
     return bisect_left(_CLASSES, importance) - int(max(0.0, waited_seconds) // AGEING_SECONDS)
-
-
-def overtaken_for_seconds(importance: int, by: int) -> float:
-    """The seconds during which a new call of the importance `by` can overtake a waiting call of this `importance`.
-
-    The seconds are counted from the arrival of the waiting call.
-
-    >>> overtaken_for_seconds(10, 10), overtaken_for_seconds(30, 1)
-    (30.0, 150.0)
-    """
-    classes = aged_class(importance, 0.0) - aged_class(by, 0.0) + 1
-    return AGEING_SECONDS * max(0, classes)
 
 
 def order(
@@ -91,18 +79,17 @@ def order(
     now: float,
     turns: Mapping[str, int] = _NO_TURNS,
 ) -> list[Waiting]:
-    """The `waiting` calls in the order in which they are considered.
-
-    The calls are sorted by these rules. A later rule counts only for calls that are equal by all earlier rules:
+    """The `waiting` calls in the order in which they are considered. A later rule decides between equals of the
+    earlier:
 
     1. the smaller `aged_class` at the time `now`;
     2. calls of models that have waited for their `most_wait`, then calls of warm models, then other calls;
     3. the first call of each client before the second call of any client, and so on;
-    4. the client with the smaller number in `turns`;
+    4. the client with the smaller number in `turns`, whose last call started longer ago;
     5. the earlier arrival.
 
     By rule 3, a client with many calls delays another client's call by only one call. `engines` has the state of each
-    model, by name. `turns` has a number for each client, which is larger if the client's last call started later.
+    model, by name.
     """
 
     def rank(call: Waiting) -> tuple[int, int, int]:
@@ -127,9 +114,9 @@ def order(
 def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
     """The call to refuse if the `new` call does not fit into the queue beside the `waiting` calls.
 
-    Only the least important calls are considered. The newest call of the client with most of these calls is refused.
-    If the `new` call is one of these calls, and its client has as many as any other client, the `new` call is refused.
-    So a client with many calls causes a refusal only of its own calls.
+    Only the least important calls are considered. The newest call of the client with most of these calls is refused;
+    with as many of several clients, the `new` call, if it is one. So a client with many calls causes a refusal only of
+    its own.
     """
     everyone = [*waiting, new]
     lowest = aged_class(max(call.importance for call in everyone), 0.0)
@@ -154,12 +141,11 @@ def next_steps(
     3. If the model is being loaded or is busy, the call waits. Later calls of other models may start.
     4. But if a load waits until another model is evicted, later calls of that other model do not start.
 
-    Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. With rule 4, calls of
-    the warm model still start first while they are in the same class as the call of the cold model. Once this call has
-    waited for its `most_wait`, or long enough to be in a higher class, no more calls of the warm model start. So models
-    are exchanged seldom.
+    Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. With it, calls of the
+    warm model still start first while they are in the same class as the call of the cold model, until this call has
+    waited for its `most_wait`, or is in a higher class. So models are exchanged seldom.
 
-    If rule 3 applies to every call, nothing can start, so the calls are not sorted. Under overload this is usual.
+    If rule 3 applies to every call, as usual under overload, nothing can start, so the calls are not sorted.
     """
     calls = list(waiting)
     if all(_must_wait(engines.get(model, _UNKNOWN)) for model in {call.model for call in calls}):
@@ -183,17 +169,17 @@ def next_steps(
 
 
 def _must_wait(engine: ModelActivity) -> bool:
-    """Whether every call of the model in `engine` waits, because the model is being loaded or is busy."""
+    """Whether every call of the model waits, because it is being loaded or is busy."""
     if engine.state is ModelState.WARM:
         return engine.active >= engine.concurrency
     return engine.state is ModelState.LOADING
 
 
 def _blocked_by_started_calls(engines: Iterable[ModelActivity]) -> set[str]:
-    """The models of which no call may start now, because calls that have already started wait for their eviction.
+    """The models of which no call may start now, because calls that have started wait for their eviction.
 
-    A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then the
-    model is loaded again, although its call counts as running.
+    A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then it is
+    loaded again, although its call counts as running.
     """
     blocked: set[str] = set()
     for engine in engines:

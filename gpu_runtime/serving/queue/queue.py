@@ -7,7 +7,10 @@ until the call may start. The model is pinned until its last turn ends. If a cal
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import os
+import shutil
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...facts import NORMAL
+from ...facts import NORMAL, ModelSpec
 from ..requests import Refused
 from .model_hold import Hold
 from .order import (
@@ -34,11 +37,34 @@ MOST_CLIENTS = 1024  # the most clients whose last turn is remembered
 MAX_RETRY_SECONDS = 60.0
 
 
+# The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
+CONCURRENCY = {"vllm": 256, "fake": 256}
+# These backends run one call at a time, and do not read `sequences`. llama-cpp-python computes one sequence after
+# another. Transformers does not batch two `generate` calls. If they ran at once, each would change the random numbers
+# that the other one gets from its seed.
+SEQUENTIAL_BACKENDS = ("llama_cpp", "transformers")
+NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its command
+
+
+def calls_at_once(spec: ModelSpec) -> int:
+    """The calls that the model of `spec` runs at once. llama-cpp-python's server, without `llama-server`, runs one."""
+    if spec.backend in SEQUENTIAL_BACKENDS:
+        return 1
+    if spec.backend == NATIVE_LLAMA_SERVER and not _native_server(os.environ.get("PATH", "")):
+        return 1
+    return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _native_server(path: str) -> bool:
+    return shutil.which(NATIVE_LLAMA_SERVER, path=path) is not None
+
+
 class Turn:
     """The time during which one call may use its model. `value` is the object that `rt.use` yields."""
 
     def __init__(self, waiting: Waiting, started: asyncio.Future[Any]) -> None:
-        """The turn of the call `waiting`. The future `started` receives the model's Hold when the call may start."""
+        """The future `started` receives the model's Hold when the call `waiting` may start."""
         self.waiting = waiting
         self.started = started
         self.value: Any = None
@@ -60,14 +86,9 @@ class _Running:
 
 
 class LoadShared(Exception):
-    """Raised when a model could not be pinned, and another call has already received the same `error`.
-
-    This exception is not counted as a failure. So a failed load is counted only once, although several calls waited for
-    it.
-    """
+    """Raised for the `error` of a load that another call has received already, so that it is counted only once."""
 
     def __init__(self, error: BaseException) -> None:
-        """`error` is the reason why the model could not be pinned."""
         super().__init__(str(error))
         self.error = error
 
@@ -89,20 +110,18 @@ class Queue:
     ) -> None:
         """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call.
 
-        `take(model, importance)` begins to pin a model. `here(model)` returns whether the model is on its device, and
-        `concurrency(model)` the number of calls that the model can run at once. `most_wait(model)` are the seconds for
-        which warm models may keep this model waiting. `clock` returns seconds. `pauses(model)` returns whether the
-        model takes no new uses now, because another process has waited for its room.
-        `load_seconds(model)` returns how long a load takes, if that was measured.
+        `take(model, importance)` begins to pin a model. `here(model)` is whether it is on its device,
+        `concurrency(model)` the calls that it can run at once, and `most_wait(model)` the seconds for which warm models
+        may keep it waiting. `pauses(model)` is whether it takes no new uses now, because another process has waited for
+        its room. `load_seconds(model)` is how long a load takes, if that was measured. `clock` returns seconds.
         """
         self._take = take
         self._here = here
         self._concurrency = concurrency
         self._clock = clock
         self._most_wait, self._pauses = most_wait, pauses
-        self._away_since: dict[
-            str, float
-        ] = {}  # models with waiting calls that are not on their device
+        # Models with waiting calls that are not on their device.
+        self._away_since: dict[str, float] = {}
         self.limit = limit
         self._load_seconds = load_seconds
         self._keys = itertools.count(1)
@@ -143,10 +162,7 @@ class Queue:
             del turn  # else a cycle: turn -> future -> error -> traceback -> this frame
 
     def advance(self) -> None:
-        """Starts every call and every load that can start now.
-
-        The queue calls this method whenever a call arrives or ends, and whenever a load ends or begins to wait.
-        """
+        """Starts every call and load that can start now: after each arrival or end of a call, and change of a load."""
         again = True
         while again:  # after the release of a model, calls that wait for it may start
             if self._waiting and not self.closed:
@@ -158,10 +174,7 @@ class Queue:
             again = any(released) and bool(self._waiting) and not self.closed
 
     def renew(self, model: str) -> None:
-        """Records that the engine of `model` has failed.
-
-        Once the running calls of the model have ended, the next call pins the model again.
-        """
+        """Records that the engine of `model` has failed: once its running calls have ended, it is pinned again."""
         running = self._models.get(model)
         if running is not None:
             running.engine_failed = True
@@ -169,8 +182,8 @@ class Queue:
     def retry_after(self) -> float:
         """The seconds after which a refused caller should try again, from 1 to 60.
 
-        The estimate is the number of waiting calls times the mean time between the ends of recent calls. If fewer than
-        two calls have ended, the estimate is the time until the first load ends, if loads were measured.
+        It is the number of waiting calls times the mean time between the ends of recent calls. Before two calls have
+        ended, it is the time until the first load ends, if loads were measured.
         """
         if len(self._ends) < 2:
             loading = [self._left_of_load(model) for model in self._models]
@@ -244,10 +257,7 @@ class Queue:
         return Refused(503, "queue_full", text, seconds, depth=depth)
 
     async def _value_of(self, hold: Hold) -> Any:
-        """The object that `hold` pins.
-
-        If the load failed, the first call raises the error of the load, and the other calls raise LoadShared.
-        """
+        """The object that `hold` pins. If the load failed, the first call raises its error, other calls LoadShared."""
         try:
             if hold.ready.done():
                 return hold.ready.result()
@@ -266,7 +276,7 @@ class Queue:
         still_waiting = self._waiting.pop(turn.waiting.key, None) is not None
         if (
             not still_waiting and not turn.refused
-        ):  # the call was started, even if its task was cancelled before it ran on
+        ):  # it was started, even if its task was cancelled then
             self._ends.append(self._clock())
             running = self._models.get(turn.waiting.model)
             if running is not None and running.active:
@@ -295,8 +305,7 @@ class Queue:
             state = ModelState.WARM if self._here(model) else ModelState.COLD
             return ModelActivity(state, running.active, concurrency)
         if running.engine_failed or self._pauses(model):
-            # With this concurrency, no further call starts until the running calls have ended. Then the model is
-            # pinned again.
+            # So no further call starts until the running calls have ended. Then the model is pinned again.
             return ModelActivity(ModelState.WARM, running.active, running.active)
         # If calls are active and the hold did not wait, the model is on its device. Only the pin is not confirmed yet.
         if running.ready or (running.active and not hold.waited):
@@ -313,10 +322,7 @@ class Queue:
             self._pin(model, self._most_important(model))
 
     def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
-        """Starts the call of `turn`, which receives `hold`.
-
-        The call counts as running until `_leave`, even if its task is cancelled at this moment.
-        """
+        """Starts the call of `turn`, which gets `hold`. It counts as running until `_leave`, even if cancelled."""
         del self._waiting[turn.waiting.key]
         self._note_turn(turn.waiting.client)
         running.active += 1
@@ -334,7 +340,7 @@ class Queue:
         return [turn for turn in self._waiting.values() if turn.waiting.model == model]
 
     def _most_important(self, model: str) -> int:
-        """The importance of the most important call that waits for the model. A lower number is more important."""
+        """The importance of the most important call that waits for the model. A lower number is more."""
         return min(turn.waiting.importance for turn in self._waiting_for(model))
 
     # -- pins
@@ -348,10 +354,7 @@ class Queue:
         return running
 
     def _on_ready(self, model: str, hold: Hold) -> None:
-        """Called when the pin of `hold` succeeded or failed.
-
-        If the pin failed, all calls that wait for the model are started, so that they receive the error.
-        """
+        """Called when the pin of `hold` succeeded or failed. A failure starts all calls that wait, to tell them."""
         running = self._models.get(model)
         if running is None or running.hold is not hold:
             return
@@ -362,10 +365,7 @@ class Queue:
         self.advance()
 
     def _release_idle(self, model: str) -> bool:
-        """Releases a `model` that runs no call, unless the model is being loaded for a waiting call.
-
-        Returns whether a pin was released.
-        """
+        """Releases a `model` that runs no call and is not loaded for a waiting one. Returns whether it did."""
         running = self._models[model]
         is_loading = running.hold is not None and not running.ready
         if is_loading and not self.closed and self._waiting_for(model):

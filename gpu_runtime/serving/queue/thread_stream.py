@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import closing
 from typing import Any
 
 from ...threads import Cancellation, start_short
@@ -12,13 +13,11 @@ from ...threads import Cancellation, start_short
 Emit = Callable[[Any], None]
 
 
-async def stream_from_thread(
-    work: Callable[[Emit, Cancellation], None],
-) -> AsyncGenerator[Any]:
+async def stream_from_thread(work: Callable[[Emit, Cancellation], None]) -> AsyncGenerator[Any]:
     """Yields the values that `work(emit, cancelled)` emits, as they arrive. Raises the error that `work` raises.
 
-    `cancelled` is set when the reader of the stream has stopped. `work` should then end soon. The stream waits until
-    `work` ends, because an engine that still computes cannot take the next call.
+    `cancelled` is set when the reader of the stream has stopped; `work` should then end soon. The stream waits for
+    that, because an engine that still computes cannot take the next call.
     """
     loop = asyncio.get_running_loop()
     results: deque[tuple[Any, BaseException | None, bool]] = deque()  # value, error, whether last
@@ -28,7 +27,6 @@ async def stream_from_thread(
     wake_pending = False  # whether a wake of the loop is under way, so that no other is needed
 
     def emit(value: Any = None, error: BaseException | None = None, last: bool = False) -> None:
-        """Queues a value or an error, and wakes the event loop."""
         nonlocal wake_pending
         results.append((value, error, last))
         if wake_pending and not last:
@@ -40,7 +38,6 @@ async def stream_from_thread(
             cancelled.set()
 
     def wake(last: bool) -> None:
-        """Wakes the reader of the stream, since results have arrived."""
         nonlocal wake_pending
         wake_pending = False  # before `results` is read: a later value wakes the loop again
         arrived.set()
@@ -48,7 +45,6 @@ async def stream_from_thread(
             ended.set()
 
     def run() -> None:
-        """Runs `work`, and queues its end or its error."""
         try:
             work(emit, cancelled)
         except BaseException as error:  # noqa: BLE001 - raised where the reader waits
@@ -75,19 +71,24 @@ async def stream_from_thread(
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Runs `work()` in a thread, and returns its value.
-
-    If the task that awaits the value is cancelled, the task still waits until `work` has ended.
-    """
+    """Returns the value of `work()`, run in a thread. A cancelled task still waits until `work` has ended."""
     return await in_thread_until(lambda cancelled: work())
 
 
 async def in_thread_until(work: Callable[[Cancellation], Any]) -> Any:
-    """Runs `work(cancelled)` in a thread, and returns its value.
+    """Returns the value of `work(cancelled)`, run in a thread.
 
     If the task that awaits the value is cancelled, the event `cancelled` is set, and `work` must then end soon.
     """
-    results: list[Any] = []
-    async for value in stream_from_thread(lambda emit, cancelled: emit(work(cancelled))):
-        results.append(value)
-    return results[0]
+    stream = stream_from_thread(lambda emit, cancelled: emit(work(cancelled)))
+    [value] = [value async for value in stream]
+    return value
+
+
+def emit_each(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:
+    """Emits the `chunks` until `cancelled` is set. Closes their generator, which ends the work of its engine."""
+    with closing(chunks):
+        for chunk in chunks:
+            if cancelled.is_set():
+                return
+            emit(chunk)

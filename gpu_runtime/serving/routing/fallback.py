@@ -82,10 +82,7 @@ def is_configured_cloud(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
-    """The cloud of the model `name`, in the form `provider:model`, or a sentence about what is missing for a call.
-
-    `environment` has `PROVIDER_API_KEY` and `PROVIDER_BASE_URL`.
-    """
+    """The cloud of the model `name` (`provider:model`) in the `environment`, or a sentence on what is missing."""
     provider, _, model = name.partition(":")
     variable = address_variable(provider)
     key_variable = variable.replace("_BASE_URL", "_API_KEY")
@@ -101,10 +98,10 @@ def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
 
 
 def guarded(choices: Iterable[Choice], allow_cloud: bool) -> tuple[Choice, ...]:
-    """The `choices`. If `allow_cloud` is false, all clouds except the first choice are removed.
+    """The `choices`; without clouds after the first, if `allow_cloud` is false.
 
-    The first choice is the requested model. If the requested model is a cloud's, the caller wants that cloud, so the
-    first choice is never removed. Source: Model Boss, Cloud-fallback guard.
+    The first choice is the requested model. If it is a cloud's, the caller wants that cloud. Source: Model Boss,
+    Cloud-fallback guard.
     """
     first, *others = choices
     return (first, *(choice for choice in others if allow_cloud or not choice.cloud))
@@ -120,8 +117,7 @@ def chain(
     """The models that may answer a call of `asked`, in the order in which they are tried.
 
     `others` are the stand-ins of `tasks.yaml`. `context(name)` is a model's context length in tokens, and `known(name)`
-    is whether a name is a local model. A cloud stands in only if `allow_cloud()` is true. `allow_cloud` reads a file,
-    so it is called only if a stand-in is a cloud.
+    is whether a name is a local model. `allow_cloud()`, which reads a file, is called only if a stand-in is a cloud.
 
     >>> contexts = {"big": 32768, "small": 4096}
     >>> others = ["claude:haiku", "big", "small"]
@@ -145,23 +141,17 @@ def guard_file() -> Path:
 
 
 class CloudGuard:
-    """The setting whether a cloud may stand in for a local model. It is stored in a file, which survives restarts."""
+    """Whether a cloud may stand in for a local model. The value is in a file, which survives restarts."""
 
     def __init__(self, path: Path | None, seed: bool) -> None:
-        """The guard whose value is in the file `path`. If `path` is None, the value is kept in memory only.
-
-        `seed` (MODEL_BOSS_ALLOW_CLOUD_FALLBACK) is the value until `allow` is first called.
-        """
+        """The value is in the file `path`, or in memory if that is None; it is `seed` until `allow` is called."""
         self._path = path
         self._seed = seed
         self._in_memory: bool | None = None
 
     @property
     def allowed(self) -> bool:
-        """Whether a cloud may stand in for a local model.
-
-        If the file exists but has no readable value, the result is False, so that no data leaves this machine.
-        """
+        """The value. False if the file has no readable value, so that no data leaves this machine."""
         if self._path is None:
             return self._seed if self._in_memory is None else self._in_memory
         try:
@@ -183,8 +173,5 @@ class CloudGuard:
             make_directory(self._path.parent)
             replace_file(self._path, f"{json.dumps({'allowCloudFallback': allowed})}\n".encode())
         except OSError as error:
-            raise BadSetting(
-                "allowCloudFallback",
-                allowed,
-                f"kept in {self._path}, which cannot be written ({error.strerror or error})",
-            ) from None
+            why = f"kept in {self._path}, which cannot be written ({error.strerror or error})"
+            raise BadSetting("allowCloudFallback", allowed, why) from None

@@ -1,19 +1,18 @@
-"""Changes a call before an engine sees it, by the client's profile, the aliases and the thinking mode.
+"""Changes a call before an engine sees it, by the client's profile, the aliases and the thinking mode. Pure.
 
-This module is pure. A field of the body overrides the profile, and the profile overrides the model's entry in the
-catalogue.
+A field of the body overrides the profile, and the profile overrides the model's entry in the catalogue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from msgspec.structs import replace
 
 from ...facts import parse_importance
 from ..fields import OTHER_NAMES
-from ..requests import Call, Refused, bad, prompts_of
+from ..requests import Call, Json, Refused, bad, prompts_of
 from .tasks import Profile
 
 # Some templates read these words in the last user message.
@@ -30,7 +29,7 @@ def _after(system: str, prompt: str | list[int]) -> str:
 def apply_profile(call: Call, profile: Profile | None) -> Call:
     """The `call`, in which each missing value is taken from the client's `profile`.
 
-    The profile's system text is always added to the prompt. Of two cooldowns the longer one applies.
+    Its system text is always added to the prompt. Of two cooldowns the longer one applies.
     """
     if profile is None:
         return call
@@ -64,11 +63,10 @@ def with_alias(call: Call, aliases: Mapping[str, str]) -> Call:
     return call if model is None else replace(call, model=model, body={**call.body, "model": model})
 
 
-def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The conversation `messages` with `text` as a system message at its beginning.
+def with_system(messages: list[Json], text: str) -> list[Json]:
+    """The conversation `messages` with `text` as a system message at its beginning, or in the one that it begins with.
 
-    If the conversation already begins with a system message, `text` is put into that message. Many templates allow only
-    one system message, and only in the first place.
+    Many templates allow only one system message, and only in the first place.
 
     >>> with_system([{"role": "user", "content": "hi"}], "Be brief.")[0]
     {'role': 'system', 'content': 'Be brief.'}
@@ -82,27 +80,22 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
 
 
 def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
-    """Whether the model writes its thoughts before its answer.
-
-    The `call` decides. If the call has no such value, the model's `options` decide. None means that the model's
-    template decides.
-    """
+    """Whether the model writes its thoughts: the `call` decides, else the model's `options`; None: its template."""
     thinking = options.get("thinking") if call.thinking is None else call.thinking
     return thinking if isinstance(thinking, bool) else None
 
 
 def with_thinking(
     body: Mapping[str, Any], think: bool | None, template: str, model: str
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Turns the thoughts of a model on or off, as `think` says. If `think` is None, nothing is changed.
+) -> tuple[list[Json], Json]:
+    """The messages of a call's `body`, and the variables for the chat `template`, with which `model` thinks or not.
 
-    Returns the messages of the call's `body`, and the variables for the chat `template`. A template that reads
-    `enable_thinking` gets that variable. If the template reads `/think` or `/no_think`, the word for `think` is added
-    to the last user message.
+    `think` says which; None changes nothing. A template that reads `enable_thinking` gets that variable. If it reads
+    `/think` or `/no_think`, the word for `think` is added to the last user message.
 
-    Raises Refused (400) if the template of `model` has no such switch. Nothing is raised if `think` is false and the
-    template has no `<think>`, because such a model shows no thoughts. Nothing is raised either if `think` is true only
-    because of a `reasoning_effort`, which many clients always send. A template that reads it gets it.
+    Raises Refused (400) if the template has no such switch, unless `think` is false and the template has no `<think>`,
+    because such a model shows no thoughts, or `think` is true only because of a `reasoning_effort`, which many clients
+    always send. A template that reads the effort gets it.
 
     >>> hi = {"messages": [{"role": "user", "content": "hi"}]}
     >>> with_thinking(hi, False, "{% if enable_thinking %}…", "qwen")
@@ -116,15 +109,17 @@ def with_thinking(
     if think is None:
         return messages, {}
     variables = {"enable_thinking": think, "reasoning_effort": effort}
-    read = {name: variables[name] for name in variables if name in template}
-    if effort is None:
-        read.pop("reasoning_effort", None)
+    read = {
+        name: value for name, value in variables.items() if name in template and value is not None
+    }
     if read:
         return messages, read
     if not any(word in template for word in SWITCHES.values()):
         if (think and effort) or (not think and template and "<think>" not in template):
             return messages, {}
-        return _no_switch(model, "reasoning_effort" if effort else "x_thinking")
+        field = "reasoning_effort" if effort else "x_thinking"
+        text = f"{model} has no switch for thinking that can be set here; leave {field} out"
+        raise Refused(400, "no_thinking_switch", text, param=field)
     for at in reversed(range(len(messages))):
         message = messages[at]
         content = message.get("content")
@@ -132,8 +127,3 @@ def with_thinking(
             changed = {**message, "content": f"{content} {SWITCHES[think]}"}
             return [*messages[:at], changed, *messages[at + 1 :]], {}
     return messages, {}
-
-
-def _no_switch(model: str, field: str) -> NoReturn:
-    text = f"{model} has no switch for thinking that can be set here; leave {field} out"
-    raise Refused(400, "no_thinking_switch", text, param=field)

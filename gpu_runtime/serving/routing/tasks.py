@@ -31,8 +31,6 @@ from ..requests import Refused
 from .fallback import Choice, guarded, is_cloud
 
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
-
-
 TOO_SHORT = "budget_too_short"  # the code of a refusal for a budget that is too short
 
 
@@ -106,11 +104,10 @@ def candidates(
     """The candidates of the `task` called `name`, in the order in which they are tried.
 
     1. If `allow_cloud` is false, clouds are removed from all places but the first.
-    2. Models that are expected to take longer than the budget are removed. If no model is left, Refused is raised with
-       the budget and the expected times.
+    2. Models that are expected to take longer than the budget are removed. If none is left, Refused is raised.
     3. With `pin_primary` the order is that of the file. With `replicas` the model with the fewest calls comes first.
-       Without both, and among replicas with equally many calls, warm models come first, in the order of the file. A
-       cloud counts as warm only if it is the first candidate.
+       Else, and among equal replicas, warm models come first, in the order of the file. A cloud counts as warm only if
+       it is the first candidate.
 
     `warm(model)` is whether a model is on its device, `known(model)` whether a name is a local model, and `load(model)`
     the number of a model's calls that wait or run. `budget` (seconds) overrides the task's own budget.
@@ -132,22 +129,27 @@ def candidates(
     if not task.pin_primary:  # 3
         fitting.sort(key=lambda choice: (calls(choice), not goes_first(choice)))
     first_fits = any(choice.model == first for choice in fitting)
-    explained = []
-    for choice in fitting:
-        if choice.model != first:
-            reason = _why_not_first(choice.model, first, first_fits, warm)
-            if task.replicas and first_fits:
-                reason = f"it had the shortest queue of {len(fitting)} replicas"
-            choice = Choice(choice.model, choice.cloud, f"task:{name}: {reason}")
-        explained.append(choice)
-    return tuple(explained)
+
+    def explained(choice: Choice) -> Choice:
+        if choice.model == first:
+            return choice
+        if not first_fits:
+            reason = f"{first} would take longer than the budget"
+        elif task.replicas:
+            reason = f"it had the shortest queue of {len(fitting)} replicas"
+        elif warm(choice.model) and not warm(first):
+            reason = f"it is warm and {first} is not"
+        else:
+            reason = f"{first} could not answer"
+        return Choice(choice.model, choice.cloud, f"task:{name}: {reason}")
+
+    return tuple(map(explained, fitting))
 
 
 def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
-    """The expected seconds until a call of a model is answered. If `is_warm` is false, they include the model's load.
+    """The expected seconds until a call of a model is answered, with the model's load unless it `is_warm`.
 
-    A part of `cost` that was never measured counts as 0 s, so the call may take longer. The result is None if no part
-    was measured.
+    A part of `cost` that was never measured counts as 0 s; the result is None if no part was measured.
 
     >>> expected_seconds(False, Cost(load=40.0)), expected_seconds(True, Cost(load=40.0))
     (40.0, None)
@@ -177,30 +179,20 @@ def too_short(
     warm: Callable[[str], bool],
     cost: Callable[[str], Cost],
 ) -> Refused:
-    """The refusal (504) of a call of `asked` whose `budget` (seconds) is too short for all `choices`.
-
-    The message has the budget and the expected time of each choice. `warm(model)` is whether a model is on its device.
-    """
-    estimates = []
-    shortest = None
+    """The refusal (504) of a call of `asked` whose `budget` in seconds is too short for all `choices`."""
+    estimates: dict[str, float] = {}  # in words -> seconds
     for choice in choices:
-        measured = cost(choice.model)
-        is_warm = warm(choice.model)
+        measured, is_warm = cost(choice.model), warm(choice.model)
         seconds = expected_seconds(is_warm, measured)
-        if choice.cloud or seconds is None:
-            continue
-        shortest = seconds if shortest is None else min(shortest, seconds)
-        parts = "" if is_warm else f" ({measured_parts(measured, ', ')})"
-        estimates.append(f"{choice.model} about {seconds:.1f} s{parts}")
-    return Refused(
-        504,
-        TOO_SHORT,
+        if not choice.cloud and seconds is not None:
+            parts = "" if is_warm else f" ({measured_parts(measured, ', ')})"
+            estimates[f"{choice.model} about {seconds:.1f} s{parts}"] = seconds
+    text = (
         f"{asked} has a budget of {budget:g} s, and would take {', '.join(estimates)}. "
-        f"Raise the budget, or keep the model warm (keep_alive_s).",
-        None,
-        budget_seconds=budget,
-        expected_seconds=shortest,
+        "Raise the budget, or keep the model warm (keep_alive_s)."
     )
+    shortest = min(estimates.values(), default=None)
+    return Refused(504, TOO_SHORT, text, budget_seconds=budget, expected_seconds=shortest)
 
 
 def measured_parts(cost: Cost, separator: str) -> str:
@@ -209,16 +201,6 @@ def measured_parts(cost: Cost, separator: str) -> str:
     >>> measured_parts(Cost(load=40.0, answer=2.0), " and ")
     '40.0 s to load and 2.0 s to answer'
     """
-    parts = []
-    for name, seconds in (("load", cost.load), ("answer", cost.answer)):
-        if seconds is not None:
-            parts.append(f"{seconds:.1f} s to {name}")
-    return separator.join(parts)
-
-
-def _why_not_first(model: str, first: str, first_fits: bool, warm: Callable[[str], bool]) -> str:
-    if not first_fits:
-        return f"{first} would take longer than the budget"
-    if warm(model) and not warm(first):
-        return f"it is warm and {first} is not"
-    return f"{first} could not answer"
+    parts = (("load", cost.load), ("answer", cost.answer))
+    known = [f"{seconds:.1f} s to {name}" for name, seconds in parts if seconds is not None]
+    return separator.join(known)

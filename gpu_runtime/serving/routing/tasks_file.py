@@ -1,7 +1,6 @@
 """Reads `tasks.yaml`, and reads it again when it has changed.
 
-A mistake is reported with the file, the line and the name of the task. If a changed file has a mistake, the earlier
-content stays.
+A mistake is reported with the file, the line and the name of the task.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def default_file() -> Path:
 
 
 class TasksFile:
-    """The content of one file, which is read again after each change of the file.
-
-    After a change with a mistake, the earlier content stays.
-    """
+    """The content of one file, which is read again after each change. After a mistake, the earlier content stays."""
 
     def __init__(
         self,
@@ -67,10 +63,7 @@ class TasksFile:
         self._content = read_serving_config(path)
 
     def content(self) -> ServingConfig:
-        """The content of the file, which is checked for a change at most once a second.
-
-        After the file was removed, the content stays until `reload` is called.
-        """
+        """The content of the file, checked once a second. If it was removed, it stays until `reload` is called."""
         if self._clock() - self._checked_at >= CHECK_SECONDS:
             self._checked_at = self._clock()
             stamp = _stamp(self.path)
@@ -94,9 +87,8 @@ class TasksFile:
             self._content = read_serving_config(self.path)
             self._is_new = True
         except BadDocument as error:
-            log.warning(
-                "%s was changed and has a mistake; the earlier content stays: %s", self.path, error
-            )
+            text = "%s was changed and has a mistake; the earlier content stays: %s"
+            log.warning(text, self.path, error)
         else:
             log.info("%s was read again", self.path)
 
@@ -111,10 +103,7 @@ def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
 
 
 def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
-    """The content of the file `path`. If the file does not exist, the result is empty.
-
-    Raises BadDocument, which names the file, the line and the field.
-    """
+    """The content of the file `path`; empty if there is none. Raises BadDocument, with the line and field."""
     if path is None or not os.path.exists(path):
         return ServingConfig()
     name = os.fspath(path)
@@ -185,9 +174,8 @@ class _TasksReader:
         unknown_word = isinstance(importance, str) and importance not in IMPORTANCE
         out_of_range = isinstance(importance, int) and not 1 <= importance <= 100
         if unknown_word or out_of_range:
-            problem = (
-                f"{importance!r} is none of {', '.join(IMPORTANCE)}, nor a number from 1 to 100"
-            )
+            names = ", ".join(IMPORTANCE)
+            problem = f"{importance!r} is none of {names}, nor a number from 1 to 100"
             raise self._bad((*place, "importance"), problem)
         for field in profile.defaults:
             if field in FIELDS_OF_CALLS or field.startswith("x_"):
