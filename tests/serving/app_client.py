@@ -44,11 +44,12 @@ class Words:
 class Gateway:
     """A gateway that answers with the call itself.
 
-    The model `slow` never answers. `let_go` is True once a call of `slow` was cancelled.
+    The model in `slow` never answers. `let_go` is True once a call of it was cancelled.
     """
 
     def __init__(self) -> None:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
+        self.slow = "slow"
         self.figures = CallFigures()
         self.usage = Usage()
 
@@ -82,7 +83,7 @@ class Gateway:
         self, kind: str, body: Any, client_name: str, record: CallRecord | None = None
     ) -> Reply:
         call = read_call(kind, body, client_name)
-        if call.model == "slow":
+        if call.model == self.slow:
             try:
                 await asyncio.Event().wait()
             finally:
