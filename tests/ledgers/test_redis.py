@@ -46,8 +46,11 @@ def new_owner_here(url, open_at):
 
 @pytest.fixture
 def own():
-    """A Redis server for one test alone, which may kill it."""
-    with redis_server() as server:
+    """A Redis server for one test alone, which may kill it or copy its files.
+
+    With `everysec`, it holds its writes back for up to two seconds while the disk is slow.
+    """
+    with redis_server("--appendfsync", "always") as server:
         yield server
 
 
