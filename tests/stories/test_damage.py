@@ -121,5 +121,4 @@ def test_a_crowd_outlives_a_thousand_faults(keeper, tmp_path, seed):
 
     given = {"kernels": (4, 8, 16, 32)[seed % 4], "seconds": 60, "seed": seed, "calm": 0.08}
     vandal = crowd(keeper, tmp_path, enough, kind=Vandal, **given)
-    served = vandal.served
-    soak.add("keeper", attacks=vandal.struck.total(), blocks_served_under_attack=served)
+    soak.add("keeper", attacks=vandal.struck.total(), blocks_served_under_attack=vandal.served)

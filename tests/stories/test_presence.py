@@ -106,11 +106,8 @@ def test_a_stopped_process_is_named_with_since_when_until_it_answers(kernel, con
         assert not console.evict("qwen", wait=False).done
     after = console.status().now
     [one] = until(lambda: console.status().unanswered)
-    assert (one.owner.pid, one.ticket.verb, one.ticket.said_by) == (
-        kernel.process.pid,
-        "evict",
-        "ann",
-    )
+    said = (one.owner.pid, one.ticket.verb, one.ticket.said_by)
+    assert said == (kernel.process.pid, "evict", "ann")
     assert before - 0.1 <= one.since <= after + 0.1, "the book has tenths of a second"
     kernel.signal(signal.SIGCONT)
     until(lambda: not console.status().unanswered)

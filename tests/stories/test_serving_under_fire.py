@@ -200,12 +200,9 @@ def holdings(server: Served) -> dict[str, int]:
     process = psutil.Process(server.process.pid)
     children = process.children(recursive=True)
     family = [process, *(one for one in children if SAMPLER not in one.cmdline())]
+    sockets = [one for each in family for one in each.net_connections("inet")]
     return {
-        "ports": sum(
-            one.status == psutil.CONN_LISTEN
-            for each in family
-            for one in each.net_connections("inet")
-        ),
+        "ports": sum(one.status == psutil.CONN_LISTEN for one in sockets),
         "files": process.num_fds(),
         "threads": process.num_threads(),
         "processes": len(family),
