@@ -136,9 +136,8 @@ class PlacementRules(Value):
     # the share nearly fills is then claimed in full. If the factor is 0, the share is estimated
     # from the model.
     factor: float = 0.0
-    largest_fraction: float = (
-        0.8  # with a factor, a share of at least this fraction of a card claims the whole card
-    )
+    # With a factor, a share of at least this fraction of a card claims the whole card
+    largest_fraction: float = 0.8
     # Models that the fleet wishes at least this much stay (see `Lease.wished`); 0: none stays.
     spared: int = 0
 

@@ -24,9 +24,8 @@ class Owner(Value):
     host: str
     boot: str
     pid: int
-    started: (
-        int  # clock ticks after boot, from /proc/PID/stat; pid and this number together are unique
-    )
+    # Clock ticks after boot, from /proc/PID/stat; pid and this number together are unique
+    started: int
     serial: int = 0  # several runtimes in one process are several owners
     user: str = ""
     notebook: str = ""
@@ -352,9 +351,8 @@ class Section(Value):
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that the owner started to run models in. Their memory belongs to the owner's leases.
     engines: tuple[int, ...] = ()
-    busy_since: float = (
-        NEVER  # when the running cell began; 0: no cell runs, or the owner is no kernel
-    )
+    # When the running cell began; 0: no cell runs, or the owner is no kernel
+    busy_since: float = NEVER
     idle_since: float = NEVER  # when the last cell ended; 0: unknown, or a cell runs
 
     def claims(self) -> dict[str, int]:
@@ -451,9 +449,8 @@ class Ticket(Value):
     shadows: tuple[str, ...] = ()
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins
-    blocked_since: float = (
-        0.0  # since when only models in use block it; 0: something else blocks it
-    )
+    # Since when only models in use block it; 0: something else blocks it
+    blocked_since: float = 0.0
     because: str = ""
     # The person who made the request, as the requesting process claims. The claim is not proven, so
     # this field is only for display.

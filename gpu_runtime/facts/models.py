@@ -64,9 +64,8 @@ class Evidence(Value):
     """The facts about a model's size that its source shows before anything is loaded."""
 
     weight_bytes: int | None = None  # size in memory; None: the source does not show it
-    source: str = (
-        ""  # where the size was read: "safetensors header", "GGUF header", "shapes", "module"
-    )
+    # Where the size was read: "safetensors header", "GGUF header", "shapes", "module"
+    source: str = ""
     file_bytes: int = 0  # size of the source's files, if nothing else is known
     file_format: str = ""  # format of those files: gguf or safetensors
     name: str = ""  # name of the source's file or repository, which may contain the size
@@ -84,9 +83,8 @@ class Measurement(Value):
     """The memory that a model used after it was loaded, as measured."""
 
     resident_bytes: int  # size of the model's storages
-    peak_bytes: int | None = (
-        None  # the largest number of bytes during load and use; None: not measured
-    )
+    # The largest number of bytes during load and use; None: not measured
+    peak_bytes: int | None = None
     day: str = ""  # in the form 2026-11-21
     device: str = ""  # a card's name
     name: str = ""  # the model's name, for people who read the file

@@ -154,9 +154,8 @@ class ProcessState(enum.StrEnum):
     RUNNING = "running"  # the process runs a cell, or is no kernel
     IDLE = "idle"  # the process is a kernel that runs no cell
     STOPPED = "stopped"  # stopped by SIGSTOP or a debugger; it keeps its memory
-    DUMPING = (
-        "writing a core dump"  # it has crashed, and keeps its memory until the dump is written
-    )
+    # It has crashed, and keeps its memory until the dump is written
+    DUMPING = "writing a core dump"
     SILENT = "silent"  # it does not answer a request, or nothing proves that it lives
     ENDED = "ended"  # its leases are about to be removed
 

@@ -217,19 +217,18 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def devices(rows: Iterable[tuple[str, str, str, str]]) -> str:
     """A table of bars. Each of the `rows` has the device, its bar, bytes and remarks, as HTML."""
-    cells = [_device_row(*row) for row in rows]
+    cells = [
+        (
+            table_cell("td", id),
+            table_cell("td", drawn, style="width:50%;max-width:0px"),
+            table_cell("td", size, "g-num"),
+            table_cell("td", remarks, "g-soft g-wrap", "min-width:120px") if remarks else td(""),
+        )
+        for id, drawn, size, remarks in rows
+    ]
     return (
         '<table style="width:100%;table-layout:auto">'
         f"<tbody>{_body(cells, _used_columns(cells))}</tbody></table>"
-    )
-
-
-def _device_row(id: str, drawn: str, size: str, remarks: str) -> tuple[str, ...]:
-    return (
-        table_cell("td", id),
-        table_cell("td", drawn, style="width:50%;max-width:0px"),
-        table_cell("td", size, "g-num"),
-        table_cell("td", remarks, "g-soft g-wrap", "min-width:120px") if remarks else td(""),
     )
 
 

@@ -31,9 +31,8 @@ MOST_CHARACTERS = 100_000  # a longer cell is data, and is not read
 MOST_PARSED = 512  # cells whose trees are kept
 MOST_VALUES = 50  # the values that are kept of one variable
 DEEPEST_CALL = 3  # calls within calls that are followed
-MOST_CALLS = (
-    200  # calls that are followed in one cell; 27,000 calls took 50 s beside the running cell
-)
+# Calls that are followed in one cell; 27,000 calls took 50 s beside the running cell
+MOST_CALLS = 200
 
 
 class ScannedModels(NamedTuple):

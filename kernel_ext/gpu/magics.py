@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -281,6 +281,7 @@ class _Loaded:
         self.wait_line: WaitLine | None = None
         self.magics = GpuMagics(shell, self.open)
         self.matcher = matcher_for(self.open)
+        self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []  # table, key, the former entry
         self._add_magics()
         shell.Completer.custom_matchers.append(self.matcher)
         self._add_formats()
@@ -299,19 +300,21 @@ class _Loaded:
         if self.parking is not None:
             self.magics.make_room = self.parking.make_room_to_retry
 
+    def _will_replace(self, table: dict[Any, Any], keys: Iterable[Any]) -> None:
+        self._replaced += [(table, key, table.get(key)) for key in keys]
+
     def _add_magics(self) -> None:
-        tables = self.shell.magics_manager.magics
-        self._other_magics = {
-            (kind, name): tables[kind].get(name) for kind in ("line", "cell") for name in NAMES
-        }
+        tables = [self.shell.magics_manager.magics[kind] for kind in ("line", "cell")]
+        for table in tables:
+            self._will_replace(table, NAMES)
         self.shell.register_magics(self.magics)
-        for kind in ("line", "cell"):
-            tables[kind]["gpuctl"] = tables[kind]["gpu"]
+        for table in tables:
+            table["gpuctl"] = table["gpu"]
 
     def _add_formats(self) -> None:
         """Makes IPython show the result of `rt.status()` as the result of `%gpu` is shown."""
         formatter = self.shell.display_formatter.mimebundle_formatter
-        self._other_formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
+        self._will_replace(formatter.type_printers, _SHOWN)
         for kind in _SHOWN:
             formatter.for_type(
                 kind, lambda value, include=None, exclude=None: _bundle(self.open, value)
@@ -365,10 +368,13 @@ class _Loaded:
 
     def remove(self) -> None:
         """Removes everything that the extension added, and restores what the additions replaced."""
-        self._remove_magics()
+        for table, key, before in self._replaced:
+            table.pop(key, None)
+            if before is not None:
+                table[key] = before
+        self.shell.magics_manager.registry.pop(GpuMagics.__name__, None)
         with contextlib.suppress(ValueError):  # the user has removed it from the list
             self.shell.Completer.custom_matchers.remove(self.matcher)
-        self._remove_formats()
         self.shell.events.unregister("pre_run_cell", self.before_cell)
         self.shell.events.unregister("post_run_cell", self.after_cell)
         if self.parking is not None:
@@ -384,21 +390,6 @@ class _Loaded:
         self.look_ahead.remove()
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
-
-    def _remove_magics(self) -> None:
-        tables = self.shell.magics_manager.magics
-        for (kind, name), before in self._other_magics.items():
-            tables[kind].pop(name, None)
-            if before is not None:
-                tables[kind][name] = before
-        self.shell.magics_manager.registry.pop(GpuMagics.__name__, None)
-
-    def _remove_formats(self) -> None:
-        formatter = self.shell.display_formatter.mimebundle_formatter
-        for kind, before in self._other_formats.items():
-            formatter.type_printers.pop(kind, None)
-            if before is not None:
-                formatter.type_printers[kind] = before
 
 
 def _follow_reloads() -> None:

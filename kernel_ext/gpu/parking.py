@@ -116,9 +116,8 @@ class Handlers:
 
 
 LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel's loop and with all threads at rest
-MOMENT_SECONDS = (
-    2.0  # the longest wait until a reason that ends by itself has ended, before the copies
-)
+# The longest wait until a reason that ends by itself has ended, before the copies
+MOMENT_SECONDS = 2.0
 USED = "the kernel was used meanwhile"
 AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
 UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs

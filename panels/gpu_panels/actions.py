@@ -27,9 +27,8 @@ from .poller import Poller
 from .widgets import ConfirmationForm
 
 MOST_REPORTS = 4  # finished actions on the page; all actions in progress are shown in addition
-DONE_SECONDS = (
-    20.0  # a successful action is shown for so long; a failed one, until newer ones replace it
-)
+# A successful action is shown for so long; a failed one, until newer ones replace it
+DONE_SECONDS = 20.0
 
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """

@@ -1,15 +1,22 @@
 """The page of the console, which has a status bar and tabs. The server and notebooks show the same page.
 
 One `Console` is one session. It does not read the ledger, but shows the last result of its poller.
+
+The browser needs one to two seconds for Panel's scripts. Until then the HTML of the page shows a preview of the first
+figures, drawn by the scripts of the console's own widgets. So the preview looks like the page that replaces it. Buttons
+of the preview do nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import html
+import json
 import logging
+import re
+import string
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from urllib.parse import urlencode
 
 import panel as pn
 import panel_material_ui as pmui
+from panel.custom import JSComponent
 from panel.io.document import unlocked
 from panel.io.resources import LOCAL_DIST
 from panel.util import edit_readonly
@@ -25,17 +33,13 @@ from panel_material_ui.base import BASE_TEMPLATE
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clock
 
-from . import palette, preview
+from . import palette, tabs
 from .actions import Actions
 from .data.cells import encoded
 from .data.queue_rows import PROBLEMS, pressed, problem_rows
 from .poller import Poller, PollResult
-from .tabs import registry
-from .tabs.base import Tab
-
-# All widgets are defined before the first page. A page in a notebook contains the definitions of the
-# components that exist when it is shown. Its browser cannot show a component that is defined later.
-from .widgets import StatusBar, Table, status_html
+from .tabs.base import FINGER_PIXELS, Tab
+from .widgets import Devices, Prose, StatusBar, Table, status_html
 
 log = logging.getLogger("gpu_runtime")
 
@@ -46,7 +50,7 @@ OLD_FIGURES = {"filter": "grayscale(1) opacity(.55)"}  # of a host that is gone
 MARGIN = (0, 20)  # between the page's edge and its contents
 
 
-FINGER = {"@media (pointer: coarse)": {"minWidth": 44, "minHeight": 44}}  # pixels
+FINGER = {"@media (pointer: coarse)": FINGER_PIXELS}
 FINGER_IN_FIELD = {
     "@media (pointer: coarse)": {"minHeight": "27px !important"}
 }  # 44 with the padding of 17
@@ -116,7 +120,7 @@ class Console:
         self.poller, self.visitor, self._chooser = poller, visitor, chooser
         self.actions = Actions(poller, visitor)
         self._shown: int | None = None  # the revision on the page
-        self._titles = registry.titles() + ([registry.SERVING] if poller.serving else [])
+        self._titles = tabs.titles() + ([tabs.SERVING] if poller.serving else [])
         self._made: dict[str, Tab] = {}
         self._address = dict(address)  # for the first tab; empty once that tab was made
         self._holders = {
@@ -178,7 +182,7 @@ class Console:
         tab = self._made.get(title)
         if tab is None or self._chooser:
             return ""
-        return preview.html(self.status_bar, self._problems, tab.panel, self._titles, title)
+        return preview_html(self.status_bar, self._problems, tab.panel, self._titles, title)
 
     def close(self) -> None:
         """Ends the session, so that the poller no longer counts it."""
@@ -249,7 +253,7 @@ class Console:
         try:
             tab = self._made.get(title)
             if tab is None:
-                tab = registry.kind(title)(self.poller, self.actions)
+                tab = tabs.kind(title)(self.poller, self.actions)
                 tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
                 tab.visit(self._address)
@@ -394,3 +398,71 @@ def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
 
     pn.state.on_session_destroyed(ended)
     return console.page
+
+
+# -- the preview of a page
+
+WIDGETS = Path(__file__).with_name("widgets")
+KINDS: tuple[type[JSComponent], ...] = (StatusBar, Prose, Devices, Table)
+_EXPORTED = re.compile(r"^export (?=function (\w+))", re.MULTILINE)
+
+
+def preview_html(
+    status_bar: StatusBar, problems: Table, tab: Any, titles: Sequence[str], front: str
+) -> str:
+    """The preview of a page as HTML: its status bar, problems and `titles`, and `tab`, the one in `front`."""
+    page = {
+        "bar": _piece(status_bar, chooses=False, announces=False, silence="Connecting"),
+        "problems": [_piece(widget) for widget in _widgets(problems)],
+        "tabs": titles,
+        "front": front,
+        "parts": [_piece(widget) for widget in _widgets(tab)],
+    }
+    # Within a script, HTML's parser looks for the end tag only, so no `<` may be left in the text.
+    text = json.dumps(page).replace("<", "\\u003c")
+    return f'<style>{_style()}</style><div id="preview" inert></div><script>{_script()}({text}, widgets)</script>'
+
+
+def _widgets(part: Any) -> Iterator[JSComponent]:
+    """The visible widgets in the layout `part`, in their order. Panel's own widgets are left out."""
+    if not part.visible:
+        return
+    if isinstance(part, KINDS):
+        yield part
+    for child in getattr(part, "objects", ()):
+        yield from _widgets(child)
+
+
+def _piece(widget: JSComponent, **instead: Any) -> dict[str, Any]:
+    """The values of `widget` for the widget's script. The values in `instead` replace the widget's own values."""
+    names = set(type(widget).param) - set(JSComponent.param)
+    values = {name: getattr(widget, name) for name in names}
+    margin = widget.margin if isinstance(widget.margin, tuple) else (widget.margin,)
+    return {
+        "kind": type(widget).__name__,
+        "values": values | instead,
+        "margin": " ".join(f"{pixels}px" for pixels in margin),
+    }
+
+
+@functools.cache
+def _style() -> str:
+    style = string.Template((WIDGETS / "preview.css").read_text())
+    (light, light_bar), (dark, dark_bar) = palette.LIGHT, palette.DARK
+    return style.substitute(
+        font=palette.FONT, light=light, light_bar=light_bar, dark=dark, dark_bar=dark_bar
+    )
+
+
+@functools.cache
+def _script() -> str:
+    """The scripts of all widgets, as one object, and the function that draws the preview."""
+    kinds = []
+    for kind in KINDS:
+        script = (WIDGETS / str(kind._esm)).read_text()
+        style = json.dumps((WIDGETS / kind._stylesheets[0]).read_text())
+        names = ", ".join(_EXPORTED.findall(script))
+        body = _EXPORTED.sub("", script)
+        kinds.append(f"{kind.__name__}: (() => {{ {body} return {{{names}, style: {style}}} }})()")
+    draw = (WIDGETS / "preview.js").read_text()
+    return f"const widgets = {{{', '.join(kinds)}}};\n{draw}"

@@ -25,12 +25,10 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 POLL_SECONDS = 0.5  # between two polls; after an action the next poll starts at once
-REFRESH_SECONDS = (
-    1.0  # between two publications of an unchanged snapshot, for figures that change with time
-)
-REAP_SECONDS = (
-    1.0  # between two checks for dead processes; the console may be the only process left
-)
+# Between two publications of an unchanged snapshot, for figures that change with time
+REFRESH_SECONDS = 1.0
+# Between two checks for dead processes; the console may be the only process left
+REAP_SECONDS = 1.0
 FORGET_SECONDS = 60.0  # data that no session requests for so long is dropped
 
 

@@ -170,9 +170,9 @@ def _warm_up() -> None:
     """Imports the parts of the first page now. Without this, the first visitor would wait half a second."""
     from gpu_runtime import Runtime  # noqa: F401
 
-    from .tabs import registry
+    from . import tabs
 
-    registry.kind(registry.titles()[0])
+    tabs.kind(tabs.titles()[0])
 
 
 # -- panel serve

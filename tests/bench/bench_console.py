@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from gpu_panels.tabs import registry
+from gpu_panels import tabs
 
 from gpu_runtime.units import MIB
 from tests.browser.chromium import BrowserPage, running
@@ -236,7 +236,7 @@ class Session:
     async def turn_to(self, tab: str) -> None:
         """Opens the `tab` as a click on it does. Returns when the server has made the tab."""
         self._answered.clear()
-        active = {"attr": "active", "new": registry.titles().index(tab)}
+        active = {"attr": "active", "new": tabs.titles().index(tab)}
         event = {"kind": "ModelChanged", "model": {"id": self._tabs}, **active}
         await self._client.send("PATCH-DOC", {"events": [event]})
         await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)

@@ -6,7 +6,7 @@ import signal
 from itertools import pairwise
 
 import pytest
-from gpu_panels.tabs import registry
+from gpu_panels import tabs
 
 from tests.clock import until
 from tests.faces.served import OPERATORS, VIEWERS, end, gpu_console
@@ -18,7 +18,7 @@ from .chromium import SHOWN_MS, WIDE, BrowserPage, serious
 playwright = pytest.importorskip("playwright.sync_api")
 
 DEVICES = "sim:24GiB,host:64GiB"  # the same as of the served console
-TABS = tuple(registry.titles())
+TABS = tuple(tabs.titles())
 
 
 @pytest.fixture(scope="module")

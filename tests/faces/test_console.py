@@ -15,13 +15,12 @@ from bokeh.document.events import ModelChangedEvent
 from bokeh.models import ImportedStyleSheet
 from bokeh.server import session as bokeh_session
 from bokeh.server.session import ServerSession
-from gpu_panels import console
+from gpu_panels import console, tabs
 from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
 from gpu_panels.data.queue_rows import FirstSeen, problem_rows
 from gpu_panels.poller import Poller
-from gpu_panels.tabs import registry
 from gpu_panels.tabs.base import Tab
 from gpu_panels.widgets import Prose, status_html
 from msgspec.structs import replace
@@ -83,7 +82,7 @@ def page(page_of):
 
 def only_tabs(monkeypatch, *titles):
     """Limits the console to the tabs with these titles."""
-    monkeypatch.setattr(registry, "titles", lambda: list(titles))
+    monkeypatch.setattr(tabs, "titles", lambda: list(titles))
 
 
 def target(poller, name="qwen"):
@@ -144,7 +143,7 @@ def two_tabs(poller, monkeypatch):
     CountingTab.themes = []
     only_tabs(monkeypatch, "Models", "Counted")
     kinds = {"Counted": CountingTab, "Models": EmptyTab}
-    monkeypatch.setattr(registry, "kind", kinds.__getitem__)
+    monkeypatch.setattr(tabs, "kind", kinds.__getitem__)
     return Console(poller, VIEWER)
 
 
@@ -194,7 +193,7 @@ def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does
 def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monkeypatch, caplog):
     only_tabs(monkeypatch, "Failing", "Counted")
     kinds = {"Counted": CountingTab, "Failing": FailingTab}
-    monkeypatch.setattr(registry, "kind", kinds.__getitem__)
+    monkeypatch.setattr(tabs, "kind", kinds.__getitem__)
     made = Console(poller, VIEWER)
     assert "division by zero" in made._holders["Failing"].objects[0].object
     assert "Traceback" in caplog.text
@@ -206,7 +205,7 @@ def test_every_tab_can_show_every_sample_snapshot(poller):
     made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
-        assert registry.kind(title).title == title
+        assert tabs.kind(title).title == title
         for world in (
             samples.empty, samples.busy, samples.waiting, samples.eight, samples.overdraft, samples.hostile,
             samples.unmeasured, samples.drained,

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import panel as pn
 import pytest
 from bokeh.document import Document
-from gpu_panels import inline, inline_assets
+from gpu_panels import inline
 from gpu_panels.inline import Inline
 from panel.io.resources import CDN_DIST
 
@@ -123,7 +123,7 @@ PAGE = (
     "(function(root) {\n  var docs_json = {document};\n"
     "  root.embed(docs_json)\n})(window);</script>"
 )
-LONG = "x" * (inline_assets.LONG + 1) + '</script><!--"'
+LONG = "x" * (inline.LONG + 1) + '</script><!--"'
 
 
 def page(document):
@@ -133,14 +133,14 @@ def page(document):
 def test_a_long_text_is_sent_once_and_outside_a_page_of_a_known_format():
     """A later version of Panel may write the page differently. Then the page is large, but still works."""
     long = page({"a": [LONG, "short"], "b": {"esm": LONG}})
-    found, texts = inline_assets.split(long, "<p>still</p>")
+    found, texts = inline.split(long, "<p>still</p>")
     (key,) = (key for key, text in texts.items() if text == LONG)
     assert found.count(f'root.gpuc["{key}"]') == 2 and LONG[:50] not in found and '"short"' in found
     assert found.startswith("<div data-gpuc="), "the picture is shown until the page is drawn"
     assert 'document.getElementById("x")' in found, "the page is drawn only when its place exists"
     assert len(found) < 1500
     other = "<div>something else</div>"
-    assert inline_assets.split(other, "still") == (other, {})
+    assert inline.split(other, "still") == (other, {})
 
 
 def test_resources_are_published_once_and_removed_from_the_output():
@@ -151,17 +151,17 @@ def test_resources_are_published_once_and_removed_from_the_output():
         published.append((transient["display_id"], update, data))
 
     display = SimpleNamespace(publish=publish)
-    resources = inline_assets.Resources(SimpleNamespace(display_pub=display))
+    resources = inline.Resources(SimpleNamespace(display_pub=display))
     resources.publish_texts({"k": LONG})
     resources.clear()
     (id, update, script), (again, updated, data) = published
     assert id == again and (update, updated) == (False, True) and data == {"text/plain": ""}
-    assert not re.search("</script>|<!--", script[inline_assets.LOAD])
+    assert not re.search("</script>|<!--", script[inline.LOAD])
 
 
 def test_panels_style_sheets_are_sent_inline():
     """For later changes Panel would use its CDN; without internet a page would have no style."""
-    styles = inline_assets.LocalStyles()
+    styles = inline.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
     assert url in styles and "https://elsewhere/x.css" not in styles
     assert f"{CDN_DIST}../../secret.css" not in styles

@@ -54,9 +54,8 @@ class Proposal(NamedTuple):
     """One action on one lease. `defrag` and `resume` act on a process, and a verb in ON_CARDS acts on a card."""
 
     verb: str
-    target: (
-        str  # owner id / model name, as in the book; `owner id/` for a process, `/CARD` for a card
-    )
+    # Owner id / model name, as in the book; `owner id/` for a process, `/CARD` for a card
+    target: str
     where: str = ""  # where the model was at the click
     bytes: int = 0
     pid: int = 0  # pid of the process; 0 if no process had published the model

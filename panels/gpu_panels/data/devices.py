@@ -136,9 +136,8 @@ class Stretch(NamedTuple):
 
     title: str  # such as `qwen`
     bytes: int
-    kind: (
-        str  # settled, arriving, leaving, others; residue, ended, strangers are outside all leases
-    )
+    # Settled, arriving, leaving, others; residue, ended, strangers are outside all leases
+    kind: str
     tooltip: str = ""  # lines that describe the stretch
     notebook: str = ""  # such as `train.ipynb`; empty if the title is the notebook
     label: str = ""  # the key of the lease's style; empty for memory without a lease

@@ -120,9 +120,8 @@ def _answer_cell(
 PROBLEMS = (Column("Problem"), Column("Since"), Column("Memory", True))
 
 NO_PROBLEMS = "No problems"
-GAP_SECONDS = (
-    10.0  # between two snapshots; after a longer gap, the beginning of a new problem is unknown
-)
+# Between two snapshots; after a longer gap, the beginning of a new problem is unknown
+GAP_SECONDS = 10.0
 
 
 class Since(NamedTuple):

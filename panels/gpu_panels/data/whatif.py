@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,10 +63,12 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
         others = tuple(other for other in section.leases if other.name != name)
         moved = _after_step(lease, step)
         sections[owner_id] = replace(section, leases=(*others, moved) if moved else others)
-    change = _claims(sections)
-    for device, size in _claims(snapshot.sections).items():
-        change[device] = change.get(device, 0) - size
-    devices = tuple(_after_change(view, change.get(view.device.id, 0)) for view in snapshot.devices)
+    change = Counter[str]()
+    for section in sections.values():
+        change.update(section.claims())
+    for section in snapshot.sections.values():
+        change.subtract(section.claims())
+    devices = tuple(_after_change(view, change[view.device.id]) for view in snapshot.devices)
     return replace(snapshot, sections=sections, devices=devices)
 
 
@@ -79,15 +82,6 @@ def _after_step(lease: Lease, step: Step) -> Lease | None:
     if lease.in_parts:
         return replace(lease, target=step.shares, phase=Phase.ARRIVING)
     return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)
-
-
-def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
-    claims: dict[str, int] = {}
-    for section in sections.values():
-        for lease in section.leases:
-            for share in lease.claims():
-                claims[share.device] = claims.get(share.device, 0) + share.bytes
-    return claims
 
 
 def _after_change(view: DeviceView, more: int) -> DeviceView:

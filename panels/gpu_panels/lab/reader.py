@@ -42,11 +42,6 @@ class Answer(NamedTuple):
     digest: str
 
 
-class _Cached(NamedTuple):
-    made_at: float
-    value: Any
-
-
 class _Read:
     """One open ledger: its runtime, its last snapshot, and the answers made from that snapshot."""
 
@@ -67,7 +62,7 @@ class Reader:
         self._clock = clock
         self._lock = threading.Lock()
         self._reads: OrderedDict[str, _Read] = OrderedDict()  # key of the ledger -> its reader
-        self._cached: dict[str, _Cached] = {}
+        self._cached: dict[str, tuple[float, Any]] = {}  # when it was made, and the value
         self._questions: OrderedDict[str, tuple[str, Proposal]] = OrderedDict()
 
     # -- what the tabs show
@@ -163,9 +158,9 @@ class Reader:
         with self._lock:
             now = self._clock()
             known = self._cached.get(key)
-            if known is None or now - known.made_at >= seconds:
-                known = self._cached[key] = _Cached(now, make())
-            return known.value
+            if known is None or now - known[0] >= seconds:
+                known = self._cached[key] = now, make()
+            return known[1]
 
     def _of(self, rt: Any) -> _Read:
         from gpu_runtime import watching

@@ -14,7 +14,7 @@
 
 A session makes a tab when the tab is first opened, and updates only the tab in front. So a tab that is not open costs
 nothing. The document's lock is held during each call of a tab, so a tab must not wait. `poller.latest` returns data
-that the Snapshot does not have, and never waits. `registry.py` lists the tabs in their order.
+that the Snapshot does not have, and never waits. `__init__.py` lists the tabs.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Tab:
         """Switches to the dark or the light theme. Called before the first update, and at each change."""
 
 
-_FINGER = {"minWidth": 44, "minHeight": 44}  # pixels, for a finger
+FINGER_PIXELS = {"minWidth": 44, "minHeight": 44}  # pixels, for a finger
 _PLAIN = {
     "textTransform": "none",
     "whiteSpace": "nowrap",
-    "@media (pointer: coarse)": _FINGER,
+    "@media (pointer: coarse)": FINGER_PIXELS,
 }
 NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # shows sim:0, not SIM:0
 BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}

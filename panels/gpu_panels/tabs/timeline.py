@@ -22,10 +22,8 @@ from .base import BUTTONS, NO_CAPITALS, Tab
 
 WINDOWS = {"15 min": 900.0, "1 h": 3600.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
 CUSTOM = "Custom"  # a range that the visitor has typed, or chosen by dragging
-POINTS, MOST_POINTS = (
-    240,
-    5_000,
-)  # moments of each device in the shown range; the most that are read
+POINTS = 240  # moments of each device in the shown range
+MOST_POINTS = 5_000  # the most that are read
 
 
 class TimelineTab(Tab):

@@ -1,4 +1,8 @@
-"""Our own browser components, each with a JavaScript and a CSS file. The tabs decide what they display."""
+"""Our own browser components, each with a JavaScript and a CSS file. The tabs decide what they display.
+
+A page in a notebook contains the definitions of the components that exist when it is shown. Its browser cannot show a
+component that is defined later. So all components are in this module.
+"""
 
 from __future__ import annotations
 
