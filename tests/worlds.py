@@ -21,6 +21,7 @@ from gpu_runtime.facts import (
     Grant,
     Lease,
     Owner,
+    Phase,
     PlacementRules,
     Refuse,
     Request,
@@ -82,6 +83,8 @@ def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
     """
     shares = _shares(fields)
     _numbered(fields)
+    if fields.get("phase") is Phase.ARRIVING and "target" not in fields:
+        shares, fields["target"] = (), shares  # no byte is there yet
     return Lease(owner(by).id, name, **{"shares": shares, "droppable": True, **fields})
 
 
