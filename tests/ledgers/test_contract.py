@@ -47,6 +47,13 @@ def test_transact_returns_the_answer_of_the_decision(new_owner):
     assert count(a) == 2
 
 
+def test_an_owner_that_is_proven_alive_is_not_dead_because_a_person_said_so(new_owner):
+    a, b = new_owner(), new_owner()
+    put(b, "qwen")
+    a.declare_dead([b.owner.id])
+    assert a.dead(a.read()) == frozenset() and names(a) == ["qwen"]
+
+
 def test_each_open_ledger_is_another_owner(new_owner):
     """Several runtimes in one process are several owners."""
     assert new_owner().owner.id != new_owner().owner.id

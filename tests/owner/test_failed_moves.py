@@ -74,15 +74,19 @@ def test_a_request_that_cannot_be_served_says_busy_and_not_what_failed(runtime, 
     assert rt.status().tickets == ()
 
 
-def test_a_person_who_evicts_the_model_itself_sees_the_error_each_time(runtime):
-    rt = runtime(**BOX)
+@pytest.mark.parametrize("verb", ["evict", "move"])
+def test_a_person_who_moves_the_model_sees_the_error_each_time_and_waits_for_no_pause(
+    runtime, verb
+):
+    rt = runtime(**{**BOX, "devices": "sim:2x24GiB,host:64GiB"})
     bus = Bus(rt, "m")
+    act = {"evict": lambda: rt.evict("m"), "move": lambda: rt.move("m", "sim:1")}[verb]
     for tries in (1, 2, 3):
         with pytest.raises(RuntimeError):
-            rt.evict("m")
+            act()
         assert bus.tries == tries and where(rt) == {"m": "sim:0"}
     bus.broken = None
-    assert rt.evict("m").where == "host"
+    assert act().where == {"evict": "host", "move": "sim:1"}[verb]
 
 
 def test_a_move_that_fails_after_its_bytes_have_moved_is_measured(runtime, monkeypatch):
