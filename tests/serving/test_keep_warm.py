@@ -50,6 +50,20 @@ async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
     await card.keep_warm.close()
 
 
+async def test_a_call_that_ends_while_the_eviction_is_tried_sets_the_time():
+    card = Card()
+
+    async def refused(model: str) -> bool:
+        card.keep_warm.keep(model, 3600.0, wished=True)
+        return False
+
+    card.keep_warm._evict = refused
+    card.keep_warm.keep("a", 10.0)
+    await card.later(10.0)
+    assert card.keep_warm.until("a") == card.clock() + 3600.0
+    await card.keep_warm.close()
+
+
 async def test_a_model_to_evict_soon_is_evicted_at_the_end_of_its_calls():
     """The keep-warm times of the calls make no difference, because the model must be loaded again."""
     card = Card()
