@@ -11,6 +11,7 @@ from gpu_runtime.facts import (
     ProcessState,
     Rules,
     Share,
+    Stranger,
     Ticket,
     problems,
 )
@@ -68,6 +69,20 @@ def test_a_long_wait_offers_to_unpin_what_is_in_the_way(waited, expected):
     for problem in found:
         assert problem.actions == (("unpin", f"{ME.id}/qwen"), ("cancel", "k"))
         assert (problem.bytes, problem.wall) == (8 * GIB, WALL - waited)
+
+
+def test_what_is_said_of_a_card_does_not_depend_on_another_card():
+    """Two cards with programs without a lease, and one of them is above its budget."""
+    both = snapshot(lease("a", 23), lease("b", 2, "cuda:1"), cards=2, simulated=False)
+    first, second, host = [replace(one, stranger_bytes=3 * GIB) for one in both.devices]
+    programs = [Stranger(card, n, GIB, "eve", "R") for n, card in enumerate(("cuda:0", "cuda:1"))]
+    both = replace(both, devices=(first, second, host), strangers=tuple(programs))
+    alone = [
+        replace(both, devices=(card, host), strangers=(program,))
+        for card, program in zip((first, second), programs, strict=True)
+    ]
+    found = [problem for one in alone for problem in problems(one)]
+    assert sorted(found, key=str) == sorted(problems(both), key=str) and len(found) == 3
 
 
 def left(*models):
