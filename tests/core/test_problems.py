@@ -73,10 +73,11 @@ def test_a_long_wait_offers_to_unpin_what_is_in_the_way(waited, expected):
 
 def test_what_is_said_of_a_card_does_not_depend_on_another_card():
     """Two cards with programs without a lease, and one of them is above its budget."""
-    both = snapshot(lease("a", 23), lease("b", 2, "cuda:1"), cards=2, simulated=False)
+    both = snapshot(lease("a", 23, "cuda:0"), lease("b", 2, "cuda:1"), cards=2, simulated=False)
     first, second, host = [replace(one, stranger_bytes=3 * GIB) for one in both.devices]
     programs = [Stranger(card, n, GIB, "eve", "R") for n, card in enumerate(("cuda:0", "cuda:1"))]
-    both = replace(both, devices=(first, second, host), strangers=tuple(programs))
+    devices = (first, second, host)
+    both = replace(both, devices=devices, strangers=tuple(programs))
     alone = [
         replace(both, devices=(card, host), strangers=(program,))
         for card, program in zip((first, second), programs, strict=True)
