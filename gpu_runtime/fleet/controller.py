@@ -63,6 +63,7 @@ class Controller:
     # -- wishes ------------------------------------------------------------------------------------
 
     def wishes(self) -> wishes.Wishes:
+        """The wishes that are stored."""
         return self._wishes
 
     def apply(

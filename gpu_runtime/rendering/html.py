@@ -123,17 +123,20 @@ def _past(snapshot: Snapshot) -> str:
 
 
 def health(found: Health) -> str:
+    """The health `found`, as one line."""
     fullest = f'<span class="g-soft">{esc(found.fullest)}</span>'
     state = "healthy" if found.healthy else "not healthy"
     return page(line(pill(found.pressure), f"<b>{state}</b>", fullest, esc(found.message)))
 
 
 def outcome(done: Outcome) -> str:
+    """The outcome `done` of a verb, as one line."""
     head, _, detail = text.outcome(done).partition(": ")
     return page(line(f"<b>{'✓' if done.done else '✗'} {esc(head)}</b>", esc(detail)))
 
 
 def applied(done: Applied) -> str:
+    """The result `done` of applying a file of models, with its notes."""
     head, _, detail = text.applied_head(done).partition(": ")
     notes = "".join(f"<li>{esc(note)}</li>" for note in done.notes)
     return page(
@@ -231,6 +234,7 @@ def _event_row(titled: tuple[str, Event]) -> tuple[str, str]:
 
 
 def config(rows: Sequence[Any]) -> str:
+    """The settings in `rows` as a table."""
     return page(table(("setting", "value", "set by", "meaning"), map(_setting_row, rows)))
 
 
@@ -244,4 +248,5 @@ def _setting_row(row: Any) -> tuple[str, ...]:
 
 
 def preset(settings: Mapping[str, str]) -> str:
+    """The `settings` as lines for a shell."""
     return page(pre(text.preset(settings)))

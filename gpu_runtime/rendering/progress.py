@@ -14,6 +14,7 @@ STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
 
 
 def subject(name: str) -> str:
+    """The model `name`, or the words for the memory of the notebook itself."""
     return "this notebook" if name == KERNEL else clean(name)
 
 
@@ -25,6 +26,7 @@ def running(arrival: Arrival, seconds: float, stop: str) -> str:
 
 
 def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
+    """The line of `running` as HTML, with a drawn bar."""
     title, words = f"{arrival.verb} {subject(arrival.name)}", esc(note(arrival, seconds, stop))
     part = _part(arrival, seconds)
     bar = track(stretch(part, COLOURS[2]) if part else "", note(arrival, seconds, stop))

@@ -27,6 +27,7 @@ _NOT_SHOWN = (
 
 
 def for_people(frame: Any) -> Any:
+    """The DataFrame `frame`, displayed in units for people."""
     return showing(frame, as_text, as_html)
 
 

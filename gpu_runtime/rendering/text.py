@@ -224,6 +224,7 @@ def frame(
 
 
 def is_number(column: str) -> bool:
+    """Whether the values of the DataFrame's `column` are aligned to the right."""
     return column.endswith(("bytes", "_seconds", "uses", "pins", "pid", "percent", "_s"))
 
 
@@ -379,6 +380,7 @@ CONFIG = ("SETTING", "VALUE", "SET BY", "MEANING")
 
 
 def config(rows: Sequence[Any]) -> str:
+    """The settings in `rows`: each with its value, its source and its meaning."""
     cells = [
         (row.name, row.value, "" if row.source == "default" else row.source, row.doc)
         for row in rows
@@ -387,6 +389,7 @@ def config(rows: Sequence[Any]) -> str:
 
 
 def preset(settings: Mapping[str, str]) -> str:
+    """The `settings` as lines for a shell."""
     return "\n".join(f"export {name}={value}" for name, value in settings.items())
 
 

@@ -534,6 +534,7 @@ def host_title(snapshot: Snapshot) -> str:
 
 
 def verdict(plan: Plan) -> str:
+    """The verdict of the `plan` in a few words."""
     name = _plan_subject(plan)
     if plan.level is PlanLevel.NEVER:
         return f"{name} does not fit, even after a wait"
@@ -650,4 +651,5 @@ def _provenance(part: Part) -> str:
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
+    """The notes on the memory that the model of `plan` needs."""
     return plan.footprint.notes if plan.footprint else ()

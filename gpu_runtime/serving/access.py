@@ -47,6 +47,7 @@ class KeyRules:
         self._allowance = Allowance(clock)
 
     def may_call(self, visitor: str, model: str) -> bool:
+        """Whether this `visitor` may call the `model`."""
         key = self._key(visitor)
         return key is None or key.may_call(model)
 

@@ -111,9 +111,11 @@ class FleetModels:
         return self._specs[name]
 
     def specs(self) -> tuple[ModelSpec, ...]:
+        """The specifications of all models of the fleet."""
         return tuple(self._specs.values())
 
     def catalog_names(self) -> tuple[str, ...]:
+        """The names of all models of the fleet."""
         return tuple(self._specs)
 
     def _source_facts(self, name: str) -> tuple[Evidence, str]:
@@ -132,6 +134,7 @@ class FleetModels:
         return FleetModel(self, name, importance)
 
     def evict(self, name: str, **_: Any) -> Outcome:
+        """Does nothing: each host evicts the model `name` by itself, as its own settings say."""
         return Outcome("evict", name, False, "its hosts evict it")
 
     def tell_waits(self, _: Any) -> None: ...  # a use in a fleet does not wait in this process

@@ -54,6 +54,7 @@ class CallRecord:
         self.facts |= facts
 
     def note_end(self) -> None:
+        """Adds the seconds since the call arrived."""
         self.note(seconds=self._clock() - self._began)
 
     def write(self) -> None:

@@ -33,6 +33,8 @@ _NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
 
 
 def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], SimpleMatcherResult]:
+    """A matcher for IPython's completer. `runtime()` returns the runtime with the models."""
+
     @context_matcher(identifier="gpu_matcher")
     @outside_modes
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:

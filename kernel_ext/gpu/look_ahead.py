@@ -63,6 +63,7 @@ class CellQueue:
             self._begin()
 
     def waiting(self) -> list[WaitingCell]:
+        """The requests that wait now, in the order in which they will run."""
         with self._lock:
             return list(self._seen.values())
 
@@ -86,6 +87,7 @@ class CellQueue:
             self._seen.clear()
 
     def remove(self) -> None:
+        """Stops watching the kernel, and restores the original receiver of messages."""
         if self._taps:
             vars(self._kernel).pop(_RECEIVER, None)
             if self._stream.receiving():  # type: ignore[union-attr]
@@ -227,6 +229,7 @@ class Position:
         return cells[here + 1 :] if follows else []
 
     def ended(self, now: float) -> None:
+        """Records that the running cell ended at the time `now`."""
         self._ended_at = now
 
     def failed(self) -> None:
@@ -288,6 +291,7 @@ class CellSchedule:
         upcoming.changed()
 
     def remove(self) -> None:
+        """Stops watching the cells of the shell."""
         if self._queue is not None:
             self._queue.remove()
             upcoming.read_by(None)

@@ -64,6 +64,7 @@ class Parser(MagicArgumentParser):
 
 
 def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
+    """A parser for these `arguments`, which are typed as the `synopsis` shows."""
     parser = Parser(prog=MAGIC)
     parser.allow_abbrev = False  # IPython's constructor does not accept this option
     parser.synopsis = synopsis
@@ -432,6 +433,7 @@ def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
 
 
 def load(shell: Any) -> None:
+    """Adds the magics, the completions and `rt` to the `shell`. Prints nothing."""
     unload(shell)
     _loaded[id(shell)] = _Loaded(shell)
 

@@ -143,6 +143,7 @@ class Own:
         return self.subshells.list_subshell() if self.subshells is not None else []
 
     def has(self, value: Any) -> bool:
+        """Whether `value` is one of the objects."""
         return id(value) in self._ids
 
     def runs(self, coroutine: Any) -> bool:
@@ -417,6 +418,7 @@ def _threads(own: Own, but: set[int | None]) -> dict[int, FrameType]:
 
 
 def stack(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a thread, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)

@@ -154,6 +154,7 @@ class Parking:
             self._handlers[DEBUG] = self.on_debug_request
 
     def remove(self) -> None:
+        """Removes everything that was added."""
         self._preceding.restore()
         events = self._shell.events
         for name, callback in (("pre_execute", self.before), ("post_execute", self.after)):
@@ -391,6 +392,7 @@ class Parking:
 
     @property
     def refusal(self) -> GpuError | None:
+        """The error with the reason why the cell must not run, or None if the cell may run."""
         if self._lease is None or self._here.touches_nothing:
             return None
         return self._lease.refusal

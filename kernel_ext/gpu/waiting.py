@@ -271,4 +271,5 @@ def hook(act: Callable[..., T]) -> Callable[..., T | None]:
 
 
 def quiet_line(line: str) -> None:
+    """Shows one `line` in small italics above the output of the cell."""
     Line(notebook=True).keep(line)

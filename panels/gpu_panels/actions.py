@@ -81,6 +81,7 @@ class Actions:
 
     @property
     def may_act(self) -> bool:
+        """Whether the visitor may act now."""
         return bool(self.visitor.may_act)
 
     def propose(self, verb: str, target: str) -> None:

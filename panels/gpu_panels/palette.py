@@ -44,6 +44,7 @@ def label_of(owner_id: str, name: str) -> str:
 
 
 def style_of(slot: int) -> LeaseStyle:
+    """The style with the number `slot`: a colour and a texture."""
     texture = TEXTURES[slot // len(COLOURS) % len(TEXTURES)]
     return LeaseStyle(COLOURS[slot % len(COLOURS)], texture=texture)
 

@@ -114,6 +114,7 @@ class Poller:
         return self.result
 
     def nudge(self) -> None:
+        """Polls at once, for example after an action."""
         self._due.set()
 
     # -- what sessions read

@@ -166,6 +166,7 @@ class Painter:
 
 
 def base64_png(picture: Any) -> str:
+    """The `picture`, a PIL image, as base64 of PNG."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

@@ -58,10 +58,12 @@ class Model:
         return self.measure()
 
     def move(self, shares: Shares) -> Shares:
+        """Moves the model to `shares` and returns the measured shares."""
         self._backend.move(self._handle, shares)
         return self.measure()
 
     def measure(self) -> Shares:
+        """The bytes of the model on each device."""
         return self._backend.measure(self._handle)
 
     def ask(self, method: str) -> Any:

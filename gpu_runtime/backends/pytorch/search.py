@@ -107,6 +107,7 @@ class Limit:
 
     @property
     def elapsed_seconds(self) -> float:
+        """Seconds since this object was created."""
         return self._clock() - self.began
 
     @property

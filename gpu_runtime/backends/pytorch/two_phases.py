@@ -138,6 +138,7 @@ def _ordinary(content: Tensor, host: Memory) -> Tensor:
 
 
 def away_sentence(name: str) -> str:
+    """The text of the error for an access to tensors of the model `name` that are in host memory."""
     return (
         f"the weights of {name} are in host memory (gpu-console). "
         f"Bring them back:  with rt.use({name!r}) as model:"
@@ -145,6 +146,7 @@ def away_sentence(name: str) -> str:
 
 
 def dropped_sentence(name: str) -> str:
+    """The text of the error for an access to tensors of the model `name` after it was unloaded."""
     return (
         f"{name} is unloaded (gpu-console), and its weights are in its source. "
         f"Load them again:  with rt.use({name!r}) as model:"

@@ -56,6 +56,7 @@ class Job:
         self.error = {"message": message, "code": code}
 
     def row(self) -> Json:
+        """The job as it is kept in the store."""
         return {name: getattr(self, name) for name in _STORED}
 
     def as_json(self) -> Json:
@@ -109,6 +110,7 @@ class Jobs:
         return [{k: v for k, v in row.items() if k != "result"} for row in reversed(rows)]
 
     def all(self) -> list[Job]:
+        """Every job that is kept."""
         return list(self._jobs.values())
 
     async def end(self, id: str) -> Job:

@@ -97,9 +97,11 @@ class Hold:
 
     @property
     def released(self) -> bool:
+        """Whether `release` was called."""
         return self._release.is_set()
 
     def wait_until_released(self) -> None:
+        """Blocks until `release` is called."""
         while not self.ends_now():
             self._release.wait()
 

@@ -172,12 +172,14 @@ class FetchedMaps:
         self._rows: dict[tuple[bool, str], str] = {}
 
     def memories(self, snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
+        """Every process of `snapshot` that has memory on a card."""
         if snapshot is not self._snapshot:
             self._memories = process_memories(self.maps, snapshot)
             self._rows, self._snapshot = {}, snapshot
         return self._memories
 
     def rows(self, snapshot: Snapshot, may_act: bool, chosen: str) -> str:
+        """The table as JSON for the browser. The function `rows` describes `may_act` and `chosen`."""
         memories = self.memories(snapshot)
         key = (may_act, chosen)
         if key not in self._rows:

@@ -105,6 +105,7 @@ def touched(steps: Iterable[Step]) -> list[str]:
 
 
 def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
+    """A sentence for each model of `snapshot` that `plan` evicts."""
     return [
         _eviction_words(snapshot, step, step.lease in plan.asked)
         for step in plan.steps
@@ -141,6 +142,7 @@ def _return_words(lease: Lease | None, step: Move | Drop) -> str:
 
 
 def places(shares: Shares) -> str:
+    """The devices of `shares` as text, such as `sim:0 + sim:1`."""
     return " + ".join(share.device for share in shares)
 
 

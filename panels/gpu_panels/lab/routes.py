@@ -73,9 +73,11 @@ class LabService:
         return self._answered[front][1]
 
     def forget(self) -> None:
+        """Makes the next request read the ledger again, because an action has just ended."""
         self._answered.clear()
 
     async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
+        """Runs `work` in one of the `threads`, and returns its result. Raises the errors of `work`."""
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
@@ -190,6 +192,7 @@ class ActionRoute(_Handler):
 
 
 def add(app: Any) -> None:
+    """Adds the routes to Jupyter's web application `app`."""
     base = app.settings["base_url"]
     service = {"service": LabService()}
     routes = {

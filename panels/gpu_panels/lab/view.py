@@ -314,6 +314,7 @@ def variables(frame: Any) -> dict[str, Any]:
 
 
 def question_interrupt(section: Section, snapshot: Snapshot) -> dict[str, Any]:
+    """The text to confirm that the kernel of `section` is interrupted."""
     title = notebook_name(section)
     running = "It runs no cell now."
     if section.busy_since:

@@ -29,6 +29,7 @@ def titles() -> list[str]:
 
 
 def kind(title: str) -> type[Tab]:
+    """The class of the tab with that `title`."""
     module, _, name = TABS[title].partition(":")
     import_whole(f"{__package__}.{module}")
     return getattr(import_module(f".{module}", __package__), name)

@@ -49,6 +49,7 @@ class Tab:
             widget.param.watch(lambda _: self.address_changed(), parameter)
 
     def address(self) -> dict[str, str]:
+        """The part of the URL that opens the present view of the tab. It has the values of the tab's widgets."""
         found = {}
         for key, (widget, parameter, default) in self._addressed.items():
             value = getattr(widget, parameter)

@@ -24,6 +24,7 @@ NOBODY_WAITS = "No request is waiting."
 
 
 def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
+    """The rows of all devices of `snapshot` as JSON. If `may_act` is true, the rows have buttons."""
     return as_json(device_rows(snapshot, may_act))
 
 
