@@ -288,29 +288,31 @@ class RedisBook:
 
         Raises LedgerRefused, which names the field, if other processes could not read the draft.
         """
-        me, rev = self.owner_file.owner.id, page.rev + 1
-        known = page.pieces
+        me, rev, known = self.owner_file.owner.id, page.rev + 1, page.pieces
+        owners = new.owner_ids()
+        parts = {id: part for id, part in known.parts.items() if id in owners}
+        kept = owners | {SHARED, STATE}
+        raw = {SHARED: _NO_FACTS, STATE: _NO_STATE}
+        raw |= {key: piece for key, piece in page.raw.items() if key in kept}
+        shared, state = known.shared, known.state
         try:
             part, fields = encoded_change(page.book, new, me)
-            mine = require_readable(part, fields)
+            same = me in raw and raw[me].content == part
+            if not same or "shared" in fields:
+                require_readable(part, fields)
         except Unwritable as error:
             raise refused(str(self.path), me, str(error)) from error
-        owners = new.owner_ids() - {me}
-        parts = {id: part for id, part in known.parts.items() if id in owners}
-        raw = {key: piece for key, piece in page.raw.items() if key in owners}
-        raw[SHARED], raw[STATE] = page.raw.get(SHARED, _NO_FACTS), page.raw.get(STATE, _NO_STATE)
-        shared, state = known.shared, known.state
         if "shared" in fields:
             raw[SHARED] = Piece(rev, bytes(fields["shared"]))
             shared = decode_shared(fields["shared"])
         if "queue" in fields:
             state = State({}, (), fields["queue"])
             raw[STATE] = Piece(rev, encode(state))
-        if mine.section is not None or mine.tickets:
-            before = page.raw.get(me)
-            if before is None or before.content != part:
-                before = Piece(rev, part)
-            parts[me], raw[me] = mine, before
+        if me in owners:
+            tickets = tuple([ticket for ticket in new.tickets if ticket.owner == me])
+            parts[me] = Part(new.sections.get(me), tickets)
+            if not same:
+                raw[me] = Piece(rev, part)
         drafted = Pieces()
         drafted.put(rev, parts, shared, state, new)
         return Draft(drafted, raw, sealed(rev, raw))
