@@ -147,7 +147,10 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.encode(self.embed(x))
         hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
-        return self.head(self.lstm(hidden)[0])
+        # In bfloat16 oneDNN has no LSTM for processors without AVX-512.
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.lstm(hidden.float())[0]
+        return self.head(hidden)
 
 
 OPTIMIZERS = {
