@@ -34,7 +34,7 @@ LEAN := -p no:langsmith_plugin -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
 # Each takes about a third of the time. Most tests of the first two need torch and transformers.
 MODELS := tests/backends tests/serving
-OWNER := tests/owner tests/faces
+OWNER := tests/owner
 # What runs on a card: the Python of $(VENV) if it is made. Else python3, where it has torch for CUDA and all other packages
 # already: then nothing is installed. Else that of GPU_VENV, without llama.cpp, whose build with nvcc may take more than half
 # an hour. `make gpu PYTHON=PATH` names another Python.
