@@ -276,7 +276,9 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
 _MAGIC = b"GPUR"
 _FRAME = struct.Struct("<4sIQQII")  # magic, schema, turn, revision, length, checksum of the roster
 _CHECK = struct.Struct("<I")  # checksum of the frame itself
-_MOST_REV = 1 << 62  # below the largest SQLite integer, so that the revision can still be increased
+_MOST_REV = (
+    1 << 62
+)  # below the largest integer of a Redis, so that the revision can still be increased
 
 
 class Roster(NamedTuple):
@@ -293,19 +295,11 @@ class Roster(NamedTuple):
 
 def read_roster(path: Path) -> Roster | None:
     """The last complete roster in the owner's file `path`; None without a complete roster."""
-    return max(rosters(path), default=None)
-
-
-def rosters(path: Path) -> list[Roster]:
-    """The last and the previous roster in the owner's file `path`, in any order.
-
-    A roster that was not written completely is left out.
-    """
     try:
         with open(path, "rb", opener=_no_links) as file:
-            return _rosters(file)
+            return max(_rosters(file), default=None)
     except OSError:  # no such file, or another user's: no roster is proven
-        return []
+        return None
 
 
 class Testimony(NamedTuple):

@@ -12,9 +12,10 @@ part of the book) in a local file. Two things protect the page:
   owner on this host first compares the page with the rosters of the living owners, and only
   afterwards loads the script. Until the script is loaded, nobody on this host can write.
 
-The roster is written before the page. There is one connection with one lock. The lock is held for single commands and
-never during a decision. A thread also holds it while it writes the roster and the page, so that no thread's roster
-overwrites the grant of another thread.
+The roster is written before the page. Only a write that releases bytes goes on if the disk is too
+full for the roster, because a roster that claims too much is safe. There is one connection with one
+lock. The lock is held for single commands and never during a decision. A thread also holds it while
+it writes the roster and the page, so that no thread's roster overwrites the grant of another thread.
 """
 
 from __future__ import annotations
