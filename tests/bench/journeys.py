@@ -93,7 +93,8 @@ def cells(folder: str) -> dict[str, tuple[int, int, int]]:
     """Cells of a notebook: one that touches nothing of ours, and a park with the return."""
     from gpu_runtime import Runtime
     from tests.clock import until
-    from tests.stories.test_parking import DEVICES, Notebook, places
+    from tests.stories.notebooks import places
+    from tests.stories.test_parking import DEVICES, Notebook
 
     url = f"keeper://{folder}/cells"
     with (
@@ -101,12 +102,12 @@ def cells(folder: str) -> dict[str, tuple[int, int, int]]:
         Runtime(devices=DEVICES, ledger=url) as rt,
     ):
         notebook.run("import torch\nx = torch.ones(3_000_000)")
-        until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
+        until(lambda: places(rt) == {"sim:0"})
         notebook.run(WRAP)
         wanted = {"x = 1": "y = 1", "park": "%gpu park", "return": "x.sum()"}
         for code in ("y = 2", "%gpu park", "x.mean()", *wanted.values()):  # twice: it imports
             if code.startswith("x."):  # the notebook is parked some moments after the cell
-                until(lambda: places(rt)["one.ipynb"] == {"host"})
+                until(lambda: places(rt) == {"host"})
             notebook.run(code)
         rows = eval(notebook.run("print(_journeys)"))
     found = {name: rows[code] for name, code in wanted.items()}
