@@ -28,6 +28,7 @@ from .arguments import (
     words,
 )
 from .errors import BadSetting
+from .facts import ENGINES
 
 _MOST = 2**31 - 1  # the largest number that is passed to a C library
 _COUNT = Rule("a whole number above 0", whole(1, _MOST))
@@ -40,11 +41,16 @@ class Option(NamedTuple):
     backends: tuple[str, ...] = ()  # the backends that use it; empty: all
 
 
-_LLAMA = ("llama_cpp", "llama-server")
+def _engines(taking: str) -> tuple[str, ...]:
+    """The engines whose line in the registry names `taking`."""
+    return tuple(name for name, engine in ENGINES.items() if taking in engine.takes)
+
+
+_LLAMA = ("llama_cpp", *_engines("llama.cpp"))
 _TRANSFORMERS = ("transformers",)
-_SERVERS = ("llama-server", "ollama", "vllm", "diffusers")
+_SERVERS = tuple(ENGINES)
 # A GGUF file has the dtypes of its weights, and llama.cpp and Ollama convert none.
-_CONVERTING = ("transformers", "torch", "fake", "vllm", "diffusers")
+_CONVERTING = ("transformers", "torch", "fake", *_engines("dtype"))
 _SWITCHES = ("use_mmap", "use_mlock", "logits_all", "offload_kqv", "swa_full")
 _NUMBERS = ("rope_freq_base", "rope_freq_scale", "lora_scale")
 _COUNTS = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch")
@@ -89,7 +95,7 @@ OPTIONS: dict[str, Option] = {
     "context_length": Option(TOKENS),
     "sequences": Option(SEQUENCES),
     "cache_dtype": Option(DTYPE._replace(expected="the dtype of a cache, such as float16 or q8_0")),
-    "gpu_layers": Option(LAYERS, (*_LLAMA, "ollama")),
+    "gpu_layers": Option(LAYERS, (*_LLAMA, *_engines("gpu_layers"))),
     **dict.fromkeys(("dtype", "torch_dtype"), Option(DTYPE, _CONVERTING)),
     "revision": Option(WORD),
     "attn_implementation": Option(WORD, _TRANSFORMERS),
@@ -97,8 +103,8 @@ OPTIONS: dict[str, Option] = {
     "chat_template": Option(TEMPLATE),
     "thinking": Option(TRUTH),
     "leave_out_tools": Option(TRUTH),
-    "trust_remote_code": Option(TRUTH, ("transformers", "vllm", "diffusers")),
-    "allow_missing": Option(TRUTH, ("transformers", "diffusers")),
+    "trust_remote_code": Option(TRUTH, ("transformers", *_engines("trust_remote_code"))),
+    "allow_missing": Option(TRUTH, ("transformers", *_engines("allow_missing"))),
     "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words), _SERVERS),
     "fails": Option(TRUTH, ("fake",)),
     "shadow": Option(TRUTH, ("fake",)),

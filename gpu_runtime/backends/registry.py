@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices.probe import Probe
 from ..errors import BadSetting, GpuError, NotAModel
+from ..facts import ENGINES
 from ..safe_text import quoted
 from ..threads import import_whole
 from .base import Backend, looks_like_hub_id
-from .engines.recipe import RECIPES, recipe
+from .engines.recipe import recipe
 from .formats import sources
 
 if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
@@ -27,10 +28,8 @@ _MODULES = {  # name -> module and class; a module is imported when its backend 
     "llama_cpp": ("llama_cpp.backend", "LlamaCppBackend"),
     "torch": ("pytorch.torch_backend", "TorchBackend"),
     "transformers": ("pytorch.transformers_backend", "TransformersBackend"),
-    **dict.fromkeys(RECIPES, ("engines.backend", "ServerBackend")),
+    **dict.fromkeys(ENGINES, ("engines.backend", "ServerBackend")),
 }
-
-LAYERED = ("llama_cpp", "llama-server")  # these can leave some layers of a model on the CPU
 
 
 def backend_names() -> tuple[str, ...]:
@@ -50,14 +49,14 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
     import_whole(f"{__package__}.{module_name}")
     module = importlib.import_module(f".{module_name}", __package__)
     backend_class = getattr(module, class_name)
-    if name in RECIPES:
+    if name in ENGINES:
         return backend_class(probe, name, settings)
     return backend_class(probe)
 
 
 def missing(name: str) -> str:
     """A sentence about what the backend `name` lacks here; empty if nothing is missing."""
-    if name in RECIPES:
+    if name in ENGINES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
         return "llama-cpp-python is not installed.\n  Install it:  pip install 'gpu-console[llama]'"

@@ -28,9 +28,9 @@ from ..arguments import (
     WORD,
     Rule,
 )
-from ..backends.engines.recipe import RECIPES, group_flags, is_placeholder
+from ..backends.engines.recipe import group_flags, is_placeholder
 from ..errors import BadSetting
-from ..facts import IMPORTANCE, parse_importance
+from ..facts import ENGINES, IMPORTANCE, parse_importance
 from ..options import OPTIONS
 from ..safe_text import quoted
 from ..units import MIB, parse_bytes, parse_seconds
@@ -44,7 +44,7 @@ TYPES = {  # word in a manifest -> type of model
     "other": "other",
 }
 BACKENDS = {  # word in a manifest -> backend; an unknown backend is kept under its name
-    **{name: name for name in ("transformers", "fake", *RECIPES)},
+    **{name: name for name in ("transformers", "fake", *ENGINES)},
     **dict.fromkeys(("llama_cpp", "llamacpp", "llama.cpp", "llama-cpp"), "llama_cpp"),
 }
 DTYPES = {

@@ -62,10 +62,10 @@ from .decisions import (
     World,
 )
 from .devices import Device, Sample, Share, Shares, beside, one_memory, where
+from .engines import ENGINES, Engine
 from .labels import (
     EVICTED,
     PASSING,
-    TENSOR_PARALLEL,
     THIS_PROCESS,
     bytes_label,
     cards_label,

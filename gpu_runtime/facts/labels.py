@@ -13,13 +13,10 @@ from ..units import show_bytes, show_seconds
 from .base import HOST
 from .book import Event
 from .devices import Shares, where
+from .engines import ENGINES
 from .leases import Lease, LeaseId, Owner, Phase, Section
 
 THIS_PROCESS = "this process"
-# Backends that split every layer over all cards of the model (tensor parallel). All other backends
-# put each layer or component on one card. This is not tensor parallel, even if the shares of the
-# cards are equal.
-TENSOR_PARALLEL = frozenset({"vllm"})
 
 
 class LeaseState(NamedTuple):
@@ -104,8 +101,8 @@ def cards_label(shares: Shares, backend: str = "") -> str:
     numbers = [device.partition(":")[2] or device for device in cards]
     if len(numbers) < 2:
         return f"GPU: {numbers[0]}" if numbers else ""
-    parallel = f" (TP:{len(numbers)})" if backend in TENSOR_PARALLEL else ""
-    return f"GPUs: {','.join(numbers)}{parallel}"
+    is_parallel = backend in ENGINES and ENGINES[backend].tensor_parallel
+    return f"GPUs: {','.join(numbers)}{f' (TP:{len(numbers)})' if is_parallel else ''}"
 
 
 def place_label(lease: Lease) -> str:

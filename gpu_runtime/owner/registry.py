@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ..arguments import unknown_option
 from ..backends.engines.recipe import group_flags
-from ..backends.registry import LAYERED, backend_for
+from ..backends.registry import backend_for
 from ..catalog.entries import require_loadable
 from ..catalog.schema import is_trust
 from ..errors import (
@@ -23,7 +23,7 @@ from ..errors import (
     UnknownDevice,
     UnknownModel,
 )
-from ..facts import Book, LeaseId, ModelSpec, Owner, parse_importance
+from ..facts import ENGINES, Book, LeaseId, ModelSpec, Owner, parse_importance
 from ..options import read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
@@ -104,7 +104,8 @@ def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> d
     settings = session.settings
     if not settings.gpu_trust_remote_code:
         _require_no_trust(options)
-    if settings.inference_gpu_layers is not None and backend in LAYERED:
+    is_layered = backend == "llama_cpp" or (backend in ENGINES and ENGINES[backend].layered)
+    if settings.inference_gpu_layers is not None and is_layered:
         options.setdefault("gpu_layers", settings.inference_gpu_layers)
     if settings.gpu_trust_remote_code and backend == "transformers":
         options.setdefault("trust_remote_code", True)

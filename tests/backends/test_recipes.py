@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import samples
-from gpu_runtime.backends.engines.recipe import RECIPES, LaunchOrder, recipe
+from gpu_runtime.backends.engines.recipe import LaunchOrder, recipe
 from gpu_runtime.backends.llama_cpp.options import LOOKS_FOR_WORK
 from gpu_runtime.errors import BadSetting, LoadFailed
-from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.facts import ENGINES, ModelSpec, Share
 from gpu_runtime.units import GIB
 from tests.clock import finished
 from tests.engine_stand_in import rejected
@@ -312,7 +312,7 @@ def test_every_flag_is_in_the_engine_s_help(installed, engine):
     assert rejected(engine, [*words, "--gpu-memory"]) == ["--gpu-memory"], "this test can fail"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ENGINES)
 def test_no_key_is_on_a_command_line(installed, name):
     """Every user of the machine can read command lines, so a key must not be on one."""
     assert "k3y" not in " ".join(recipe(name).command(order(name, source="/m/phi.gguf")).words)

@@ -7,10 +7,10 @@ import pytest
 from gpu_panels.data import cells, devices
 from msgspec.structs import replace
 
-from gpu_runtime.backends.engines.recipe import RECIPES, recipe
+from gpu_runtime.backends.engines.recipe import recipe
 from gpu_runtime.facts import (
+    ENGINES,
     HOST,
-    TENSOR_PARALLEL,
     Book,
     Device,
     Footprint,
@@ -88,9 +88,9 @@ def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label)
 
 
 def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
-    """`TENSOR_PARALLEL` is written by hand. The test compares it with the recipes of the engines."""
-    parallel = {name for name in RECIPES if "--tensor-parallel-size" in source_of(recipe(name))}
-    assert parallel == TENSOR_PARALLEL
+    """The registry of engines is written by hand. The test compares it with their recipes."""
+    parallel = {name for name in ENGINES if "--tensor-parallel-size" in source_of(recipe(name))}
+    assert parallel == {name for name, engine in ENGINES.items() if engine.tensor_parallel}
     assert cards_label((Share("cuda:0", 1), Share("cuda:1", 1)), "fake") == "GPUs: 0,1"
 
 

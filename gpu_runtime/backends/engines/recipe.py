@@ -3,13 +3,8 @@
 A recipe starts no process. `server.py` starts the servers, checks their health, restarts them and
 ends them, in the same way for all engines.
 
-To add an engine, write a module with its RECIPE (see `Recipe`) and add one line to
-`RECIPES`. Also add the name of the engine to these tables:
-
-- `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
-- `CONCURRENCY` in `gpu_runtime/serving/queue/queue.py`, if the engine computes several calls at once;
-- `TENSOR_PARALLEL` in `gpu_runtime/facts/labels.py`, if each layer is computed on all cards of the model;
-- `LAYERED` in `gpu_runtime/backends/registry.py`, if some layers may stay on the CPU.
+To add an engine, write a module with its RECIPE (see `Recipe`), and one line in the registry
+`ENGINES` in `gpu_runtime/facts/engines.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +19,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...facts import Evidence, ModelSpec, Shares
+from ...facts import ENGINES, Evidence, ModelSpec, Shares
 from ..missing import AbsentBackend
 
-RECIPES = {  # name of the backend -> its module in this package
-    "llama-server": "llama_server",
-    "vllm": "vllm",
-    "ollama": "ollama",
-    "diffusers": "diffusers",
-}
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
 RESERVED_FLAGS = (  # the lease decides these
@@ -204,7 +193,7 @@ def custom_template(spec: ModelSpec) -> str | None:
 
 def recipe(name: str) -> Recipe:
     """The recipe of the engine `name`. Raises KeyError if no engine has that name."""
-    return importlib.import_module(f".{RECIPES[name]}", __package__).RECIPE
+    return importlib.import_module(f".{ENGINES[name].recipe}", __package__).RECIPE
 
 
 # -- the arguments that users add (`runtime_args`) ------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...facts import NORMAL, ModelSpec
+from ...facts import ENGINES, NORMAL, ModelSpec
 from ..requests import Refused
 from .model_hold import Hold
 from .order import (
@@ -38,7 +38,7 @@ MAX_RETRY_SECONDS = 60.0
 
 
 # The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
-CONCURRENCY = {"vllm": 256, "fake": 256}
+_CALLS_AT_ONCE = {"fake": 256, **{name: engine.calls_at_once for name, engine in ENGINES.items()}}
 # These backends run one call at a time, and do not read `sequences`. llama-cpp-python computes one sequence after
 # another. Transformers does not batch two `generate` calls. If they ran at once, each would change the random numbers
 # that the other one gets from its seed.
@@ -52,7 +52,7 @@ def calls_at_once(spec: ModelSpec) -> int:
         return 1
     if spec.backend == NATIVE_LLAMA_SERVER and not _native_server(os.environ.get("PATH", "")):
         return 1
-    return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
+    return int(spec.options.get("sequences") or _CALLS_AT_ONCE.get(spec.backend, 1))
 
 
 @functools.lru_cache(maxsize=8)
