@@ -73,7 +73,8 @@ def endless():
 @pytest.fixture
 def in_c(monkeypatch):
     """A load that does not end when it is stopped, and short waits for its end."""
-    if sys.gettrace():  # Python 3.11: each traced call waits until the stopped thread runs Python code
+    # Python 3.11: each traced call waits until the stopped thread runs Python code.
+    if sys.gettrace():
         pytest.skip("a tracer such as coverage hangs until the load's call of C code has ended")
     monkeypatch.setattr(loads, "LOAD_SECONDS", 0.2)
     monkeypatch.setattr(threads, "ENDING_SECONDS", 0.2)
