@@ -36,7 +36,7 @@ from gpu_runtime.facts import (
     encode,
 )
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.units import GIB, parse_bytes

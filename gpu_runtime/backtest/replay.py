@@ -4,7 +4,7 @@ The replayed machine has one card and host memory. Requests for the same model r
 A model in use is never evicted. Each granted transfer takes the seconds that the history has for
 it. A lane is a path for transfers, such as from the disk to the card, or from the card to host
 memory. Each lane does one transfer at a time. With stages, a large model leaves the card in stages,
-and a waiting model returns in parts meanwhile, as in `scheduler.duplex`.
+and a waiting model returns in parts meanwhile, as in `scheduler.admission`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..facts import (
     encode_uses,
     merged_uses,
 )
-from ..scheduler import duplex, shadows
+from ..scheduler import admission, victims
 from ..scheduler.admission import admit
 from ..scheduler.queue import load_seconds, queue
 from ..scheduler.transitions import perform
@@ -321,7 +321,7 @@ class _Replay:
         lease = self.book.find(step.lease)
         if not isinstance(step, Move) or lease is None:
             return 0
-        return duplex.departure_stages(lease, step.shares, self.engine.stage_bytes)
+        return admission.departure_stages(lease, step.shares, self.engine.stage_bytes)
 
     def _start_stage(self, lane: str, steps: deque[Step], stage: int) -> None:
         """Starts the next stage of the first of the `steps`, which offloads a large model.
@@ -346,7 +346,7 @@ class _Replay:
         """Ends a stage: its bytes are free now. Starts the next stage."""
         lease = self.book.find(part.lease)
         assert lease is not None  # it is leaving
-        self.book = duplex.part_left(self.book, part, lease.after(part.shares), self.world)
+        self.book = admission.part_left(self.book, part, lease.after(part.shares), self.world)
         self._start_stage(lane, steps, stage)
         self._decide()
 
@@ -355,7 +355,7 @@ class _Replay:
         room.
         """
         size = self.models[model].bytes
-        self.book, _ = shadows.reserve(self.book, OWNER.id, model, size, self.world)
+        self.book, _ = victims.reserve_shadow(self.book, OWNER.id, model, size, self.world)
 
     def _lane_of_arrival(self, model: str) -> str:
         """The lane of the transfer that brings `model` to the card."""
@@ -428,7 +428,7 @@ class _Replay:
             return costs.offload_seconds * moved / costs.bytes
         moved = sum(share.bytes for share in step.shares)
         self.moved_bytes += moved
-        self.restores += not duplex.is_part(lease)
+        self.restores += not admission.is_part(lease)
         return costs.restore_seconds * moved / costs.bytes
 
     def _done(self, lane: str, steps: tuple[Step, ...], more: deque[Step]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import BadSetting, BadSize, GpuError
 from ..facts import Lease, Policy, World
-from ..scheduler.eviction_policy import POLICIES, policy
+from ..scheduler.policies import POLICIES, policy
 from ..units import parse_bytes
 from .histories import UseHistory
 from .replay import ENGINES, Result, replay

@@ -30,7 +30,7 @@ from ..facts import (
     encode_uses,
     parse_importance,
 )
-from ..scheduler import duplex, explain
+from ..scheduler import admission, explain
 from ..torch_modes import outside_modes
 from ..units import parse_seconds
 from . import (
@@ -270,7 +270,7 @@ def grants(
             session, key, wanted, footprint, rules, timeout, is_here, stage_bytes
         ):
             wait = verdict if isinstance(verdict, Wait) else None
-            whole = isinstance(verdict, Grant) and not duplex.is_part(verdict.lease)
+            whole = isinstance(verdict, Grant) and not admission.is_part(verdict.lease)
             if session.on_wait and (wait or (reported and whole)):
                 reported = wait is not None
                 session.on_wait(wanted.name, wait)

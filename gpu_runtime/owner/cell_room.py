@@ -20,7 +20,7 @@ from ..cell_keys import cell_key
 from ..errors import GpuError
 from ..facts import NORMAL, Footprint, Lease, Phase, PlacementRules, lease_title
 from ..notebook import notebook_path
-from ..scheduler.evictable import reason_to_stay
+from ..scheduler.victims import reason_to_stay
 from ..telemetry.cell_peaks import cells_of_this_user
 from ..telemetry.measurements import Measurements
 from ..units import MIB, parse_bytes, show_bytes, show_seconds

@@ -22,9 +22,9 @@ from ..facts import DeviceView, Value
 from ..ledgers import files, host_config
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
-from ..scheduler.drain import drained
+from ..scheduler.capacity import views
+from ..scheduler.caps import drained
 from ..scheduler.explain import first_line
-from ..scheduler.pressure import views
 from ..settings import Settings, masked
 from ..units import show_bytes
 from . import status

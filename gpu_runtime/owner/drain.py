@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..attribution import attributed, speaking_for
 from ..errors import NotAllowed, UnknownDevice
 from ..facts import Book, Device, Lease, Outcome, World
-from ..scheduler import drain as drains
-from ..scheduler.evictable import MOVE_FAILED
+from ..scheduler import relief as drains
+from ..scheduler.victims import MOVE_FAILED
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import maintenance, permissions
 from .session import Session

@@ -19,7 +19,7 @@ from ..facts import HOST, Grant, Lease, LeaseId, Load, Share, Step, World
 from ..fault_texts import Fault, Kind, recognise
 from ..scheduler import explain
 from ..scheduler import transitions as books
-from ..scheduler.evictable import reason_to_stay
+from ..scheduler.victims import reason_to_stay
 from ..user_frames import user_lines
 from . import release, requests
 from .resident import Place, Resident

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from ..backends.base import Progress
 from ..errors import LoadFailed
 from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, World
-from ..scheduler import duplex, explain
+from ..scheduler import admission, explain
 from ..scheduler import transitions as books
-from ..scheduler.shadows import kept
+from ..scheduler.victims import shadow_kept
 from ..threads import Stoppable, Stopped
 from . import arrivals, earlier_uses, loads, parts, shadows
 from .pins import AnchorRef
@@ -49,7 +49,7 @@ def perform(
     """
     step = verdict.steps[0]
     assert isinstance(step, (Load, Move))  # the step of a grant is always a load or a move
-    if duplex.is_part(verdict.lease):
+    if admission.is_part(verdict.lease):
         return _restore_part(session, resident, verdict.lease, step, key, earlier)
     with arrivals.shown(session, resident, step, progress, earlier) as progress:
         if isinstance(step, Load):
@@ -288,7 +288,7 @@ def _settle(
             **seconds,
         )
         book = books.publish(book, session.truth(), world)
-        return kept(book, session.me, lease.name, world)
+        return shadow_kept(book, session.me, lease.name, world)
 
     if not session.decide(settle, fresh=True):
         shadows.free(resident)

@@ -23,7 +23,7 @@ from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
 from ..errors import CannotGovern, GpuError, NotAllowed, WaitEnded
 from ..facts import LeaseId, Outcome, Shares, Staying
-from ..scheduler import quotas, relief
+from ..scheduler import caps, relief
 from ..units import MIB, show_bytes, show_seconds
 from . import failures, holdings, kernel_names, operations, release
 from .cell_room import CellRoom, bytes_wanted, forget_frames, make_room
@@ -145,8 +145,8 @@ class Kernel:
         cap = self._session.rules.cap
         if cap is None or cap.bytes_per_device is None:
             return "", 0
-        beyond = quotas.over_cap(*self._session.look())
-        return (quotas.over_cap_in_words(beyond, cap), sum(beyond.values())) if beyond else ("", 0)
+        beyond = caps.over_cap(*self._session.look())
+        return (caps.over_cap_in_words(beyond, cap), sum(beyond.values())) if beyond else ("", 0)
 
     def beyond_enforced_cap(self) -> str:
         """Why no cell may run: the user holds more than a cap that is enforced. Empty if cells may run.
@@ -413,7 +413,7 @@ class Kernel:
         if cap is None or not cap.enforce or cap.bytes_per_device is None:
             return ""
         wanted = bytes_wanted(error)
-        left = quotas.left(*self._session.look())
+        left = caps.left(*self._session.look())
         if not left or wanted <= max(left.values()):
             return ""
         most = show_bytes(cap.bytes_per_device)

@@ -1,7 +1,7 @@
 """Loads the models of waiting cells while the running cell still runs.
 
 One thread makes one load at a time, and every request of a user is served first.
-`scheduler/look_ahead.py` decides which memory such a load may use. The module `upcoming_cells`
+`scheduler/plan.py` decides which memory such a load may use. The module `upcoming_cells`
 lists the running and the waiting cells.
 """
 
@@ -25,10 +25,10 @@ from ..facts import (
     Wait,
     World,
 )
-from ..scheduler import look_ahead as decisions
+from ..scheduler import plan as decisions
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
-from ..scheduler.eviction_policy import policy
+from ..scheduler.policies import policy
 from ..upcoming_cells import upcoming
 from . import demand, file_staging, granted, registry, release
 from .resident import Place, Resident

@@ -16,9 +16,9 @@ from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
 from ..facts import HOST, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
 from ..ledgers.base import TICKS_A_SECOND
-from ..scheduler import drain, explain, quotas, recall, relief
+from ..scheduler import caps, explain, recall, relief
 from ..scheduler import transitions as books
-from ..scheduler.pressure import views
+from ..scheduler.capacity import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
 from . import (
@@ -166,7 +166,7 @@ def quiet(session: Session, book: Book) -> bool:
     if book.tickets or book.ghosts or session.me not in book.sections:
         return False
     world = session.world()
-    if book.drained and drain.has_leases_on_drained(book, session.me, world):
+    if book.drained and relief.has_leases_on_drained(book, session.me, world):
         return False
     return books.publish(book, session.truth(), world) is book
 
@@ -174,12 +174,12 @@ def quiet(session: Session, book: Book) -> bool:
 def vacate(session: Session) -> None:
     """Moves idle models off cards that are drained."""
     book = session.ledger.read()
-    if not book.drained or not drain.has_leases_on_drained(book, session.me, session.world()):
+    if not book.drained or not relief.has_leases_on_drained(book, session.me, session.world()):
         return
     key = session.new_key("drain")
     try:
         steps = session.decide(
-            lambda book, world: drain.vacate(
+            lambda book, world: relief.vacate(
                 book,
                 session.me,
                 world,
@@ -216,10 +216,10 @@ def log_overstays(session: Session) -> None:
     if not session.blocks or cap is None or cap.longest_lease_seconds is None:
         return
     book, world = session.ledger.read(), session.world()
-    for lease in quotas.overstaying(book, world):
+    for lease in caps.overstaying(book, world):
         if lease.owner == session.me and lease.name not in session.overstayed:
             session.overstayed.add(lease.name)
-            because = quotas.overstay(book, lease, world)
+            because = caps.overstay(book, lease, world)
             log.warning("%s", because)
             session.note(
                 lease,

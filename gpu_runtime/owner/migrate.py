@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
 from ..facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
-from ..scheduler import explain, migration
+from ..scheduler import explain, relief
 from ..units import show_bytes
 from . import demand, release
 from .resident import Place, Resident
@@ -26,7 +26,7 @@ def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str
     by_name = known | {device.uuid: device for device in known.values() if device.uuid}
     found: list[str] = []
     words = wanted if isinstance(wanted, str) else ",".join(wanted)
-    for word in migration.parse_cards(words):
+    for word in relief.parse_cards(words):
         if word == HOST:
             hint = f"a card; to move it to host memory:  %gpu evict {name}"
             raise BadSetting("device", word, hint)
@@ -130,7 +130,7 @@ def _reserve(
 
         If the move is refused, returns the unchanged book and an error.
         """
-        after, step = migration.move(
+        after, step = relief.move(
             book, session.me, name, footprint, rules, world, key.text, because
         )
         if isinstance(step, Refuse):

@@ -7,9 +7,8 @@ from functools import partial
 from ..errors import GpuError
 from ..facts import EVICTED, Lease, LeaseId, Outcome, Section, held_on_cards, of_notebook
 from ..safe_text import quoted
-from ..scheduler.asks import PERSON
-from ..scheduler.evictable import reason_to_stay
 from ..scheduler.explain import first_line
+from ..scheduler.victims import PERSON, reason_to_stay
 from ..units import show_bytes
 from . import kernel_names, kernel_resident, operations
 from .session import Session

@@ -11,7 +11,7 @@ from ..ledgers import host_config, open_ledger
 from ..ledgers.access import journals_in
 from ..ledgers.location import default_url, shared_url, slug_of
 from ..notebook import notebook_path
-from ..scheduler import device_names
+from ..scheduler import transitions
 from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements, measurements_in
@@ -38,7 +38,7 @@ def open_session(
     url = settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
     ledger = open_ledger(url, notebook=notebook_path())
     try:
-        probe.rename(device_names.names(probe.devices, ledger.read()))
+        probe.rename(transitions.device_names(probe.devices, ledger.read()))
         check_index(settings.inference_gpu_index, probe.devices)
     except BaseException:
         ledger.close()

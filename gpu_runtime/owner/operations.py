@@ -25,7 +25,7 @@ from ..facts import (
     Wait,
     lease_title,
 )
-from ..scheduler.asks import DISK
+from ..scheduler.recall import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import (
     acquire,

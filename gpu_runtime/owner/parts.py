@@ -1,6 +1,6 @@
 """For models that can leave a card in parts: the size of a part, and the time of a return.
 
-This module also has the least bytes of a stage; `scheduler.duplex` explains stages.
+This module also has the least bytes of a stage; `scheduler.admission` explains stages.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from ..errors import NotAllowed
 from ..facts import Asker, Book, Owner, Section
 from ..ledgers.access import access_to
 from ..ledgers.host_config import groups_of
-from ..scheduler import quotas
+from ..scheduler import caps
 from ..scheduler.recall import foreign
 from .session import Session
 
@@ -94,7 +94,7 @@ def is_shared(session: Session) -> bool:
 
 def require_within_cap(session: Session, name: str, importance: int, keep: bool) -> None:
     """Raises NotAllowed if the operator's cap forbids a model with this importance and `keep`."""
-    if because := quotas.forbidden(name, importance, keep, session.rules.cap):
+    if because := caps.forbidden(name, importance, keep, session.rules.cap):
         raise NotAllowed(
             f"{because}.\n  The operator can change it.",
             name=name,

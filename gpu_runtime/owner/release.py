@@ -25,7 +25,7 @@ from ..facts import (
     World,
     lease_title,
 )
-from ..scheduler import duplex, evictable, explain, feasibility, shadows
+from ..scheduler import admission, explain, feasibility, victims
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import show_bytes
@@ -103,21 +103,21 @@ def _leave(
     lease = book.lease(session.me, name)
     if lease is None:
         return book, StillInUse(f"{name} is being loaded or moved; try again.", name=name)
-    if why := evictable.reason_to_stay(lease, world, asker=session.me, importance=-1):
+    if why := victims.reason_to_stay(lease, world, asker=session.me, importance=-1):
         return book, explain.still_here(book, session.me, lease, why, world)
     host_room = room(book, world).get(HOST, 0)
-    step = evictable.eviction_step(
+    step = victims.eviction_step(
         lease, host_room, world, drop=drop, because=because, reason="evict"
     )
     if not isinstance(step, Move) and not drop:
-        found = shadows.room_for(book, lease, host_room, world, session.rank, spared=kept)
+        found = victims.host_room_for(book, lease, host_room, world, session.rank, spared=kept)
         if found:
-            return book, tuple([shadows.shed(other, because, "evict") for other in found[0]])
+            return book, tuple([victims.shed_step(other, because, "evict") for other in found[0]])
     if not isinstance(step, Drop) and (why := feasibility.why_no_return(book, lease, world)):
         return book, _cannot_return(session, lease, why)
     if step is None:
         return book, _only_copy(lease, resident.needed_elsewhere())
-    return evictable.mark_leaving(book, step, key.text), step
+    return victims.mark_leaving(book, step, key.text), step
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
@@ -245,7 +245,7 @@ def leaves_in_stages(resident: Resident, step: Step) -> bool:
 def _stage_bytes(resident: Resident, step: Step) -> int:
     if not isinstance(step, Move):
         return 0
-    return duplex.departure_stages(resident.lease, step.shares, parts.STAGE_BYTES)
+    return admission.departure_stages(resident.lease, step.shares, parts.STAGE_BYTES)
 
 
 def _leave_in_stages(
@@ -274,7 +274,7 @@ def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> 
     resident.lease = replace(resident.lease.holding(shares), settled_at=now, away_since=now)
     session.probe.empty_cache()
     session.decide(
-        lambda book, world: (duplex.part_left(book, step, shares, world), None), fresh=True
+        lambda book, world: (admission.part_left(book, step, shares, world), None), fresh=True
     )
 
 

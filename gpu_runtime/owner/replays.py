@@ -7,7 +7,7 @@ from functools import partial
 from ..facts import Book, Candidate, Decided, Grant, Refuse, Replayed, Request, Verdict, Wait, World
 from ..scheduler import explain
 from ..scheduler.admission import admit
-from ..scheduler.replay import is_new, recorded, replayed
+from ..scheduler.plan import is_new, recorded, replayed
 from ..telemetry.decided import KEPT
 from ..version import VERSION
 from .session import Session

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..attribution import attributed, speaking_for
 from ..facts import Book, Lease, LeaseId, Refuse, Verdict, Wait
 from ..ledgers.process_state import Sight
-from ..scheduler import asks
-from ..scheduler.asks import Ask
+from ..scheduler import recall
+from ..scheduler.recall import Ask
 from ..units import show_bytes
 from . import presence
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
@@ -168,7 +168,7 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
 
 
 def _ask_once(session: Session, ask: Ask, believes_book: bool = True) -> Verdict:
-    return session.decide(lambda book, world: asks.ask(book, ask, world, believes_book))
+    return session.decide(lambda book, world: recall.ask(book, ask, world, believes_book))
 
 
 def _runs(session: Session, owner: str) -> bool:
@@ -197,4 +197,4 @@ def _ask(
 
 
 def _journal_declined(session: Session, ask: Ask, because: str) -> None:
-    session.decide(lambda book, world: (asks.declined(book, ask, world, because), None))
+    session.decide(lambda book, world: (recall.declined(book, ask, world, because), None))

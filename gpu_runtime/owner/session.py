@@ -30,10 +30,10 @@ from ..facts import HOST, Asker, Book, Device, Event, Lease, Owner, Staying, Wai
 from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
-from ..scheduler import device_names, ghosts, torch_limit, wakeups
+from ..scheduler import capacity, transitions
 from ..scheduler import transitions as books
-from ..scheduler.asks import Ask
-from ..scheduler.eviction_policy import policy
+from ..scheduler.policies import policy
+from ..scheduler.recall import Ask
 from ..scheduler.transitions import Truth
 from ..settings import Settings
 from ..telemetry.journal import Journal
@@ -267,7 +267,7 @@ class Session:
     ) -> T:
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
             self._require_equal_names(book)
-            base = ghosts.measure(books.publish(book, self.truth(), world), world)
+            base = transitions.measure(books.publish(book, self.truth(), world), world)
             after, answer = decision(base, world)
             return after, (answer, book, after)
 
@@ -409,7 +409,7 @@ class Session:
         the same moment, or another owner has made a new book.
         """
         if book.devices is not self._named:
-            if other := device_names.names(self.probe.devices, book):
+            if other := transitions.device_names(self.probe.devices, book):
                 raise _Renamed(other)
             self._named = book.devices
 
@@ -444,7 +444,7 @@ class Session:
     def _notify(self, before: Book, after: Book) -> None:
         concerned: set[str] = set()
         waiting = {ticket.owner for ticket in after.tickets}
-        if waiting and wakeups.affects_waiters(before, after):
+        if waiting and transitions.affects_waiters(before, after):
             concerned |= waiting
         for ticket in after.tickets:
             if ticket.owner == self.me:
@@ -460,10 +460,10 @@ class Session:
         if self.probe.simulated or not (self._torch_limits or self.residents or enforced):
             return
         busy = {share.device for lease, _ in list(self.blocks.values()) for share in lease.shares}
-        wanted = torch_limit.bounds(book, self.me, world, self.probe.contexts(), busy)
+        wanted = capacity.torch_bounds(book, self.me, world, self.probe.contexts(), busy)
         for card in (self._torch_limits.keys() | wanted.keys()) - busy:
-            fraction = wanted.get(card, torch_limit.ALL)
-            current = self._torch_limits.get(card, torch_limit.ALL)
+            fraction = wanted.get(card, capacity.ALL)
+            current = self._torch_limits.get(card, capacity.ALL)
             if abs(current - fraction) >= 0.001 and self.probe.bound(card, fraction):
                 self._torch_limits[card] = fraction
 
@@ -473,7 +473,7 @@ class Session:
 
     def _lift_torch_limit(self, card: str) -> None:
         """Lifts the cap of a block of code that was interrupted before it lifted the cap itself."""
-        self.probe.bound(card, torch_limit.ALL)
+        self.probe.bound(card, capacity.ALL)
         self.forget_torch_limit(card)
 
     # -- the monitor

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..facts import Book, Owner, Phase, Section, Shares, Shed, World
 from ..ledgers.process_state import Sight
-from ..scheduler import shadows
+from ..scheduler import victims
 from .resident import Place, Resident
 from .session import Session
 
@@ -50,7 +50,7 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
             return book, (False, copies, loader)
         copy = next(iter(copies), _new_copy(files))
         shared = size if copies else 0
-        after, done = shadows.reserve(book, session.me, name, size, world, copy, shared)
+        after, done = victims.reserve_shadow(book, session.me, name, size, world, copy, shared)
         return after, (done, copies, None)
 
     # Once `patient` is false, `decide` ignores the other load.

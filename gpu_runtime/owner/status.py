@@ -29,14 +29,12 @@ from ..facts import (
     lease_title,
     problems,
 )
+from ..scheduler import recall
 from ..scheduler import transitions as books
-from ..scheduler import unresponsive
-from ..scheduler.capacity import room_and_blind
-from ..scheduler.interference import MOST_LOADS, interference
+from ..scheduler.capacity import room_and_blind, stranger_bytes, strangers, views
+from ..scheduler.plan import MOST_LOADS, interference
 from ..scheduler.plan import plan as plan_request
-from ..scheduler.pressure import views
 from ..scheduler.queue import queue
-from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
 from . import dry_run, kernel_names, loading, permissions, presence, registry
@@ -87,7 +85,7 @@ def snapshot(session: Session) -> Snapshot:
         names={id: tuple(names) for id, names in declared.items()},
         declared=declared,
     )
-    unanswered = unresponsive.unanswered(found, world.rules)
+    unanswered = recall.unanswered(found, world.rules)
     return replace(
         found, unanswered=unanswered, presences=presence.presences(session, book, unanswered)
     )

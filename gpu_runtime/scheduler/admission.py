@@ -5,27 +5,37 @@ A new book and a verdict come out. So a decision can be made twice, or replayed 
 
 Parts of the decision have modules of their own:
 
-- `capacity` computes the free bytes, `candidates` the usable cards, `queue` the order of requests.
-- `evictable` decides which leases may be evicted, and `eviction` how room is made.
-- `feasibility` and `deadlock` find requests that can never be served.
-- `quotas` applies the operator's caps, and `drain` keeps leases off drained cards.
-- `obstacles` explains why a request waits.
-- `page_entries` limits the number of entries in the page, which is the stored form of the book.
+- `capacity` computes the free bytes, and `queue` the order of requests and the inputs of a decision.
+- `candidates` finds the usable cards, and explains why a request waits.
+- `victims` decides which leases may be evicted, and `eviction` how room is made.
+- `feasibility` finds requests that can never be served.
+- `caps` applies the operator's caps, and keeps leases off drained cards.
 
 `transitions` changes the book after a step is done. A lease is settled while it is neither arriving
 on its device nor leaving it. A ticket is the book's entry of a waiting request.
+
+A departure copies bytes from a card to host memory, and a return copies bytes from host memory to a
+card. The bus does both at once. So a large model leaves in stages: after each stage, the book shows
+the bytes of that stage as free. A waiting model returns in parts. No part is larger than the bytes
+that are free now.
+
+The page is the stored form of the book. Its entries are leases and requests, and their number is
+limited. New leases never take the last 2 * RESERVED entries: RESERVED of them are for requests that
+wait, the others for requests to owners. So even a full page can take the requests that empty it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from ..facts import (
     HOST,
+    MOST_ENTRIES,
     Book,
     Candidate,
+    Drop,
     Grant,
     Lease,
     Load,
@@ -39,33 +49,37 @@ from ..facts import (
     Shares,
     Step,
     Ticket,
+    Value,
     Verdict,
     Wait,
     World,
     lease_title,
 )
-from ..units import show_bytes
-from . import duplex, quotas
-from .candidates import candidates_for, laid_out, not_on, waiting_candidates, without_hopeless
+from ..units import show_bytes, show_seconds
+from . import caps
+from .candidates import (
+    candidates_for,
+    laid_out,
+    not_on,
+    wait_for_obstacles,
+    waiting_candidates,
+    without_hopeless,
+)
 from .capacity import filled_to_size
-from .context import Context
-from .deadlock import deadlocked
-from .drain import drained
-from .evictable import (
+from .caps import drained
+from .eviction import cheapest_way, make_room
+from .feasibility import deadlocked, hopeless, never_returns
+from .queue import Context, load_seconds, without_grace
+from .transitions import note
+from .victims import (
     can_move,
+    eviction_order,
     eviction_step,
     leaves_in_words,
     mark_leaving,
     reason_to_stay,
     unfinished_steps,
 )
-from .eviction import cheapest_way
-from .eviction_verdict import make_room
-from .feasibility import hopeless, never_returns
-from .obstacles import wait_for_obstacles
-from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
-from .queue import load_seconds, without_grace
-from .transitions import note
 
 # Kinds of refusals that more room could change.
 OF_ROOM = frozenset(("hopeless", "precious", "kept", "cap"))
@@ -129,7 +143,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
         return None
     givers = [one for one in context.leases if _gives(one, lease, card, world)]
     free, host_free = context.room_now[card], context.room_now[HOST]
-    turn = duplex.exchange(lease, givers, max(0, free), host_free)
+    turn = exchange(lease, givers, max(0, free), host_free)
     if turn is None:
         return None
     size = show_bytes(lease.own_bytes)
@@ -150,7 +164,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
             book, _ = _enqueue(book, request, world, Wait(head), need)
         else:
             book = book.without_ticket(request.key)
-        return duplex.grant_part(book, request, world, (Share(card, turn.bytes),), turn.bytes, head)
+        return grant_part(book, request, world, (Share(card, turn.bytes),), turn.bytes, head)
     giver = turn.giver
     holder = lease_title(giver, book.owner(giver.owner))
     because = f"{head} {show_bytes(turn.bytes)} of {holder} leave for it, piece by piece."
@@ -225,7 +239,7 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
     others, never, request = laid_out(book, request, world, lease, out)
-    refusal = quotas.refusal(book, request, world) or hopeless(others, request, world, never)
+    refusal = caps.refusal(book, request, world) or hopeless(others, request, world, never)
     if refusal:
         return _refuse(book, request, world, refusal)
 
@@ -317,10 +331,10 @@ def _evict(
         return None
     emptier, wait = make_room(context, rank, way)
     need = context.missing(way.candidate.shares)
-    part = 0 if way.leaving else duplex.returning_part(context, need)
-    queued, verdict = _enqueue(emptier, request, world, wait, duplex.without(need, part))
+    part = 0 if way.leaving else returning_part(context, need)
+    queued, verdict = _enqueue(emptier, request, world, wait, room_without(need, part))
     if part and isinstance(verdict, Wait):
-        return duplex.grant_part(queued, request, world, need, part, wait.because)
+        return grant_part(queued, request, world, need, part, wait.because)
     return queued, verdict
 
 
@@ -518,3 +532,246 @@ def _ticket(
 
 def _name(lease_id: str) -> str:
     return lease_id.partition("/")[2]
+
+
+# -- returns that overlap with departures ----------------------------------------------------------
+
+
+MOST_STAGES = 8  # of one departure or return; each stage costs a transaction
+
+
+def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
+    """The bytes of one stage, if `size` bytes are copied in at most MOST_STAGES stages.
+
+    A stage has at least `least_bytes`. It also has at least `piece_bytes`, because the largest
+    piece must fit into one stage.
+
+    >>> stage_bytes(4000, 100, 50), stage_bytes(4000, 700, 50), stage_bytes(4000, 100, 900)
+    (500, 700, 900)
+    """
+    return max(least_bytes, piece_bytes, -(-size // MOST_STAGES))
+
+
+def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
+    """The bytes of one stage when `lease` leaves its card for `target`; 0 if it leaves all at once.
+
+    A lease leaves in stages only if its pieces are copied to host memory. It leaves at once if host
+    memory has a copy already, if there would be only one stage, or if `least_bytes` is 0.
+    `least_bytes` is the least bytes of a stage.
+    """
+    size = sum([share.bytes for share in target])
+    copied = not (lease.shadow_bytes or lease.copy)
+    if not copied or not lease.piece_bytes or lease.kind == "kernel":
+        return 0
+    if not least_bytes:
+        return 0
+    if any([share.device != HOST for share in target]):
+        return 0
+    stage = stage_bytes(size, lease.piece_bytes, least_bytes)
+    return stage if size >= 2 * stage else 0
+
+
+def part_left(book: Book, step: Move, shares: Shares, world: World) -> Book:
+    """The book after the first bytes of a leaving lease have left; the rest is still leaving.
+
+    `step` is the whole departure. `shares` are the places of the lease's own bytes now. Waiting
+    requests may use the freed bytes at once. The book gets an event only when the last bytes have
+    left.
+    """
+    lease = book.find(step.lease)
+    if lease is None or lease.phase is not Phase.LEAVING:
+        return book
+    in_host = sum([share.bytes for share in shares if share.device == HOST])
+    moved = in_host - lease.bytes_on(HOST)
+    rest = lease.leaving_bytes - moved
+    leaving = replace(
+        lease.holding(shares),
+        target=(Share(HOST, rest),),
+        phase=Phase.LEAVING,
+        settled_at=world.now,
+        away_since=world.now,
+    )
+    return book.with_lease(leaving)
+
+
+def returning_part(context: Context, need: Shares) -> int:
+    """The bytes of the requested model that may return now; 0 if no part may return.
+
+    `need` is the room that is being made. At least one piece stays in host memory: the last pieces
+    return with the grant of the whole model, which also reserves the working memory.
+    """
+    lease, request = context.old, context.request
+    if not request.stage_bytes or not request.wait:
+        return 0
+    if lease is None or lease.phase is not Phase.SETTLED or lease.kind == "kernel":
+        return 0
+    if not lease.piece_bytes or len(need) != 1:
+        return 0
+    card = need[0].device
+    here = lease.bytes_on(card)
+    if lease.on_device and here != context.held.get(card):
+        return 0  # the other part of the model is on another card
+    in_host = lease.bytes_on(HOST)
+    free = context.free()[card] - context.held.get(card, 0)
+    least = stage_bytes(lease.own_bytes, lease.piece_bytes, request.stage_bytes)
+    part = min(free, in_host - lease.piece_bytes)
+    return part if part >= least else 0
+
+
+class Turn(Value):
+    """The next step of an exchange in pieces: bytes of the card that another lease gives or that the lease takes."""
+
+    giver: Lease | None  # None: the returning lease takes the bytes
+    bytes: int
+
+
+def exchange(lease: Lease, givers: Sequence[Lease], free: int, host_free: int) -> Turn | None:
+    """The next step by which `lease` returns to a card from which `givers` leave, piece by piece.
+
+    Two leases may fill a card and host memory so far that neither has room for a whole copy of the
+    other. `free` and `host_free` are the free bytes of the card and of host memory. What one lease
+    frees, the other one takes. The result is None if the lease cannot return as a whole like that:
+    then no piece moves at all.
+    """
+    missing = lease.bytes_on(HOST) - free
+    if missing <= 0:
+        return Turn(None, lease.bytes_on(HOST))
+    able = [one for one in givers if one.piece_bytes]
+    if sum([one.card_bytes for one in able]) < missing:
+        return None
+    # With a spare piece of each, one of them always has room for its next piece.
+    giver = max(able, key=lambda one: one.card_bytes)
+    piece = max([one.piece_bytes for one in able])
+    if host_free < missing + piece and free + host_free < lease.piece_bytes + piece:
+        return None
+    if host_free >= giver.piece_bytes:
+        return Turn(giver, min(host_free, missing + giver.piece_bytes - 1, giver.card_bytes))
+    return Turn(None, free)
+
+
+def is_part(lease: Lease) -> bool:
+    """Whether only a part of this arriving `lease` returns, and the rest stays in host memory."""
+    if not lease.target:
+        return False
+    shares = lease.filled or lease.target
+    coming = sum([share.bytes for share in shares])
+    return coming < lease.bytes_on(HOST)
+
+
+def room_without(need: Shares, part: int) -> Shares:
+    """The room `need`, less the bytes of the `part` of the model that returns now."""
+    if not part:
+        return need
+    [share] = need
+    return (Share(share.device, share.bytes - part),)
+
+
+def grant_part(
+    book: Book, request: Request, world: World, need: Shares, part: int, because: str
+) -> tuple[Book, Grant]:
+    """Grants the return of `part` bytes. The request's ticket stays and waits for the rest.
+
+    `need` is the room that the request still needs, on one card. `because` is the reason of the
+    request's Wait, in sentences.
+    """
+    lease = book.lease(request.lease.owner, request.lease.name)
+    assert lease is not None  # a part returns only from host memory
+    target = (Share(need[0].device, part),)
+    arriving = replace(
+        lease,
+        key=request.key,
+        target=target,
+        filled=(),
+        phase=Phase.ARRIVING,
+        pins=1,
+        pinned_since=world.now,
+        last_used=world.now,
+        importance=request.lease.importance,
+    )
+    because = f"{because} {show_bytes(part)} of {lease.name} return meanwhile."
+    step = Move(lease.id, (Share(HOST, part),), target, because)
+    return book.with_lease(arriving), Grant(arriving, (step,), because)
+
+
+# -- room for one more entry in the book's page ----------------------------------------------------
+
+
+RESERVED = 32  # entries for requests to owners, and as many more for requests that wait
+MOST_LEASES = MOST_ENTRIES - 2 * RESERVED  # entries beyond which no new lease is granted
+MOST_WAITING = MOST_ENTRIES - RESERVED  # entries beyond which no new request waits
+
+
+def needs_entry(book: Book, request: Request) -> bool:
+    """Whether the page has no room for the lease that the `request` would get."""
+    if book.lease(request.lease.owner, request.lease.name):
+        return False
+    own = book.ticket(request.key) is not None  # the request's own ticket becomes the lease
+    return book.entries - own >= MOST_LEASES
+
+
+def full_for_waiting(book: Book, request: Request) -> bool:
+    """Whether the page has no room for this request's ticket."""
+    return book.entries >= MOST_WAITING and book.ticket(request.key) is None
+
+
+def page_full(request: Request) -> Refuse:
+    """The refusal of the `request` if no lease may leave the full page."""
+    because = f"the book is full: {MOST_ENTRIES} leases and requests"
+    return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
+
+
+def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
+    """The book, and the Wait while an idle lease leaves the page; None if no lease may leave.
+
+    The chosen lease is unloaded, because an offloaded lease keeps its entry in the page. The choice
+    follows the rules of an eviction that frees bytes. `context` has the inputs of this decision.
+    `rank` is the eviction policy.
+    """
+    book, request, world = context.book, context.request, context.world
+    head = f"The book is full ({book.entries} leases and requests)"
+    leaving = _leaving(context)
+    if leaving is not None:
+        asked = () if leaving.owner == request.lease.owner else (leaving.id,)
+        return book, Wait(f"{head}; {leaving.name} is being unloaded", asked=asked)
+    victim = _victim(context, rank)
+    if victim is None:
+        return None
+    idle = f"{victim.name} (idle {show_seconds(victim.idle_seconds(world.now))})"
+    if victim.owner != request.lease.owner:
+        owner = book.owner(victim.owner)
+        label = owner.label if owner else victim.owner
+        return book, Wait(f"{head}; {label} is asked to unload {idle}.", asked=(victim.id,))
+    because = f"{head}; {request.lease.name} needs its entry."
+    step = Drop(victim.id, victim.shares, because)
+    emptier = mark_leaving(book, step, request.key)
+    return emptier, Wait(f"{head}; {idle} is unloaded.", steps=(step,))
+
+
+def _leaving(context: Context) -> Lease | None:
+    """A lease that is being unloaded, or is leaving because this request recalled it; or None."""
+    old = context.book.ticket(context.request.key)
+    recalled = old.recalls if old else ()
+    for lease in context.leases:
+        if lease.phase is not Phase.LEAVING:
+            continue
+        if not lease.target or lease.id in recalled:
+            return lease
+    return None
+
+
+def _victim(context: Context, rank: Policy) -> Lease | None:
+    """The idle lease that leaves first; None if no lease may leave.
+
+    Of leases with equal importance, leases that are not wholly on cards leave first.
+    """
+    request, world = context.request, context.world
+    asker, importance = request.lease.owner, request.lease.importance
+    idle = []
+    for lease in context.leases:
+        if not lease.droppable or lease.id in context.recalled:
+            continue
+        if not reason_to_stay(lease, world, asker=asker, importance=importance):
+            idle.append(lease)
+    ordered = eviction_order(idle, world, rank)
+    ordered.sort(key=lambda lease: (-lease.importance, lease.all_on_device))
+    return ordered[0] if ordered else None

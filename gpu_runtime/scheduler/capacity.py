@@ -1,11 +1,17 @@
-"""Computes the free bytes that a grant may spend on each device.
+"""What each device has: its level of pressure, the bytes that a grant may spend, and unleased memory.
 
-Pure. The smaller of two numbers counts: the budget less all claims in the book, and the bytes that
-the driver measured as free. The book is all leases and requests of a host. The module `queue`
-decides which request may spend the free bytes first.
+Pure. For a grant, the smaller of two numbers counts: the budget less all claims in the book, and
+the bytes that the driver measured as free. The module `queue` decides which request may spend the
+free bytes first. `relief` decides when idle models leave a device that is too full. The levels and
+the table of idle times come from Semantik (see `gpu_runtime.presets`).
 
-A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
-driver may not have freed yet.
+Memory that no lease covers is the measured use less the leases and less the residue, which is the
+memory of known processes beyond their leases. A process without leases is visible only there. Code
+may also use unclaimed memory, for activations and caches. If it uses more than its fraction, torch
+raises its own out-of-memory error in this process, and no other process fails.
+
+The book is all leases and requests of a host. A sample is one measurement of a device. A ghost is
+the memory that a dead process held and that the driver may not have freed yet.
 """
 
 from __future__ import annotations
@@ -14,9 +20,127 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Device, Event, Lease, Phase, Sample, Share, World, one_memory
+from ..facts import (
+    HOST,
+    Book,
+    Device,
+    DeviceView,
+    Event,
+    Lease,
+    Level,
+    Phase,
+    Rules,
+    Sample,
+    Section,
+    Share,
+    Stranger,
+    Value,
+    World,
+    one_memory,
+)
 from ..units import show_seconds
-from .pressure import sample_of
+
+
+class Relief(Value):
+    """The rule of a level: evict models that were idle for more than `idle_seconds`."""
+
+    idle_seconds: float
+    may_drop: bool  # drop models that cannot be offloaded
+    drop: bool  # drop without trying to offload
+
+
+def level(pressure: float, rules: Rules) -> Level:
+    """The level of a `pressure` (1.0 is full), with the thresholds of `rules`.
+
+    By default: LOW < 60 % ≤ MODERATE < 80 % ≤ HIGH < 90 % ≤ CRITICAL.
+    """
+    if pressure >= rules.critical:
+        return Level.CRITICAL
+    if pressure >= rules.high:
+        return Level.HIGH
+    if pressure >= rules.moderate:
+        return Level.MODERATE
+    return Level.LOW
+
+
+def relief(at: Level, rules: Rules) -> Relief | None:
+    """The rule of the level `at`, with the idle times of `rules`; None at LOW and UNKNOWN."""
+    if at is Level.CRITICAL:
+        return Relief(0.0, may_drop=True, drop=True)
+    if at is Level.HIGH:
+        return Relief(rules.idle_high_seconds, may_drop=True, drop=False)
+    if at is Level.MODERATE:
+        return Relief(rules.idle_moderate_seconds, may_drop=False, drop=False)
+    return None
+
+
+def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
+    """The larger of `claimed` / `limit` and `used` / `total`; above 1 in an overdraft.
+
+    All four numbers are bytes. `used` is None if the driver gives no number.
+
+    >>> pressure(claimed=9_000, limit=14_400, used=None, total=16_000)
+    0.625
+    """
+    claimed_part = claimed / limit if limit else float(claimed > 0)
+    if used is None or not total:
+        return claimed_part
+    return max(claimed_part, used / total)
+
+
+def sample_of(device: Device, book: Book, world: World) -> Sample | None:
+    """The newest known measurement of `device`.
+
+    This owner's own measurements are in `world`, and shared measurements are in `book`. The result
+    is None if neither has this device. A simulated device is never measured.
+    """
+    mine = world.samples.get(device.id)
+    theirs = book.samples.get(device.id)
+    if mine is None or theirs is None:
+        return mine or theirs
+    return mine if mine.taken_at >= theirs.taken_at else theirs
+
+
+def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]) -> int | None:
+    """Bytes in use on `device` as measured by `sample`; None if the driver gives no number.
+
+    `claimed` maps device ids to bytes. For a simulated device, the result is the claimed bytes.
+    """
+    if device.simulated:
+        return claimed.get(device.id, 0)
+    if sample is None or sample.free_bytes is None:
+        return None
+    return max(0, device.total_bytes - sample.free_bytes)
+
+
+def views(book: Book, world: World) -> tuple[DeviceView, ...]:
+    """Every device of `world` with its budget, its claims in `book`, used bytes and level."""
+    claims = book.claims()
+    return tuple(_view(device, claims.get(device.id, 0), book, world) for device in world.devices)
+
+
+def _view(device: Device, claimed: int, book: Book, world: World) -> DeviceView:
+    own_limit = world.limits[device.id]
+    limit = min(own_limit, book.limits.get(device.id, own_limit))
+    sample = sample_of(device, book, world)
+    used = used_bytes(device, sample, {device.id: claimed})
+    full = pressure(claimed, limit, used, device.total_bytes)
+    residue = sum(section.residue.get(device.id, 0) for section in book.sections.values())
+    return DeviceView(
+        device=device,
+        limit_bytes=limit,
+        claimed_bytes=claimed,
+        measured_bytes=used,
+        level=level(full, world.rules),
+        pressure=full,
+        sample=sample,
+        residue_bytes=residue,
+        drained=book.drained.get(device.key),
+    )
+
+
+# -- the free bytes that a grant may spend ---------------------------------------------------------
+
 
 FREEING = ("offloaded", "unloaded", "moved", "lost")  # events that free device memory
 
@@ -235,3 +359,159 @@ def on_cards(
             continue
         total += sum(share.bytes for share in lease.claims() if share.device != HOST)
     return total
+
+
+# -- memory that no lease covers -------------------------------------------------------------------
+
+
+def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
+    """Bytes in use on each real card of `world` beyond the leases and residue in `book`.
+
+    The value is None if the driver gives no number. Memory that is being freed right now does not
+    count. The driver's own use of the card is included: some hundred MiB that belong to no process.
+    """
+    beyond: dict[str, int | None] = {}
+    freed = freed_since(book, world)
+    for device in world.devices:
+        # Unified memory is the machine's RAM: any program may use it, so it is not counted here.
+        if device.simulated or device.is_host or device.unified:
+            continue
+        sample = sample_of(device, book, world)
+        if sample is None or sample.free_bytes is None:
+            beyond[device.id] = None
+            continue
+        used = device.total_bytes - sample.free_bytes
+        accounted = _seen(book, device.id, sample.taken_at) + freed.get(device.id, 0)
+        beyond[device.id] = max(0, used - accounted)
+    return beyond
+
+
+def _seen(book: Book, device: str, taken_at: float) -> int:
+    """Bytes of leases and residue on `device` that a sample taken at `taken_at` includes."""
+    return sum(_seen_of(section, device, taken_at) for section in book.sections.values())
+
+
+def _seen_of(section: Section, device: str, taken_at: float) -> int:
+    seen = section.residue.get(device, 0)
+    for lease in section.leases:
+        if lease.settled_at < taken_at:
+            seen += lease.bytes_on(device)
+    return seen
+
+
+def strangers(
+    book: Book, world: World, people: Mapping[int, tuple[str, str]]
+) -> tuple[Stranger, ...]:
+    """Processes that the driver lists on real cards of `world`, without those in `book`.
+
+    The largest process is first. `people` maps pid -> (user, command), as far as known. In a
+    container, the driver's pids differ from the pids in the book. So an owner may be listed here
+    under a pid that the book does not know.
+    """
+    ours = _pids(book)
+    found = []
+    for device in world.devices:
+        for pid, size in _processes(device, book, world).items():
+            if pid in ours:
+                continue
+            user, command = people.get(pid, ("", ""))
+            found.append(Stranger(device.id, pid, size, user, command))
+    return tuple(sorted(found, key=_largest_first))
+
+
+def _pids(book: Book) -> set[int]:
+    """The pids in the book: owners, their engines, and dead owners that may still hold memory."""
+    pids = {ghost.pid for ghost in book.ghosts}
+    for section in book.sections.values():
+        pids.add(section.owner.pid)
+        pids.update(section.engines)
+    return pids
+
+
+def _processes(device: Device, book: Book, world: World) -> dict[int, int | None]:
+    """Maps pids to bytes, for the processes that the driver lists on a real card."""
+    if device.simulated or device.is_host:
+        return {}
+    sample = sample_of(device, book, world)
+    return sample.processes if sample else {}
+
+
+def _largest_first(stranger: Stranger) -> tuple[int, str, int]:
+    return -(stranger.bytes or 0), stranger.device, stranger.pid
+
+
+# -- how much of each card torch may use in this process -------------------------------------------
+
+
+LEAST, MOST = 0.01, 0.99
+ALL = 1.0
+
+
+def torch_bounds(
+    book: Book,
+    owner: str,
+    world: World,
+    contexts: Mapping[str, int],
+    open_cards: Collection[str] = (),
+) -> dict[str, float]:
+    """The fraction of each real card of `world` that torch may use in the process of `owner`.
+
+    The bound is the whole card, less other owners' claims in `book`, and less the CUDA context,
+    which torch does not count. `contexts` maps cards to the bytes of the context. The bound is at
+    least the owner's own leases on the card, and at most 99 % of the card.
+
+    If the operator enforces the user's cap, the bound is also at most the cap less what the user's
+    other processes hold on the card.
+
+    A card has no bound, and no entry in the result, for one of three reasons: the owner has nothing
+    on the card, one of the owner's models is split over several cards, or a block of code sets its
+    own bound (`open_cards`).
+    """
+    section = book.sections.get(owner)
+    if section is None:
+        return {}
+    unbounded = set(open_cards)
+    ours: dict[str, int] = {}
+    for lease in section.leases:
+        if _is_split(lease):
+            unbounded.update(share.device for share in lease.claims())
+        for share in lease.claims():
+            ours[share.device] = ours.get(share.device, 0) + share.bytes
+
+    claims = book.claims()
+    found = {}
+    for device in world.devices:
+        leased = ours.get(device.id, 0)
+        if device.is_host or device.simulated or not leased or device.id in unbounded:
+            continue
+        others = claims.get(device.id, 0) - leased - section.residue.get(device.id, 0)
+        free = device.total_bytes - others - contexts.get(device.id, 0)
+        fraction = max(free, leased) / device.total_bytes
+        found[device.id] = min(MOST, max(LEAST, fraction))
+    allowed = _enforced(book, owner, world)
+    for device in world.devices:
+        if device.id in allowed and not device.simulated:
+            fraction = max(LEAST, allowed[device.id] / device.total_bytes)
+            found[device.id] = min(fraction, found.get(device.id, ALL))
+    return found
+
+
+def _enforced(book: Book, owner: str, world: World) -> dict[str, int]:
+    """The bytes of each card that the process of `owner` may hold, if its user's cap is enforced."""
+    cap = world.rules.cap
+    if cap is None or not cap.enforce or cap.bytes_per_device is None:
+        return {}
+    allowed = {device.id: cap.bytes_per_device for device in world.devices if not device.is_host}
+    for id, section in book.sections.items():
+        if id == owner or section.owner.user != cap.user:
+            continue
+        for lease in section.leases:
+            for share in lease.claims():
+                if share.device in allowed:
+                    allowed[share.device] -= share.bytes
+    return allowed
+
+
+def _is_split(lease: Lease) -> bool:
+    cards = {share.device for share in lease.shares} - {HOST}
+    return len(cards) > 1

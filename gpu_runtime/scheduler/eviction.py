@@ -1,28 +1,326 @@
-"""Finds the leases whose eviction makes room on a card, or on several cards, at the least cost.
+"""Makes room for a request: chooses the cards and the leases to evict, and makes the verdict.
 
-Pure. `evictable` decides which leases may be evicted. `eviction_verdict` makes the steps and the
-sentences from the result. A shadow is an unchanged copy in host memory of a model on a card.
+Pure. Of all ways to make room, the one with the least cost is chosen. A lease may have bytes on
+several of the cards, and free bytes on one card may replace missing bytes on another card.
+`victims` decides which leases may be evicted, and searches them in order.
+
+The verdict has the requester's own steps, the recalls of other owners' leases, and sentences. A
+recall is a request to another owner to evict its lease. Bytes are free only after the evicted lease
+has left. So a request that makes room waits, and its ticket keeps its place in the queue.
+
+Leases that leave a card may need room in host memory. A shadow is an unchanged copy in host memory
+of a model on a card. The warm pool is the models in host memory that may be unloaded for a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations, islice
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Candidate, Lease, Policy, World
-from . import host_room, shadows
+from ..facts import (
+    HOST,
+    Book,
+    Candidate,
+    Drop,
+    Lease,
+    Move,
+    PlacementRules,
+    Policy,
+    Share,
+    Step,
+    Wait,
+    World,
+    lease_title,
+    where,
+)
+from ..units import show_bytes, show_seconds
 from .capacity import limit_of
-from .context import Context
-from .drain import drained
-from .evictable import can_move, reason_to_stay
-from .eviction_multi import multi_card_ways, one_card_victims
-from .eviction_policy import with_uses_of_equal_models
-from .feasibility import why_no_return
-from .splitting import may_split
-from .victims import PartsRoom, eviction_order, worth
+from .caps import drained
+from .feasibility import host_bytes_to_be_had, why_no_return
+from .placement import claimed, divide, fitting, least_room, may_split, sets_that_fit
+from .policies import with_uses_of_equal_models
+from .queue import Context
+from .victims import (
+    PartsRoom,
+    Room,
+    can_move,
+    copied_bytes,
+    enough_shadows,
+    eviction_order,
+    eviction_step,
+    first_enough,
+    held_shadows,
+    host_room_for,
+    keeps_shadow,
+    largest_fitting_set,
+    leaves_in_words,
+    mark_leaving,
+    parts_within,
+    precious_bytes,
+    reason_to_stay,
+    shadows_total,
+    shed_step,
+    victims,
+    warm,
+    worth,
+    worth_less,
+)
+
+# -- room in host memory for leases that leave a card ----------------------------------------------
+
+
+def may_be_loaded_again(context: Context) -> bool:
+    """Whether the requested model has bytes in host memory that its source has too."""
+    lease = context.old
+    return lease is not None and lease.droppable and bool(lease.bytes_on(HOST))
+
+
+def lacks_room(context: Context, leaving: tuple[Lease, ...]) -> bool:
+    """Whether the host never has room for the requested model and the leases `leaving` for it."""
+    stays = context.old.bytes_on(HOST) if context.old else 0
+    most = host_bytes_to_be_had(context.book, context.world)
+    return precious_bytes(leaving) + stays > most
+
+
+def warm_pool_bytes(context: Context, wanted: str) -> int:
+    """The bytes in host memory of the models that may be unloaded from there for the request.
+
+    The lease with the id `wanted` stays.
+    """
+    return sum([lease.bytes_on(HOST) for lease in _warm(context, wanted)])
+
+
+def _warm(context: Context, wanted: str) -> list[Lease]:
+    lease, book, world = context.request.lease, context.book, context.world
+    return warm(book, world, asker=lease.owner, importance=lease.importance, wanted=wanted)
+
+
+def leaving_the_host(
+    context: Context,
+    rank: Policy,
+    leaving: tuple[Lease, ...],
+    shadowed: list[Lease],
+    host_room: int,
+    wanted: str,
+) -> tuple[tuple[Lease, ...], tuple[Lease, ...]] | None:
+    """The leases that make room in host memory for the leases `leaving` a card.
+
+    Returns two tuples: leases whose shadows are freed, chosen from `shadowed`, and leases that are
+    unloaded from host memory. Returns None if they cannot make the room. Host memory has
+    `host_room` free bytes. The lease with the id `wanted` stays there.
+    """
+    kept = {lease.id for lease in leaving if lease.shadow_bytes and keeps_shadow(lease)}
+    able = [lease for lease in shadowed if lease.id not in kept]
+    shortage = precious_bytes(leaving) - host_room
+    freed = enough_shadows(able, shortage, context.world, rank)
+    shortage -= shadows_total(freed)
+
+    def unload(shortage: int) -> tuple[Lease, ...] | None:
+        """The leases to unload for `shortage` bytes of host memory; None if they are too few."""
+        return victims({HOST: shortage}, _warm(context, wanted), context.world, rank)
+
+    unloaded = unload(shortage)
+    if unloaded is None:
+        # A later decision may unload a lease in `leaving` whose shadow becomes its share.
+        later = shadows_total([lease for lease in leaving if lease.droppable])
+        if not later or unload(shortage - later) is None:
+            return None
+    return tuple(freed), unloaded or ()
+
+
+# -- room on one card, or on several cards at once -------------------------------------------------
+
+
+FEW_CARDS = 4  # up to this many, every set of cards is tried
+FEW_PRECIOUS = 8  # up to so many leases that exist nowhere else, every set of them is tried
+MOST_POOLS = 100  # such sets, and sets of parts, that are tried
+
+Bytes = Mapping[str, int]  # by device id
+
+
+def multi_card_ways(
+    context: Context,
+    idle: Sequence[Lease],
+    host_bytes: int,
+    limits: Bytes,
+    host: PartsRoom | None = None,
+) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
+    """Yields the ways to place the request on several cards: a candidate, and the leases to evict.
+
+    Each way is for another set of cards on which evictions can make enough room. The candidate has
+    the bytes for each card. `idle` are the leases that may leave, in the order of
+    `victims.eviction_order`. `context` holds the free bytes, and `limits` the budgets of the cards
+    that may be used. `host_bytes` is the host memory available for weights that exist nowhere else.
+    If `host` is given, leases may leave in part, and `host` is the host memory for these parts.
+    """
+    footprint, rules = context.request.footprint, context.request.placement
+    for cards in _sets(context, idle, limits):
+        room = _room(cards, context)
+        room.own_need = claimed(footprint, cards, rules, limits)
+        room.missing += least_room(footprint, len(cards), rules)
+        room.holds = fitting(footprint, cards, rules, limits)
+        chosen = _victims(idle, room, host_bytes, rules, host)
+        if chosen is None:
+            continue
+        candidate = divide(footprint, room.usable(), rules, limits)
+        if candidate is not None:
+            yield candidate, chosen
+
+
+def one_card_victims(
+    share: Share,
+    context: Context,
+    idle: Sequence[Lease],
+    host_bytes: int,
+    host: PartsRoom | None,
+) -> tuple[Lease, ...] | None:
+    """The leases to evict for the `share` on one card; None if no set of leases is enough.
+
+    All other parameters are as in `multi_card_ways`.
+    """
+    room = _room([share.device], context)
+    room.own_need = share.bytes
+    room.missing += share.bytes
+    room.holds = lambda usable: usable[share.device] >= share.bytes
+    return _victims(idle, room, host_bytes, context.request.placement, host)
+
+
+def _room(cards: Iterable[str], context: Context) -> Room:
+    """The bytes that the request may use on the `cards`, once all decided steps are done."""
+    free = {card: context.room_later[card] for card in cards}
+    cap_left = context.cap_left_later
+    own_left = context.own_left_later
+    return Room(
+        free,
+        cap_left={card: cap_left[card] for card in free} if cap_left else None,
+        cap_owners=context.cap_owners,
+        owner=None if own_left is None else context.request.lease.owner,
+        own_left=own_left or 0,
+    )
+
+
+def _victims(
+    idle: Sequence[Lease],
+    room: Room,
+    host_bytes: int,
+    rules: PlacementRules,
+    host: PartsRoom | None,
+) -> tuple[Lease, ...] | None:
+    """The leases in `idle` to evict; None if all of `idle` together cannot make the room.
+
+    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. If
+    `host` is given, a lease that does not fit may leave in part. After the call, the returned
+    leases have left the `room`.
+    """
+    search = _fewest if rules.policy == "fewest-evictions" else first_enough
+    chosen = search(idle, room, host)
+    if chosen is None or precious_bytes(chosen) <= host_bytes:
+        return chosen
+    room.all_go(chosen, -1)
+    useful = list(filter(room.gains, idle))
+    pools = _that_the_host_can_take(useful, host_bytes, host is not None)
+    for pool in islice(pools, MOST_POOLS):
+        chosen = search(pool, room, host)
+        if chosen is not None:
+            return chosen
+        room.all_go(pool, -1)
+    return None
+
+
+def _fewest(pool: Sequence[Lease], room: Room, host: PartsRoom | None) -> tuple[Lease, ...] | None:
+    """As `first_enough`, but the leases of the `pool` that free most are taken first.
+
+    Then each lease is exchanged for the smallest one that is enough in its place. No important lease
+    leaves if less important leases are enough.
+    """
+    largest_first = sorted(pool, key=lambda lease: (-lease.importance, -room.gain(lease)))
+    found = first_enough(largest_first, room)
+    if not found:
+        return found
+    chosen = {lease.id: lease for lease in found}
+    for lease in reversed(found):
+        room.let_go(chosen.pop(lease.id), times=-1)
+        for other in sorted(pool, key=room.gain):
+            if other.id in chosen or other.importance < lease.importance:
+                continue
+            room.let_go(other)
+            if room.enough():
+                chosen[other.id] = other
+                break
+            room.let_go(other, times=-1)
+    room.all_go(chosen.values(), -1)
+    return first_enough([lease for lease in pool if lease.id in chosen], room, host)
+
+
+def _that_the_host_can_take(
+    pool: Sequence[Lease], host_bytes: int, may_cut: bool
+) -> Iterator[list[Lease]]:
+    """Yields the `pool` without leases that can neither be dropped nor fit into `host_bytes`.
+
+    Each result has other leases that fit. If `may_cut` is true, further results have parts of the
+    leases that do not fit.
+    """
+    precious = [lease for lease in pool if not lease.droppable]
+    for saved in _fitting_sets(precious, host_bytes):
+        staying = [lease for lease in precious if lease not in saved]
+        yield [lease for lease in pool if lease not in staying]
+        left = host_bytes - precious_bytes(saved)
+        for parts in parts_within(staying, left) if may_cut else ():
+            cut = {part.id: part for part in parts}
+            fitting = [lease for lease in pool if lease not in staying or lease.id in cut]
+            yield [cut.get(lease.id, lease) for lease in fitting]
+
+
+def _fitting_sets(precious: Sequence[Lease], host_bytes: int) -> Iterator[tuple[Lease, ...]]:
+    """Yields sets of the `precious` leases that fit into `host_bytes`.
+
+    The largest set is first. The empty set follows, which leaves most room for parts of the leases.
+    With more than FEW_PRECIOUS leases, no further set is tried.
+    """
+    yield largest_fitting_set(precious, host_bytes)
+    yield ()
+    for count in range(len(precious), 0, -1) if len(precious) <= FEW_PRECIOUS else ():
+        for saved in combinations(precious, count):
+            if precious_bytes(saved) <= host_bytes:
+                yield saved
+
+
+def _sets(context: Context, idle: Sequence[Lease], limits: Bytes) -> list[tuple[str, ...]]:
+    """Sets of cards on which room may be made.
+
+    With up to FEW_CARDS cards, all sets are returned whose number of cards might hold the model.
+    With more cards, two sets are returned for each such number. One is the first set that could
+    hold the model if all idle leases left. The other has the cards with the most free bytes now.
+    """
+    footprint, rules = context.request.footprint, context.request.placement
+    cards = []
+    for card in limits:
+        if card not in context.blind and (not rules.devices or card in rules.devices):
+            cards.append(card)
+    whole = _room(cards, context)
+    now = dict(whole.usable())
+    whole.all_go(idle)
+    possible = list(sets_that_fit(footprint, whole.usable(), rules, limits))
+    sets: list[tuple[str, ...]] = []
+    if len(cards) <= FEW_CARDS:
+        for count in sorted(set(map(len, possible))):
+            sets += combinations(cards, count)
+        return sets
+    most_first = sorted(cards, key=lambda card: -now[card])
+    for parts in possible:
+        first = tuple(parts)
+        largest = most_first[: len(first)]
+        with_most = tuple(card for card in cards if card in largest)
+        sets += dict.fromkeys([first, with_most])
+    return sets
+
+
+# -- the cheapest way ------------------------------------------------------------------------------
+
 
 MOST_OTHERS = 8  # ways that are reported besides the chosen way; a dry run reports all ways
 
@@ -70,9 +368,9 @@ def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ..
     way = way or find()
     if way is None and any([one.shadow_bytes and not one.droppable for one in context.leases]):
         way = find(own_shadows="kept") or find(own_shadows="freed")
-    if way is None and host_room.may_be_loaded_again(context):
+    if way is None and may_be_loaded_again(context):
         way = find(wanted="")
-        if way and not host_room.lacks_room(context, way.leaving):
+        if way and not lacks_room(context, way.leaving):
             return None  # the host gets room once other leases may be unloaded
     return way
 
@@ -103,9 +401,9 @@ def _cheapest(
     if not all([lease.droppable for lease in idle]):
         precious = {lease.id for lease in idle if not lease.droppable}
         kept = precious if own_shadows == "kept" else set()
-        shadowed = shadows.held(book, spared=context.silent_shadows | kept)
-        host_later += shadows.total(shadowed)
-        host_later += host_room.warm_pool_bytes(context, wanted)
+        shadowed = held_shadows(book, spared=context.silent_shadows | kept)
+        host_later += shadows_total(shadowed)
+        host_later += warm_pool_bytes(context, wanted)
         if own_shadows == "freed":
             idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
     host = PartsRoom(host_now, host_later) if _may_cut(idle, world) else None
@@ -114,7 +412,7 @@ def _cheapest(
         found.append(_priced(candidate, leaving, len(found), context, rank))
     found.sort()
     for best in found:
-        room = host_room.leaving_the_host(context, rank, best.leaving, shadowed, host_now, wanted)
+        room = leaving_the_host(context, rank, best.leaving, shadowed, host_now, wanted)
         if room is not None:
             others = [_reported(one) for one in found if one is not best]
             most = MOST_OTHERS if request.wait else len(others)  # a dry run shows all ways
@@ -280,3 +578,251 @@ def _limits_of_open_cards(book: Book, world: World) -> dict[str, int]:
         if not device.is_host and device.id not in out:
             limits[device.id] = limit_of(book, world, device.id)
     return limits
+
+
+# -- the verdict -----------------------------------------------------------------------------------
+
+
+LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory
+MEASURE_AGAIN_SECONDS = 1.0  # until the next try, if only a new sample shows the freed bytes
+
+
+def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
+    """The book with the requester's own victims marked as leaving, and a Wait with steps and recalls.
+
+    `way` is the result of `cheapest_way`, which was called with the same `context` and `rank`.
+    Other owners see the recall on the ticket of the request.
+    """
+    book, request, shares = context.book, context.request, way.candidate.shares
+    cards = [share.device for share in shares]
+    free = sum(max(0, context.room_now[card]) for card in cards)
+    has = "has" if len(cards) == 1 else "have"
+    size = show_bytes(request.footprint.bytes)
+    name = lease_title(request.lease, book.owner(request.lease.owner))
+    head = f"{name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
+    if not way.leaving:
+        return book, _wait_for_what_left(context, cards, head)
+    eviction = _Eviction(context, rank, where(shares), way)
+    for lease in way.shadows:
+        eviction.free_shadow(lease)
+    for lease in way.warm:
+        eviction.unload_from_warm_pool(lease)
+    # Leases that need host memory leave first, then leases of which only a part leaves.
+    for lease in sorted(way.leaving, key=lambda lease: (lease.droppable, not lease.target)):
+        if lease.id not in eviction.unloaded:
+            eviction.evict(lease)
+    return eviction.book, Wait(
+        " ".join([head, *eviction.sentences]),
+        tuple(eviction.steps),
+        tuple(eviction.recalled),
+        tuple(eviction.recalled_bytes) if any(eviction.recalled_bytes) else (),
+        considered=tuple([_with_cost(one) for one in (way, *way.others)]),
+        silent=tuple(id for id in eviction.recalled if id in context.silent),
+        shadows=tuple(eviction.recalled_shadows),
+    )
+
+
+def _wait_for_what_left(context: Context, cards: list[str], head: str) -> Wait:
+    """The Wait of a request whose missing bytes become free without a further eviction.
+
+    The bytes become free for one of three reasons. Leases are leaving, or the driver has not yet
+    freed the memory of a dead process, or the bytes are free and not yet measured.
+    """
+    book, world = context.book, context.world
+    for card in cards:
+        if (lease := context.leaving.get(card)) is not None:
+            title = lease_title(lease, book.owner(lease.owner))
+            return Wait(f"{head} {title} {leaves_in_words(book, lease)}.")
+    for ghost in book.ghosts:
+        if ghost.device in cards:
+            return Wait(
+                f"{head} The driver has not yet freed the memory of pid {ghost.pid}, which has ended.",
+                retry_at=world.now + LOOK_AGAIN_SECONDS,
+            )
+    return Wait(
+        f"{head} The next measurement will show what was just freed.",
+        retry_at=world.now + MEASURE_AGAIN_SECONDS,
+    )
+
+
+class _Eviction:
+    """The evictions of one decision: book, steps, recalled leases and sentences."""
+
+    def __init__(self, context: Context, rank: Policy, at: str, way: Way) -> None:
+        self.book, self.request = context.book, context.request
+        self.world, self.rank, self.context = context.world, rank, context
+        self.at = at  # the cards on which room is made, as text
+        self.host_room = context.room_now.get(HOST, 0)
+        self.steps: list[Step] = []
+        self.recalled: list[str] = []  # lease ids of other owners
+        self.recalled_bytes: list[int] = []  # of each recalled lease; 0: all
+        self.recalled_shadows: list[str] = []
+        # Ids of leases that leave host memory. The bytes of such a lease on the cards are freed too.
+        self.unloaded: set[str] = set()
+        # Ids of leases whose shadows cannot be freed. There are three reasons: the shadow is freed
+        # already, the lease leaves its card and needs the shadow, or its owner does not answer.
+        needed = [one for one in way.leaving if one.shadow_bytes and keeps_shadow(one)]
+        self.spared = {lease.id for lease in needed}
+        self.spared |= context.silent_shadows
+        self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet
+        self.sentences: list[str] = []
+
+    def free_shadow(self, lease: Lease) -> None:
+        """Frees the shadow of `lease`; recalls the shadow if the requester does not own `lease`."""
+        self.spared.add(lease.id)
+        self.freed_soon += lease.shadow_bytes
+        copy = f"the copy of {lease.name} in host memory"
+        if lease.owner != self.request.lease.owner:
+            self.recalled_shadows.append(lease.id)
+            self.sentences.append(f"{self._owner(lease)} is asked to free {copy}.")
+            return
+        because = f"{self.request.lease.name} needs room on {self.at}."
+        self.steps.append(shed_step(lease, because))
+        self.sentences.append(f"{copy[0].upper()}{copy[1:]} is freed.")
+
+    def _title(self, lease: Lease) -> str:
+        """The name of `lease` for people; the notebook's name for a kernel's own memory."""
+        return lease_title(lease, self.book.owner(lease.owner))
+
+    def unload_from_warm_pool(self, lease: Lease) -> None:
+        """Drops `lease` from host memory; recalls it if the requester does not own it."""
+        self.unloaded.add(lease.id)
+        if lease.owner != self.request.lease.owner:
+            self.recalled.append(lease.id)
+            self.recalled_bytes.append(0)
+            self.sentences.append(
+                f"{self._owner(lease)} is asked to unload {self._title(lease)} from the warm pool."
+            )
+            return
+        name = self._title(self.request.lease)
+        if lease.id == self.request.lease.id:
+            because = f"Host memory has no room for {name} beside the models that leave {self.at}."
+            done = "is unloaded from the warm pool, and loaded again then"
+        else:
+            because = f"The warm pool is full; {name} needs room on {self.at}."
+            done = "is unloaded from the warm pool"
+        self._leave(Drop(lease.id, lease.shares, because))
+        self.sentences.append(f"{self._title(lease)} {done}.")
+
+    def evict(self, lease: Lease) -> None:
+        """Moves or drops `lease`, which is on a card; recalls it if the requester does not own it.
+
+        If host memory is too full for `lease`, and room can be made there, this call only makes
+        that room. A later decision evicts `lease`.
+        """
+        name, title = self._title(self.request.lease), self._title(lease)
+        size = show_bytes(self.request.footprint.bytes)
+        idle = show_seconds(lease.idle_seconds(self.world.now))
+        because = f"{name} needs {size} on {self.at}; {title} was idle for {idle}."
+        # A process that does not answer may use the lease: it cannot publish that.
+        state = "" if lease.id in self.context.silent else f", idle {idle}"
+        described = f"{title} ({show_bytes(lease.bytes)}{state})"
+        part = lease.leaving_bytes if lease.target else 0
+        if part:
+            described = f"{show_bytes(part)} of {described}"
+        step = eviction_step(lease, self.host_room, self.world, part=part, because=because)
+        if isinstance(step, Move):
+            self.host_room -= copied_bytes(lease, step)
+        elif self._free_host_memory(lease):
+            self.sentences.append(f"{described} is moved to the host in their place.")
+            return
+        if lease.owner != self.request.lease.owner:
+            self._recall(lease, described)
+        elif step is None:
+            self.sentences.append(f"{title} is evicted once the host has room.")
+        else:
+            self._leave(step)
+            done = "offloaded to host" if isinstance(step, Move) else "unloaded"
+            self.sentences.append(f"{described} is {done}.")
+
+    def _free_host_memory(self, lease: Lease) -> bool:
+        """Makes room for this `lease` in host memory. Returns whether that is possible.
+
+        Frees shadows first, then unloads leases that are worth less in host memory than this
+        `lease`. If that is not enough, nothing is freed.
+        """
+        reach = self.host_room + self.freed_soon
+        part = lease.leaving_bytes if lease.target else 0
+        if isinstance(eviction_step(lease, reach, self.world, part=part), Move):
+            self._take(lease.offload_bytes)
+            return True
+        found = host_room_for(
+            self.book,
+            lease,
+            reach,
+            self.world,
+            self.rank,
+            spared=self.spared,
+            renewed=partial(self._worth_less, lease),
+        )
+        if found is None:
+            return False
+        for other in found[0]:
+            self.free_shadow(other)
+        for other in found[1]:
+            self.unload_from_warm_pool(other)
+        self._take(lease.offload_bytes - sum([other.bytes for other in found[1]]))
+        return True
+
+    def _take(self, size: int) -> None:
+        """Reserves `size` bytes of host memory for a lease: first the bytes that shadows free."""
+        freed = min(max(0, size), self.freed_soon)
+        self.freed_soon -= freed
+        self.host_room -= max(0, size) - freed
+
+    def _worth_less(self, lease: Lease, host_room: int) -> tuple[Lease, ...]:
+        """The leases to unload from host memory for this `lease`, each worth less than `lease`.
+
+        The result is empty if the leases that are worth less are too few, or if one of their owners
+        does not answer.
+        """
+        wanted = self.request.lease
+        if (
+            lease.owner != wanted.owner
+        ):  # the owner that is recalled chooses what it unloads for its lease
+            return ()
+        pool = warm(
+            self.book,
+            self.world,
+            asker=wanted.owner,
+            importance=wanted.importance,
+            wanted=wanted.id,
+        )
+        less = worth_less(pool, lease, host_room, self.world, self.rank)
+        return () if any([other.id in self.context.silent for other in less]) else less
+
+    def _recall(self, lease: Lease, described: str) -> None:
+        self.recalled.append(lease.id)
+        self.recalled_bytes.append(lease.leaving_bytes if lease.target else 0)
+        owner, evict = self._owner(lease), f"evict {described}"
+        if lease.kind == "kernel":  # its title is the name of its owner
+            evict = f"move its memory{described.removeprefix(self._title(lease))} to RAM"
+        if lease.id in self.context.silent:
+            ticket = self.book.ticket(self.request.key)
+            since = show_seconds(self.world.now - ticket.recalled_since) if ticket else ""
+            self.sentences.append(
+                f"{owner} was asked to {evict}, and has not answered for {since}."
+            )
+        else:
+            self.sentences.append(f"{owner} is asked to {evict}.")
+
+    def _leave(self, step: Move | Drop) -> None:
+        self.book = mark_leaving(self.book, step, self.request.key)
+        self.steps.append(step)
+
+    def _owner(self, lease: Lease) -> str:
+        owner = self.book.owner(lease.owner)
+        return owner.label if owner else lease.owner
+
+
+def _with_cost(way: Way) -> Candidate:
+    candidate = way.candidate
+    return Candidate(
+        candidate.shares,
+        candidate.fits,
+        candidate.because,
+        tuple([lease.id for lease in way.leaving]),
+        way.seconds,
+        candidate.filled,
+        way.worth,
+    )

@@ -41,9 +41,9 @@ from ..facts import (
     where,
 )
 from ..units import MIB, show_bytes, show_seconds
-from .evictable import EXEMPT
+from .capacity import views
 from .placement import runners_up
-from .pressure import views
+from .victims import EXEMPT
 
 MOST_HOLDERS = 8  # leases in a report, each on a line of its own
 MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each

@@ -1,12 +1,17 @@
 """Decides whether a request can ever be served.
 
 Pure. A request that can never fit is refused at once, and nothing is evicted for it. If the model
-may be divided, the room of several cards is added up.
+may be divided, the room of several cards is added up. A lease is *precious* if its weights exist
+nowhere else. A precious lease can only be offloaded, and only while the host has room.
+
+Requests in a deadlock can never be served either. In the simplest deadlock, two threads each use a
+model, and each thread waits for the memory of the model that the other thread uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,17 +26,160 @@ from ..facts import (
     Refuse,
     Request,
     Share,
+    Ticket,
     World,
+    lease_title,
     where,
 )
 from ..units import show_bytes
-from . import quotas
+from . import caps
 from .capacity import filled_to_size, limit_of
-from .drain import drained
-from .evictable import beyond_its_card, largest_fitting_set, permanent_reason_to_stay
-from .placement import claim, place
-from .splitting import divisions, may_split, may_use_one_card
-from .stuck import Stuck, less_pieces, sets_that_stay, stuck_leases
+from .caps import drained
+from .placement import claim, divisions, may_split, may_use_one_card, place
+from .victims import beyond_its_card, largest_fitting_set, parts_within, permanent_reason_to_stay
+
+# If at most this many sets of precious leases fit into host memory, all sets are tried. So any
+# eight leases are tried, and more leases if host memory is small.
+MOST_TRIED = 256
+
+
+class Stuck(NamedTuple):
+    """Leases that cannot leave their card, and leases that may have to stay."""
+
+    leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave, with the reason
+    precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
+    host_bytes: int  # host memory that the precious leases may use
+    titles: dict[str, str]  # lease id -> the name of its notebook, for leases of notebooks
+
+    def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
+        """Bytes on this `card` of the leases that cannot leave, and of the leases `remaining`."""
+        stuck = [lease for lease, _ in self.leases.get(card, ())]
+        return sum(lease.bytes_on(card) for lease in (*stuck, *remaining))
+
+    def least_excess(self, remaining: Iterable[Lease], cards: Collection[str]) -> int:
+        """Bytes that stay on the `cards`, however many precious leases there are to choose from.
+
+        With too many precious leases to try every set, `remaining` is empty; see `sets_that_stay`.
+        But the host cannot take more bytes than it has. The result is 0 if `remaining` is not empty.
+        """
+        if remaining:
+            return 0
+        precious = {lease.id: lease for card in cards for lease in self.precious.get(card, ())}
+        claimed = sum([lease.bytes_on(card) for lease in precious.values() for card in cards])
+        own = sum([lease.card_bytes for lease in precious.values()])
+        return max(0, min(claimed, own) - self.host_bytes)
+
+
+def stuck_leases(
+    book: Book,
+    request: Request,
+    world: World,
+) -> Stuck:
+    """The leases that cannot leave their card, or may have to stay, while this `request` waits."""
+    leases: dict[str, list[tuple[Lease, str]]] = {}
+    precious: dict[str, list[Lease]] = {}
+    titles: dict[str, str] = {}
+    for lease in book.leases():
+        if lease.kind == "kernel":
+            titles[lease.id] = lease_title(lease, book.owner(lease.owner))
+        if lease.droppable and not lease.keep and not request.held:
+            continue
+        why = permanent_reason_to_stay(lease, world, held=request.held)
+        for device in {share.device for share in lease.shares if share.device != HOST}:
+            if why:
+                leases.setdefault(device, []).append((lease, why))
+            elif not lease.droppable and lease.kind != "block":
+                # `host_bytes` counts the memory of all shadows as free. So the shadow of this lease
+                # is ignored. Otherwise its bytes would count twice: as free, and as copied already.
+                bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
+                precious.setdefault(device, []).append(bare)
+    host_bytes = host_bytes_to_be_had(book, world) if precious else 0
+    return Stuck(leases, precious, host_bytes, titles)
+
+
+def sets_that_stay(
+    stuck: Stuck, too_many: Iterable[tuple[Lease, ...]] = ((),)
+) -> Iterator[tuple[Lease, ...]]:
+    """Yields sets of precious leases that may have to stay on their cards, sets of few leases first.
+
+    For each set, the host has room for the precious leases outside the set. If it also has room for
+    pieces of the leases in the set, their `shares` are only the bytes that stay. If the host has
+    room for all precious leases in `stuck`, the only result is an empty set: then these leases are
+    no reason to refuse the request. If there are too many sets to try, the results are the sets in
+    `too_many`.
+    """
+    by_id = {}
+    for leases in stuck.precious.values():
+        for lease in leases:
+            by_id[lease.id] = lease
+    precious = list(by_id.values())
+    total = sum(lease.card_bytes for lease in precious)
+    if total <= stuck.host_bytes:
+        yield ()
+        return
+    sets = _sets_that_fit(precious, stuck.host_bytes)
+    if sets is None:
+        yield from too_many
+        return
+    for leaving in sorted(sets, key=len, reverse=True):
+        staying = tuple([one for one in precious if one.id not in leaving])
+        left = stuck.host_bytes - sum([by_id[id].card_bytes for id in leaving])
+        if not _is_needless(staying, left):
+            yield from less_pieces(staying, left)
+
+
+def _sets_that_fit(leases: Iterable[Lease], host_bytes: int) -> list[tuple[str, ...]] | None:
+    """The ids of every set of `leases` that fits into `host_bytes`; None if the sets are too many."""
+    sets: list[tuple[int, tuple[str, ...]]] = [(0, ())]  # bytes, ids
+    for lease in leases:
+        size = lease.card_bytes
+        more = [(bytes + size, (*ids, lease.id)) for bytes, ids in sets]
+        sets += [one for one in more if one[0] <= host_bytes]
+        if len(sets) > MOST_TRIED:
+            return None
+    return [ids for _, ids in sets]
+
+
+def _is_needless(staying: tuple[Lease, ...], host_bytes: int) -> bool:
+    """Whether one more lease fits into `host_bytes`, so that the set without this lease is better.
+
+    If the leases have pieces, the host may rather take pieces of another lease.
+    """
+    fits = any([lease.card_bytes <= host_bytes for lease in staying])
+    return fits and not any([lease.piece_bytes for lease in staying if lease.kind != "kernel"])
+
+
+def less_pieces(staying: tuple[Lease, ...], host_bytes: int) -> Iterator[tuple[Lease, ...]]:
+    """Yields the leases in `staying` without the pieces that fit into `host_bytes` of host memory.
+
+    There is a result for each lease whose pieces leave first.
+    """
+    cut = False
+    for parts in parts_within(staying, host_bytes):
+        left = {lease.id: lease for lease in staying}
+        for part in parts:
+            kept = [share for share in part.after(part.target) if share.device != HOST]
+            left[part.id] = replace(part, shares=tuple(kept), target=())
+        cut = True
+        yield tuple(left.values())
+    if not cut:
+        yield staying
+
+
+def host_bytes_to_be_had(book: Book, world: World) -> int:
+    """Bytes of host memory that are free once every lease that can be loaded again is unloaded.
+
+    Only leases whose weights exist nowhere else, and leases marked `keep`, stay in host memory.
+    """
+    taken = 0
+    for lease in book.leases():
+        if lease.keep or not lease.droppable:
+            taken += lease.bytes_on(HOST)
+    return max(0, limit_of(book, world, HOST) - taken)
+
+
+# -- requests that can never fit -------------------------------------------------------------------
+
 
 GB = 2**30
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
@@ -221,7 +369,7 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
     for card in _cards(request, world):
         if card not in out:
             limits[card] = limit_of(book, world, card)
-    allowed = quotas.at_most(book, world)
+    allowed = caps.at_most(book, world)
     for remaining in sets_that_stay(stuck):
         room = {}
         for card, limit in limits.items():
@@ -483,3 +631,128 @@ def _least_own_bytes(book: Book, request: Request, world: World, size: int, enou
         if found and min(found) <= enough:
             break
     return min(found, default=size)
+
+
+# -- deadlocks -------------------------------------------------------------------------------------
+
+
+def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
+    """The waiting requests that can never be served, because their threads block each other.
+
+    `book` holds the tickets (the waiting requests) and the leases; `world` holds the devices and
+    their limits. The result is empty if there is no deadlock. A request can often be served in
+    several ways, so a cycle in the wait-for graph proves nothing. The test is a reduction instead:
+
+    1. A thread that waits for nothing will finish and release its leases.
+    2. Grant every request that fits into the released memory. The thread of each granted request
+       will finish too. Repeat this step.
+    3. The remaining requests are deadlocked. A request is left out if its thread holds nothing that
+       another request could use.
+
+    Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
+    """
+    waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
+    if not any(ticket.held for ticket in waiting):
+        return ()
+    limits = _card_limits(book, world)
+    while waiting:
+        held = _bytes_that_stay(book, waiting)
+        remaining = [ticket for ticket in waiting if not _fits(ticket, limits, held)]
+        if len(remaining) == len(waiting):
+            return _blocking_others(book, remaining, limits)
+        waiting = remaining
+    return ()
+
+
+def _card_limits(book: Book, world: World) -> dict[str, int]:
+    limits = {}
+    for device in world.devices:
+        if not device.is_host:
+            limits[device.id] = limit_of(book, world, device.id)
+    return limits
+
+
+def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
+    """Bytes on each device of leases marked `keep`, and of leases that a waiting thread pins."""
+    held: set[str] = set()
+    for ticket in waiting:
+        held.update(ticket.held)
+    stays: dict[str, int] = {}
+    for lease in book.leases():
+        if lease.keep or lease.id in held:
+            for share in lease.shares:
+                stays[share.device] = stays.get(share.device, 0) + share.bytes
+    return stays
+
+
+def _fits(
+    ticket: Ticket,
+    limits: dict[str, int],
+    stays: dict[str, int],
+) -> bool:
+    """Whether the `ticket` fits on its allowed cards, beside the bytes that stay on the cards.
+
+    A ticket records neither the safety margin nor the pieces of the model. So the answer may be too
+    optimistic for a model on several cards. A too optimistic answer has one effect: the request
+    waits although it could be refused.
+    """
+    size = sum(share.bytes for share in ticket.need)
+    cards = _allowed_cards(ticket, limits)
+    free = []
+    for card in cards:
+        left = limits[card] - stays.get(card, 0)
+        free.append(max(0, left))
+    if len(ticket.need) < 2 or not free:
+        return size <= max(free, default=0)
+    if ticket.layout == "whole":
+        empty = [card for card in cards if not stays.get(card, 0)]
+        free = [limits[card] for card in empty]
+    if ticket.layout == "balanced":
+        return _fits_in_equal_shares(size, free)
+    return size <= sum(free)
+
+
+def _fits_in_equal_shares(size: int, free: list[int]) -> bool:
+    """Whether `size` bytes, divided equally over some of the cards, fit into their free bytes."""
+    largest_first = sorted(free, reverse=True)
+    for count, smallest in enumerate(largest_first, start=1):
+        if size <= count * smallest:
+            return True
+    return False
+
+
+def _allowed_cards(ticket: Ticket, limits: Iterable[str]) -> list[str]:
+    return [card for card in limits if not ticket.places or card in ticket.places]
+
+
+def _blocking_others(
+    book: Book,
+    stuck: list[Ticket],
+    limits: dict[str, int],
+) -> tuple[Ticket, ...]:
+    """The requests in `stuck` whose threads block another request in `stuck`.
+
+    A thread blocks another request if it holds bytes on a card that the request could use.
+    """
+    while True:
+        blocking = [ticket for ticket in stuck if _blocks_another(book, ticket, stuck, limits)]
+        if len(blocking) == len(stuck):
+            return tuple(stuck)
+        stuck = blocking
+
+
+def _blocks_another(
+    book: Book,
+    ticket: Ticket,
+    stuck: list[Ticket],
+    limits: dict[str, int],
+) -> bool:
+    wanted: set[str] = set()
+    for other in stuck:
+        if other is not ticket:
+            wanted.update(_allowed_cards(other, limits))
+    for lease_id in ticket.held:
+        lease = book.find(lease_id)
+        if lease and any(share.device in wanted for share in lease.shares):
+            return True
+    return False

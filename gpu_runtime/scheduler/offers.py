@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from ..facts import Book, HostRoom, Offer, Plan, PlanLevel, World
 from .capacity import limit_of, room
-from .drain import drained
-from .evictable import reason_to_stay
+from .caps import drained
+from .victims import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
 _TOO_SMALL = 5  # the promise of a host that is too small or drained

@@ -1,9 +1,20 @@
-"""A dry run of admission shows what a request would get now. The caller's book is unchanged.
+"""Decisions that no waiting request makes: dry runs, loads ahead of a cell, and recorded decisions.
 
-Pure. The dry run calls `admit` repeatedly, as if every step succeeded at once.
+Pure. A dry run shows what a request would get now. It calls `admit` repeatedly, as if every step
+succeeded at once. The caller's book is unchanged.
+
+A load before the cell that uses the model has begun is a guess: the cell may never use the model.
+The load spends free memory, or the memory of an idle model of the same process that is used later
+or never. The load never waits, frees no copy in host memory, and never makes another process evict
+anything. While any request waits, no model is loaded ahead.
+
+A recorded decision can be made again: the record has everything that the scheduler reads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median
 
 from msgspec.structs import replace
 
@@ -12,29 +23,37 @@ from ..facts import (
     MOST_ENTRIES,
     Book,
     Candidate,
+    CellModels,
+    Decided,
     Drop,
+    Event,
     Grant,
+    Lease,
     Move,
     Plan,
     PlanLevel,
     Policy,
     Refuse,
+    Replayed,
     Request,
+    Section,
     Shed,
     Step,
+    Verdict,
     Wait,
     World,
     cards_label,
     one_memory,
+    where,
 )
-from . import shadows
+from ..facts.answers import verdict_kind
+from ..units import show_bytes, show_seconds
 from .admission import admit
-from .capacity import room
-from .evictable import copied_bytes, eviction_step
-from .eviction_policy import HOST_BYTES_PER_SECOND, seconds_to_load, seconds_to_restore
+from .capacity import room, sample_of
 from .placement import runners_up
-from .pressure import sample_of
-from .transitions import perform
+from .policies import HOST_BYTES_PER_SECOND, policy, seconds_to_load, seconds_to_restore
+from .transitions import MOST_BESIDE, perform
+from .victims import copied_bytes, eviction_step, mark_leaving, shed_step
 
 
 def plan(
@@ -184,7 +203,7 @@ def _steps_of_others(
     leases = [lease for id in verdict.asked if (lease := book.find(id))]
     leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
     steps: list[Step] = [
-        shadows.shed(lease, "Another model needs its place in host memory.")
+        shed_step(lease, "Another model needs its place in host memory.")
         for id in verdict.shadows
         if (lease := book.find(id))
     ]
@@ -234,3 +253,238 @@ def _sentences(reasons: list[str]) -> list[str]:
         rest = reason.removeprefix(head)
         found.append(reason if rest == reason else f"Then {rest}")
     return [reason if reason.endswith(".") else reason + "." for reason in found]
+
+
+# -- loads beside other models ---------------------------------------------------------------------
+
+
+MOST_LOADS = 50  # at most this many loads of a model are compared, the newest
+
+
+def interference(loads: Sequence[Event]) -> str:
+    """A sentence that compares the median seconds of `loads` alone and beside other models.
+
+    `loads` are the load events of one model, the newest last. A load counts only if its source is
+    the source of the newest load. If only one of the two kinds of loads was measured, or none, the
+    result is empty.
+    """
+    measured = [one for one in loads if one.seconds and one.source == loads[-1].source]
+    alone = [one.seconds for one in measured if not one.beside]
+    beside = [one for one in measured if one.beside]
+    if not alone or not beside:
+        return ""
+    names = sorted({name for one in beside for name in one.beside})[:MOST_BESIDE]
+    slower = median(one.seconds for one in beside)
+    return (
+        f"Loads took {show_seconds(median(alone))} alone, and {show_seconds(slower)} beside "
+        f"{', '.join(names)}."
+    )
+
+
+# -- loads before the cell that uses the model -----------------------------------------------------
+
+
+# The rank of a model that a running or waiting cell uses is this number, less the model's place in
+# the order of use. The number is far above the ranks of every policy.
+_SCHEDULED = 1e15
+
+
+def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
+    """Maps the name of each model to the number of models that are used before it.
+
+    `cells` are the running cell and the waiting cells, in order.
+    """
+    order: dict[str, int] = {}
+    for cell in cells:
+        for name in cell.uses:
+            order.setdefault(name, len(order))
+    return order
+
+
+def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
+    """The policy `rank`, changed so that models of `owner` that are used soon leave last.
+
+    `uses` is the result of `next_uses`. The model that is used soonest leaves after all others.
+    """
+    if not uses:
+        return rank
+
+    def hinted(lease: Lease, world: World) -> float:
+        if lease.owner == owner and lease.name in uses:
+            return _SCHEDULED - uses[lease.name]
+        return rank(lease, world)
+
+    return hinted
+
+
+def load_ahead(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    uses: Mapping[str, int],
+    spared: Collection[str],
+    cell: str,
+) -> tuple[Book, Grant | Wait]:
+    """A Grant if the model may be loaded ahead now, else a Wait; and the new `book`.
+
+    The steps of a Wait evict idle models of the same process. After these steps, the caller calls
+    this function again. A Wait without steps means that the model is not loaded ahead now. No
+    ticket is written in any case.
+
+    `uses` is the result of `next_uses`. `spared` are the models that stay because the running cell
+    names them. `cell`, such as "cell 7", is the first cell that uses the model. `world` and `rank`
+    are as in `admit`.
+    """
+    if book.tickets:
+        return book, Wait("a request waits, and comes first")
+    request = replace(request, wait=False)
+    guarded = _guarded(book, request, uses, spared)
+    _, verdict = admit(guarded, request, world, rank)
+    if isinstance(verdict, Refuse):
+        return book, Wait(verdict.because)
+    if isinstance(verdict, Grant):
+        return _granted_ahead(book, request, world, rank, f"loaded ahead: {cell} uses it")
+    if verdict.shadows or any(isinstance(step, Shed) for step in verdict.steps):
+        return book, Wait("host memory has too little free room for the models that would leave")
+    if verdict.asked or not verdict.steps:
+        return book, Wait(verdict.because)
+    room_for = f"room for {request.lease.name}: {cell} uses it, and no cell before uses"
+    steps = tuple(_said(step, f"{room_for} {_name(step)}.") for step in verdict.steps)
+    for step in steps:
+        book = mark_leaving(book, step, request.key)  # type: ignore[arg-type]
+    return book, Wait(verdict.because, steps)
+
+
+def _granted_ahead(
+    book: Book, request: Request, world: World, rank: Policy, because: str
+) -> tuple[Book, Grant | Wait]:
+    """The book with the grant, and the Grant. Both give `because` as the reason of the load."""
+    after, verdict = admit(book, request, world, rank)
+    if not isinstance(verdict, Grant):
+        return book, Wait(verdict.because)
+    if after.seq > book.seq:
+        *others, granted = after.events
+        after = replace(after, events=(*others, replace(granted, because=f"{because}.")))
+    steps = tuple(_said(step, f"{because}.") for step in verdict.steps)
+    return after, replace(verdict, steps=steps, because=because)
+
+
+def _guarded(
+    book: Book, request: Request, uses: Mapping[str, int], spared: Collection[str]
+) -> Book:
+    """The book for the decision on a load ahead: each lease that must stay is marked as in use."""
+    owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
+
+    def may_leave(lease: Lease) -> bool:
+        if lease.owner != owner or lease.kind != "model" or lease.name in spared:
+            return False
+        return lease.name not in uses or uses[lease.name] > own_use
+
+    sections = {id: _with_pins(section, may_leave) for id, section in book.sections.items()}
+    return replace(book, sections=sections)
+
+
+def _with_pins(section: Section, may_leave: Callable[[Lease], bool]) -> Section:
+    leases = [
+        lease if lease.pins or may_leave(lease) else replace(lease, pins=1)
+        for lease in section.leases
+    ]
+    return replace(section, leases=tuple(leases))
+
+
+def _said(step: Step, because: str) -> Step:
+    return replace(step, because=because)
+
+
+def _name(step: Step) -> str:
+    return step.lease.partition("/")[2]
+
+
+# -- recorded decisions, made again ----------------------------------------------------------------
+
+
+def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
+    """Whether `verdict` differs from the earlier verdict on `request` and should be recorded.
+
+    `book` is the book before the decision, and `after` the book after the decision. A request that
+    waits is decided again whenever the book changes, mostly with the same result. A block of code
+    that gets free memory at once is not recorded: programs may lease often, and nothing was decided.
+    """
+    is_block = request.lease.kind == "block"
+    if is_block and isinstance(verdict, Grant) and book.ticket(request.key) is None:
+        return False
+    if after.seq > book.seq:  # a new event: the request was granted or refused, or begins to wait
+        return True
+    if not isinstance(verdict, Wait):
+        return False
+    if any(after.find(step.lease) is not book.find(step.lease) for step in verdict.steps):
+        return True
+    asked = (verdict.asked, verdict.shadows)
+    ticket = book.ticket(request.key)
+    return any(asked) and (ticket is None or (ticket.recalls, ticket.shadows) != asked)
+
+
+def recorded(
+    book: Book, request: Request, world: World, verdict: Verdict, rule: str, version: str
+) -> Decided:
+    """The record of a decision. Fields that no decision reads are left out.
+
+    `rule` is the name of the eviction policy.
+    """
+    sections = {id: _bare(section) for id, section in book.sections.items()}
+    bare = replace(book, sections=sections, events=(), counts={})
+    plain = replace(verdict, considered=())
+    return Decided(0, world.wall, version, rule, bare, request, world, plain)
+
+
+def _bare(section: Section) -> Section:
+    return replace(section, counts={}) if section.counts else section
+
+
+def replayed(decided: Decided, version: str) -> Replayed:
+    """Makes the decision `decided` again. `version` is the version of the running scheduler."""
+    book, request, world = decided.book, decided.request, decided.world
+    _, verdict = admit(book, request, world, policy(decided.policy))
+    verdict = replace(verdict, considered=())
+    then, now = _parts(decided.verdict), _parts(verdict)
+    return Replayed(
+        decided.id,
+        decided.wall,
+        decided.model,
+        _sentence(decided.verdict),
+        _sentence(verdict),
+        verdict == decided.verdict,
+        tuple(_differences(then, now)) if verdict != decided.verdict else (),
+        decided.version if decided.version != version else "",
+    )
+
+
+def _sentence(verdict: Verdict) -> str:
+    because = verdict.because.rstrip(".")
+    return f"{verdict_kind(verdict)}: {because}."
+
+
+def _parts(verdict: Verdict) -> dict[str, str]:
+    """The parts of `verdict` that determine what happens, as texts by name."""
+    parts = {"verdict": verdict_kind(verdict)}
+    parts["steps"] = ", ".join(_step(step) for step in getattr(verdict, "steps", ()))
+    if isinstance(verdict, Wait):
+        parts["recalled leases"] = ", ".join((*verdict.asked, *verdict.shadows))
+    return parts
+
+
+def _step(step: Step) -> str:
+    shares = getattr(step, "shares", None) or step.source  # type: ignore[union-attr]
+    size = show_bytes(sum(share.bytes for share in shares))
+    verb = type(step).__name__.lower()
+    return f"{verb} {step.lease.partition('/')[2]} ({size}, {where(shares)})"
+
+
+def _differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    found = []
+    for part in dict.fromkeys((*then, *now)):
+        old, new = then.get(part, ""), now.get(part, "")
+        if old != new:
+            found.append(f"The {part}: {old or 'none'} then, {new or 'none'} now.")
+    return found or ["Only the wording or the figures differ."]

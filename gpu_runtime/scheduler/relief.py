@@ -1,35 +1,70 @@
-"""Relief: idle models leave a device, or the host's memory, that is under pressure.
+"""Models move although no request for memory needs that: relief, drained cards, moves on request.
 
-Pure. `pressure.py` holds the rule for each level of pressure. A shadow is an unchanged copy in host
-memory of a model that is on a card.
+Pure. Relief: idle models leave a device, or the host's memory, that is under pressure; `capacity`
+has the rule for each level of pressure.
+
+A drained card takes no new leases, and its idle models leave. The mark of a drained card is stored
+in the book (all leases and requests of a host) under the card's UUID. The mark belongs to no owner.
+So the drain continues after the terminal in which the operator typed the command is closed.
+`owner/drain.py` checks whether a user may drain a card. Each owner moves its own tensors.
+
+A move takes a model from its cards to other cards on request, without a stay in host memory. It
+spends only free bytes; nothing is evicted for a move. Until the move is done, the bytes on the old
+cards and the bytes reserved on the new cards both count in full. On a card that is both old and
+new, the model's bytes therefore count twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
 from ..facts import (
     HOST,
     Book,
+    Device,
     DeviceView,
+    Drain,
     Drop,
+    Footprint,
     Lease,
     Level,
     Move,
     Phase,
+    PlacementRules,
     Policy,
+    Refuse,
+    Request,
+    Share,
+    Shares,
     Shed,
+    Step,
     World,
+    where,
 )
-from ..units import show_seconds
-from . import shadows
-from .capacity import room
-from .evictable import copied_bytes, eviction_step, mark_leaving, reason_to_stay
+from ..units import show_bytes, show_seconds
+from .capacity import level, pressure, relief, room, views
+from .caps import drained
 from .feasibility import why_no_return
-from .pressure import level, pressure, relief, views
-from .victims import part_of, worth
+from .placement import place
+from .policies import lru
+from .queue import Context
+from .transitions import note
+from .victims import (
+    PERSON,
+    copied_bytes,
+    enough_shadows,
+    eviction_step,
+    held_shadows,
+    mark_leaving,
+    needs_host_room,
+    part_of,
+    reason_to_stay,
+    shed_step,
+    shed_steps,
+    worth,
+)
 
 KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may leave an overfull card
 
@@ -48,7 +83,7 @@ def relieve(
 
     `world.rules.relief` is one of these:
 
-    - `always`: a model leaves once it has been idle for the time in the table of `pressure`.
+    - `always`: a model leaves once it has been idle for the time in the table of `capacity`.
     - `auto`: models leave a device only while a request waits for room there, or while the device
       is at the level HIGH or CRITICAL and holds memory outside the leases. Eviction stops at the
       level LOW; bytes that are already leaving count as gone. If host memory has room, models are
@@ -237,7 +272,7 @@ def _shed_first(
     """
     if isinstance(step, Move):
         return ()
-    return shadows.steps_for(
+    return shed_steps(
         book,
         lease,
         host_room,
@@ -262,9 +297,9 @@ def _shadows_to_free(
     if view.level not in (Level.HIGH, Level.CRITICAL):
         return []
     excess = (view.measured_bytes or 0) - freed - world.rules.high * view.device.total_bytes
-    found = shadows.enough(shadows.held(book, owner=owner), int(excess) + 1, world, rank)
+    found = enough_shadows(held_shadows(book, owner=owner), int(excess) + 1, world, rank)
     because = f"{view.level} memory pressure on {HOST} ({view.pressure:.1%})."
-    return [shadows.shed(lease, because, "memory_pressure") for lease in found]
+    return [shed_step(lease, because, "memory_pressure") for lease in found]
 
 
 def _excess_bytes(view: DeviceView, freed: int, world: World) -> int:
@@ -281,11 +316,11 @@ def _least_important_first(
     leases: Iterable[Lease], view: DeviceView, world: World, rank: Policy
 ) -> list[Lease]:
     """The leases on this card in the order in which they leave."""
-    there = [lease for lease in leases if _on(lease, view.device.id)]
+    there = [lease for lease in leases if _is_on(lease, view.device.id)]
     return sorted(there, key=lambda lease: worth(lease, world, rank))
 
 
-def _on(lease: Lease, device: str) -> bool:
+def _is_on(lease: Lease, device: str) -> bool:
     return any(share.device == device for share in lease.shares)
 
 
@@ -327,3 +362,275 @@ def _level_now(view: DeviceView, freed: int, world: World) -> Level:
 def _pressure_after(view: DeviceView, freed: int) -> float:
     used = None if view.measured_bytes is None else view.measured_bytes - freed
     return pressure(view.claimed_bytes - freed, view.limit_bytes, used, view.device.total_bytes)
+
+
+# -- drained cards ---------------------------------------------------------------------------------
+
+
+def drain(book: Book, device: Device, by: str, world: World) -> Book:
+    """The book with `device` marked as drained; the same book if `device` is drained already.
+
+    `by` is the user who drains the device.
+    """
+    if device.key in book.drained:
+        return book
+    marks = {**book.drained, device.key: Drain(by, world.wall)}
+    because = f"{by} drained {device.id}: it takes no new leases, and its idle models leave."
+    return _noted(
+        replace(book, drained=marks),
+        world,
+        device,
+        "drained",
+        because,
+        by,
+    )
+
+
+def undrain(book: Book, device: Device, by: str, world: World) -> Book:
+    """The book without the mark that `device` is drained; the same book if there is no mark.
+
+    `by` is the user who ends the drain.
+    """
+    if device.key not in book.drained:
+        return book
+    marks = {key: mark for key, mark in book.drained.items() if key != device.key}
+    because = f"{by} ended the drain of {device.id}: it takes leases again."
+    return _noted(
+        replace(book, drained=marks),
+        world,
+        device,
+        "undrained",
+        because,
+        by,
+    )
+
+
+def _noted(book: Book, world: World, device: Device, action: str, because: str, by: str) -> Book:
+    lease = Lease("", device.id)
+    return note(
+        book,
+        world,
+        lease,
+        action,
+        "drain",
+        because,
+        device=device.id,
+        by=by,
+    )
+
+
+def vacate(
+    book: Book,
+    owner: str,
+    world: World,
+    key: str,
+) -> tuple[Book, tuple[Step, ...]]:
+    """The book in which idle models of `owner` leave drained cards, and the steps to carry out.
+
+    A model in use leaves at a later call, once it is idle. A model marked `keep` leaves once the
+    mark is removed. If host memory is too full for a model, the steps may free shadows (copies in
+    host memory of models on a card). The model then leaves at a later call. `key` identifies this
+    decision and is stored in the leaving leases.
+    """
+    cards = drained(book, world)
+    section = book.sections.get(owner)
+    if section is None or not cards:
+        return book, ()
+    steps: list[Step] = []
+    host_room = room(book, world).get(HOST, 0)
+    for lease in _those_that_need_the_host_first(_leases_on(section.leases, cards)):
+        if reason_to_stay(lease, world, asker=owner, importance=PERSON):
+            continue
+        card = next(share.device for share in lease.shares if share.device in cards)
+        step = eviction_step(
+            lease,
+            host_room,
+            world,
+            because=f"{cards[card]}.",
+            reason="drain",
+        )
+        copies: tuple[Step, ...] = ()
+        if not isinstance(step, Move):  # if shadows are freed, this lease leaves at a later call
+            copies = shed_steps(book, lease, host_room, world, lru, f"{cards[card]}.", "drain")
+            steps += copies
+        if step is None or copies:
+            continue
+        host_room -= copied_bytes(lease, step)
+        book = mark_leaving(book, step, key)
+        steps.append(step)
+    return book, tuple(steps)
+
+
+def has_leases_on_drained(book: Book, owner: str, world: World) -> bool:
+    """Whether `owner` has a lease on a drained card."""
+    section = book.sections.get(owner)
+    if section is None or not book.drained:
+        return False
+    return bool(_leases_on(section.leases, drained(book, world)))
+
+
+def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
+    """The leases still on `card`, each with the reason why it stays.
+
+    The reason is empty for a lease that can leave.
+    """
+    host_room = room(book, world).get(HOST, 0)
+    found = []
+    for lease in _leases_on(book.leases(), {card: ""}):
+        found.append((lease, _why_it_stays(lease, host_room, world)))
+    return found
+
+
+def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
+    why = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
+    if why == Phase.LEAVING:
+        return ""
+    if why or lease.phase is not Phase.SETTLED:
+        return why
+    if eviction_step(lease, host_room, world) is None:
+        return needs_host_room(lease)
+    return ""
+
+
+def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
+    """The `leases`; those that cannot be dropped are first, because they need host memory."""
+    return sorted(leases, key=lambda lease: lease.droppable)
+
+
+def _leases_on(leases: Iterable[Lease], cards: Mapping[str, str]) -> list[Lease]:
+    """The leases that claim memory on any of the cards; `cards` has the ids of cards as keys."""
+    return [lease for lease in leases if any(share.device in cards for share in lease.claims())]
+
+
+# -- moves to other cards --------------------------------------------------------------------------
+
+
+_NO_CAP = 1 << 62
+
+
+def move(
+    book: Book,
+    owner: str,
+    name: str,
+    footprint: Footprint,
+    rules: PlacementRules,
+    world: World,
+    key: str,
+    because: str,
+) -> tuple[Book, Move | Refuse | None]:
+    """The book with the lease moving to the cards of `rules`, and the step for the move.
+
+    `owner` and `name` identify the lease. `footprint` is the size of the model. `key` identifies
+    this decision and is stored in the lease. `because` is the end of the step's sentence.
+
+    The step is None if the lease is on exactly these cards already. A Refuse leaves the book
+    unchanged. A Refuse has one of these reasons:
+
+    - The lease is not entirely on cards, is arriving or leaving, or is a block of code.
+    - The lease is in use or kept, its last move failed just now, or its backend cannot move it.
+    - A card has no room, is drained, capped, or cannot be measured.
+    - The model cannot be divided over exactly these cards.
+    """
+    lease = book.lease(owner, name)
+    if lease is None or not lease.all_on_device:
+        return book, Refuse(f"{name} is on no card", kind="away")
+    if {share.device for share in lease.shares} == set(rules.devices):
+        return book, None
+    stays = reason_to_stay(lease, world, asker=owner, importance=PERSON)
+    if stays:
+        kind = "in use" if stays in ("in use", "kept") else "busy"
+        return book, Refuse(stays, kind=kind, holders=(lease.id,))
+    if not lease.movable:
+        fixed = f"{name} cannot be moved: its backend {lease.backend} can only load it again"
+        return book, Refuse(fixed, kind="fixed")
+    found = _shares(book, lease, footprint, rules, world)
+    if isinstance(found, str):
+        return book, Refuse(
+            f"{name} needs {show_bytes(footprint.bytes)}; {found}",
+            need_bytes=footprint.bytes,
+            device=rules.devices[0],
+            holders=_holders(book, rules.devices),
+        )
+    step = Move(
+        lease.id,
+        source=lease.shares,
+        shares=found,
+        because=f"{name} moved from {lease.where} to {where(found)}, {because}.",
+        reason="move",
+    )
+    return mark_leaving(book, step, key), step
+
+
+def _shares(
+    book: Book,
+    lease: Lease,
+    footprint: Footprint,
+    rules: PlacementRules,
+    world: World,
+) -> Shares | str:
+    """The model's bytes on each card of `rules`, or the reason why these cards cannot hold it."""
+    request = Request(
+        "",
+        replace(lease, target=()),
+        footprint,
+        world.now,
+        rules,
+        wait=False,
+    )
+    context = Context.of(book, request, world)
+    blocked = {**drained(book, world), **context.blind}
+    for card in rules.devices:
+        if card in blocked:
+            return blocked[card]
+    free = {card: _free_bytes(card, context) for card in rules.devices}
+    limits = {card: book.limits.get(card, world.limits.get(card, 0)) for card in rules.devices}
+    on_all_cards = [
+        candidate
+        for candidate in place(footprint, free, rules, limits)
+        if {share.device for share in candidate.shares} == set(free)
+    ]
+    for candidate in on_all_cards:
+        if candidate.fits:
+            return candidate.shares
+    if on_all_cards:
+        return on_all_cards[0].because
+    cards = where(tuple(Share(card, 1) for card in rules.devices))
+    return f"it cannot be divided over {cards}"
+
+
+def _free_bytes(card: str, context: Context) -> int:
+    """Bytes that a move may use on this card: free, within the cap, and not reserved for elders.
+
+    An elder is a request ahead in the queue.
+    """
+    return min(
+        context.room_now.get(card, 0),
+        context.room_later.get(card, 0),
+        context.cap_left.get(card, _NO_CAP),
+    )
+
+
+def _holders(book: Book, cards: tuple[str, ...]) -> tuple[str, ...]:
+    """Ids of the leases on these cards, the largest first."""
+    there = []
+    for lease in book.leases():
+        if any(share.device in cards for share in lease.claims()):
+            there.append(lease)
+    there.sort(key=lambda lease: -lease.bytes)
+    return tuple(lease.id for lease in there)
+
+
+def parse_cards(text: str) -> tuple[str, ...]:
+    """The cards in `text`, separated by commas. A bare number has the kind of the card before it.
+
+    >>> parse_cards("cuda:1"), parse_cards("cuda:0,1"), parse_cards("sim:0, sim:2")
+    (('cuda:1',), ('cuda:0', 'cuda:1'), ('sim:0', 'sim:2'))
+    """
+    cards: list[str] = []
+    for part in text.split(","):
+        word = part.strip()
+        if not word:
+            continue
+        kind = cards[-1].rpartition(":")[0] if cards and word.isdigit() else ""
+        cards.append(f"{kind}:{word}" if kind else word)
+    return tuple(dict.fromkeys(cards))

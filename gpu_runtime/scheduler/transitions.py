@@ -3,11 +3,18 @@
 Pure. This module decides nothing: facts are always accepted, even if they show an overdraft. The
 book is all leases and requests of a host, and an owner's section is the owner's part of it. A lease
 is settled while it is neither arriving on its device nor leaving it. A ticket is the entry of a
-waiting request.
+waiting request. A sample is one measurement of a device. A ghost is the memory that a dead process
+held and that the driver may not have freed yet.
+
+In the book, one name means one physical card for all processes. But each process can see a
+different selection of the cards, which torch numbers from 0. In a container, the driver also
+numbers the visible cards from 0. So the first owner uses its driver's numbers as names, and later
+owners find the cards by UUID.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from msgspec.structs import replace
@@ -20,11 +27,13 @@ from ..facts import (
     Device,
     Drop,
     Event,
+    Ghost,
     Lease,
     Load,
     Move,
     Owner,
     Phase,
+    Sample,
     Section,
     Shares,
     Shed,
@@ -33,14 +42,14 @@ from ..facts import (
     Value,
     World,
 )
-from .ghosts import ghosts_of
-from .interference import MOST_BESIDE
-from .quotas import as_capped
+from .caps import as_capped
+from .victims import shadow_freed
 
 # Actions of a lease that left its device or host memory: it was evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
 # The event of each of these actions records when the lease was used.
 ENDED_A_STAY = (*LEFT, "reaped", "released")
+MOST_BESIDE = 8  # names of other models that are recorded with a load, and named in a plan
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
@@ -231,18 +240,6 @@ def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by:
         size=sum(share.bytes for share in freed),
         by=by,
     )
-
-
-def shadow_freed(book: Book, lease_id: str) -> Book:
-    """The book after the shadow of the lease `lease_id` was freed; the same book without a shadow.
-
-    The shadow of a lease that is leaving stays, because the shadow becomes the lease's share on the
-    host.
-    """
-    lease = book.find(lease_id)
-    if lease is None or not lease.shadow_bytes or lease.phase is Phase.LEAVING:
-        return book
-    return book.with_lease(replace(lease, shadow_bytes=0))
 
 
 def perform(book: Book, step: Step, world: World) -> Book:
@@ -443,3 +440,196 @@ def totals(book: Book) -> dict[str, int]:
         "loads": counted["loaded"],
         "refusals": counted["refused"],
     }
+
+
+# -- samples and ghosts ----------------------------------------------------------------------------
+
+
+def measure(book: Book, world: World) -> Book:
+    """The book with the newer samples of `world`, and without ghosts whose memory has been freed.
+
+    A new sample replaces the sample in the book only if it is newer by more than half of
+    `stale_seconds`, or if it shows the end of a ghost's process. If every new sample were written,
+    every kernel would write the book every second.
+    """
+    fresh = _fresh_samples(book, world)
+    if book.ghosts:
+        fresh |= _proofs(book, world)
+    if fresh:
+        book = replace(book, samples={**book.samples, **fresh})
+    return _without_ended(book) if book.ghosts else book
+
+
+def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
+    """Samples of the `world` that are far newer than the book's, or that the book lacks."""
+    getting_old = world.rules.stale_seconds / 2
+    fresh = {}
+    for id, sample in world.samples.items():
+        known = book.samples.get(id)
+        if known is None or sample.taken_at > known.taken_at + getting_old:
+            fresh[id] = sample
+    return fresh
+
+
+def _proofs(book: Book, world: World) -> dict[str, Sample]:
+    """Samples of the `world` that show the end of a ghost's process and are newer than the book's.
+
+    With these samples, `_without_ended` finds that the ghost has ended.
+    """
+    proofs = {}
+    for ghost in book.ghosts:
+        sample = world.samples.get(ghost.device)
+        if sample is None or not ghost.gone(sample):
+            continue
+        known = book.samples.get(ghost.device)
+        if known is None or sample.taken_at > known.taken_at:
+            proofs[ghost.device] = sample
+    return proofs
+
+
+def _without_ended(book: Book) -> Book:
+    """The book without the ghosts whose process the samples no longer show.
+
+    A ghost also ends if a living owner has its pid, because this proves that the ghost's process
+    has ended.
+    """
+    alive = {section.owner.pid for section in book.sections.values()}
+    left = []
+    for ghost in book.ghosts:
+        if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device)):
+            left.append(ghost)
+    return book if len(left) == len(book.ghosts) else replace(book, ghosts=tuple(left))
+
+
+def _real_cards(book: Book, world: World) -> set[str]:
+    real = set()
+    for device in (*book.devices, *world.devices):
+        if not device.simulated and not device.is_host:
+            real.add(device.id)
+    return real
+
+
+def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
+    """A ghost for each real card on which the dead owner of `section` held or reserved memory."""
+    real = _real_cards(book, world)
+    held = {device: size for device, size in section.residue.items() if device in real and size}
+    settled: dict[str, float] = {}
+    for lease in section.leases:
+        settled_at = world.now if lease.target else lease.settled_at
+        for share in lease.claims():
+            if share.device in real:
+                held[share.device] = held.get(share.device, 0) + share.bytes
+                settled[share.device] = max(settled_at, settled.get(share.device, 0.0))
+    found = []
+    for id, size in held.items():
+        ghost = Ghost(
+            owner=section.owner.id,
+            pid=section.owner.pid,
+            device=id,
+            bytes=size,
+            settled_at=settled.get(id, 0.0),
+            died_at=world.now,
+        )
+        found.append(ghost)
+    return found
+
+
+# -- the book's names for the cards ----------------------------------------------------------------
+
+
+def device_names(mine: Iterable[Device], book: Book) -> dict[str, str]:
+    """Maps this process's name of a card to the book's name, for each card where the two differ.
+
+    `mine` are the devices of this process. A card that the `book` does not contain keeps its name,
+    unless a card of the book has the same name. In this case the new card gets the number after the
+    highest number in use. Simulated cards are left out.
+    """
+    known = {device.uuid: device.id for device in book.devices if _is_card(device)}
+    cards = [device for device in mine if _is_card(device) and not device.simulated]
+    taken = set(known.values())
+    taken.update(device.id for device in cards if device.uuid not in known)
+
+    renamed: dict[str, str] = {}
+    for device in cards:
+        id = known.get(device.uuid)
+        if id is None and device.id in known.values():
+            id = _next(device.id, taken)
+            taken.add(id)
+        if id is not None and id != device.id:
+            renamed[device.id] = id
+    return renamed
+
+
+def _is_card(device: Device) -> bool:
+    return bool(device.uuid) and not device.is_host
+
+
+def _next(id: str, taken: set[str]) -> str:
+    """The name `id` with the number after the highest number in `taken`.
+
+    The result is `cuda:3` for `cuda:0` if cuda:0 and cuda:2 are taken. The name of an instance of a
+    partitioned card has two numbers, as in `cuda:0.1`. In this case only the last number is raised.
+    """
+    stem_before_number = re.match(r".*?(?=\d+$)", id)
+    stem = stem_before_number[0] if stem_before_number else f"{id}."
+    highest = -1
+    for other in taken:
+        number = other[len(stem) :]
+        if other.startswith(stem) and number.isdigit():
+            highest = max(highest, int(number))
+    return f"{stem}{highest + 1}"
+
+
+# -- changes that concern waiting requests ---------------------------------------------------------
+
+
+def affects_waiters(before: Book, after: Book) -> bool:
+    """Whether a waiting request might get another verdict from `after` than from `before`.
+
+    A refreshed ticket, a counted use and a new sample do not count as changes. If they did, the
+    waiting processes would wake each other forever.
+    """
+    if before.ghosts != after.ghosts or before.drained != after.drained:
+        return True
+    if before.limits != after.limits or before.sections.keys() != after.sections.keys():
+        return True
+    if any(event.answers for event in after.events if event.seq > before.seq):
+        return True  # the answer to `defrag`, for example, changes nothing else in the book
+    return _tickets_differ(before, after) or _leases_differ(before, after)
+
+
+def _tickets_differ(before: Book, after: Book) -> bool:
+    if len(before.tickets) != len(after.tickets):
+        return True
+    for old, new in zip(before.tickets, after.tickets, strict=True):
+        if old is new:
+            continue
+        # A ticket's reason may contain a time, such as "was used 774 ms ago", which differs at each
+        # comparison.
+        if replace(old, refreshed=0.0, because="") != replace(new, refreshed=0.0, because=""):
+            return True
+    return False
+
+
+def _leases_differ(before: Book, after: Book) -> bool:
+    for id, old in before.sections.items():
+        new = after.sections[id]
+        if old is new or old.leases == new.leases:
+            continue
+        relevant_before = [_relevant_part(lease) for lease in old.leases]
+        relevant_after = [_relevant_part(lease) for lease in new.leases]
+        if relevant_before != relevant_after:
+            return True
+    return False
+
+
+def _relevant_part(lease: Lease) -> Lease:
+    """The lease without the fields that cannot change another request's verdict."""
+    return replace(
+        lease,
+        pins=min(lease.pins, 1),
+        pinned_since=0.0,
+        last_used=0.0,
+        uses=0,
+        measured_bytes=None,
+    )

@@ -15,7 +15,7 @@ from ..devices.sampler_client import Figures, boot_seconds
 from ..facts import Book, Moment, Sample, World
 from ..ledgers.access import state_in
 from ..ledgers.reader import Peek, peek
-from ..scheduler.pressure import views
+from ..scheduler.capacity import views
 from .moments import ChangeFilter, moments_of
 from .timeline import Record
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpu_runtime.backtest import ENGINES, HistoryModel, HistoryRequest, UseHistory, replay
 from gpu_runtime.backtest.replay import LEAST_PIECE_BYTES, Result
 from gpu_runtime.facts import IMPORTANCE, decode_uses
-from gpu_runtime.scheduler.eviction_policy import POLICIES, keep_score, lru
+from gpu_runtime.scheduler.policies import POLICIES, keep_score, lru
 
 GB = 10**9
 NORMAL = IMPORTANCE["normal"]

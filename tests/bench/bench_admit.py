@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import MOST_ENTRIES, Book, Lease, Request, Wait, World
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
 from tests.worlds import NOW, book, lease, request, ticket, world
 
 from .results import Row

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, HostRoom, Offer, PlanLevel, Request, World
 from gpu_runtime.fleet.client import BELIEVED_SECONDS
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.offers import MOST_PLANNED, offer_of, ranked, room_of, shortlist
 from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.policies import lru
 from tests.worlds import book, request, world
 
 from .bench_admit import idle

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Book, Footprint, Lease, PlacementRules, Request, Wait, World
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.policies import lru
 from tests.worlds import GIB, NOW, book, lease, request, world
 
 from .bench_admit import idle

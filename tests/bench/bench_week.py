@@ -39,7 +39,7 @@ from gpu_runtime.facts import (
     merged_uses,
 )
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import POLICIES
+from gpu_runtime.scheduler.policies import POLICIES
 from gpu_runtime.scheduler.transitions import perform
 from gpu_runtime.settings import Settings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.facts import Level, Rules
-from gpu_runtime.scheduler.pressure import level, relief
+from gpu_runtime.scheduler.capacity import level, relief
 
 ROOT = Path(__file__).parents[2]
 RUNBOOKS = {

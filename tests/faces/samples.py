@@ -35,7 +35,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner.presence import presence
-from gpu_runtime.scheduler.unresponsive import unanswered
+from gpu_runtime.scheduler.recall import unanswered
 
 GIB, MIB = 2**30, 2**20
 NOW, WALL = 5_000.0, 1_763_640_184.0  # 12:03:04 UTC

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import HOST, Drain, Ghost, Lease, Phase, Share, Snapshot, Stranger
 from gpu_runtime.rendering import html, text
 from gpu_runtime.rendering import views as plain
-from gpu_runtime.scheduler.pressure import views
+from gpu_runtime.scheduler.capacity import views
 from gpu_runtime.scheduler.transitions import totals
 from gpu_runtime.units import GIB, MIB
 

@@ -16,7 +16,7 @@ from gpu_runtime import LoadFailed, Runtime
 from gpu_runtime.backends.pytorch import torch_model
 from gpu_runtime.facts import HOST, Phase
 from gpu_runtime.owner import granted, parts
-from gpu_runtime.scheduler import duplex
+from gpu_runtime.scheduler import admission
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 
@@ -164,7 +164,7 @@ class Net(nn.Module):
 
 def counting(counts: dict[str, int], name: str) -> Any:
     """The function `name` of `duplex`, which also counts its calls in `counts`."""
-    function = getattr(duplex, name)
+    function = getattr(admission, name)
 
     def counted(*args: Any) -> Any:
         counts[name] += 1
@@ -188,7 +188,7 @@ def test_modules_that_cross_keep_every_bit(runtime, monkeypatch):
     )
     crossed = {"part_left": 0, "grant_part": 0}
     for name in crossed:
-        monkeypatch.setattr(duplex, name, counting(crossed, name))
+        monkeypatch.setattr(admission, name, counting(crossed, name))
     for name, module in modules.items():
         rt.adopt(name, module)
     for turn in range(12):
@@ -249,7 +249,7 @@ def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, mon
     owners = [runtime(**box), runtime(**box)]
     crossed = {"part_left": 0, "grant_part": 0}
     for name in crossed:
-        monkeypatch.setattr(duplex, name, counting(crossed, name))
+        monkeypatch.setattr(admission, name, counting(crossed, name))
     ended = []
 
     def work(rt: Any, name: str) -> None:

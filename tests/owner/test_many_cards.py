@@ -13,7 +13,7 @@ from gpu_runtime.errors import (
     UnknownDevice,
 )
 from gpu_runtime.owner import registry
-from gpu_runtime.scheduler import torch_limit
+from gpu_runtime.scheduler import capacity
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 from tests.owner.conftest import claims, fakes, loaded, where
@@ -237,7 +237,7 @@ def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime
     rt, told, wanted = runtime(devices=FOUR, monitor=False), [], {}
     session = rt._session
     monkeypatch.setattr(session.probe, "simulated", False)
-    monkeypatch.setattr(torch_limit, "bounds", lambda *_: wanted)
+    monkeypatch.setattr(capacity, "torch_bounds", lambda *_: wanted)
     monkeypatch.setattr(
         session.probe, "bound", lambda card, part: told.append((card, part)) or True
     )

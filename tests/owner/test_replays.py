@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime import DoesNotFit, GpuError, UnknownModel
-from gpu_runtime.scheduler import eviction_policy
-from gpu_runtime.scheduler.replay import replayed
+from gpu_runtime.scheduler import policies
+from gpu_runtime.scheduler.plan import replayed
 from gpu_runtime.telemetry import decided as decisions
 from gpu_runtime.telemetry.decided import pack, unpack
 from gpu_runtime.telemetry.journal import Journal
@@ -52,7 +52,7 @@ def test_every_recorded_decision_comes_out_the_same(busy):
 
 def test_a_scheduler_that_decides_otherwise_is_named_with_what_it_does(busy, monkeypatch):
     """With the changed scheduler the model that was used last leaves first, so b leaves instead of a."""
-    monkeypatch.setitem(eviction_policy.POLICIES, "lru", lambda lease, world: -lease.last_used)
+    monkeypatch.setitem(policies.POLICIES, "lru", lambda lease, world: -lease.last_used)
     granted, waiting = busy.why("c", replay=True)
     assert granted.same and not waiting.same
     assert waiting.differs == (

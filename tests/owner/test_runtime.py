@@ -34,7 +34,7 @@ from gpu_runtime import (
 )
 from gpu_runtime.facts import Drop, Level, Load, Move
 from gpu_runtime.owner import registry
-from gpu_runtime.scheduler import asks
+from gpu_runtime.scheduler import recall
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 from tests.tiny_models import gguf_lm
@@ -605,7 +605,7 @@ def test_a_verb_on_another_processs_model_has_the_bytes_that_moved(
 ):
     """`restore` had 0 bytes if the move was fast; an eviction in RAM had its bytes, and nothing moved."""
     if not answered:  # the result follows from the lease
-        monkeypatch.setattr(asks, "_answer_in_events", lambda *_: None)
+        monkeypatch.setattr(recall, "_answer_in_events", lambda *_: None)
     a, b = (runtime(ledger=shared_book, devices="sim:2x24GiB,host:64GiB") for _ in "ab")
     fakes(a, qwen="3GiB")
     a.tick()
@@ -866,7 +866,7 @@ def test_only_the_first_registration_writes_the_book(runtime, shared_book):
 
 def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_book, monkeypatch):
     """256 idle `batch` models filled the page, so an `urgent` request and the operator's evict failed."""
-    monkeypatch.setattr("gpu_runtime.scheduler.page_entries.MOST_LEASES", 3)
+    monkeypatch.setattr("gpu_runtime.scheduler.admission.MOST_LEASES", 3)
     here, other = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in range(2))
     for name in "abc":
         other.register(name, backend="fake", size="1GiB", importance="batch")

@@ -20,13 +20,11 @@ from gpu_runtime.facts import (
     Wait,
 )
 from gpu_runtime.scheduler import explain
-from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.asks import Ask, ask
+from gpu_runtime.scheduler.admission import MOST_LEASES, MOST_WAITING, admit
 from gpu_runtime.scheduler.capacity import filled_to_size, room
-from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.page_entries import MOST_LEASES, MOST_WAITING
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.recall import Order, answer, obey
+from gpu_runtime.scheduler.policies import lru
+from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, obey
 from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.units import show_seconds
 from tests.worlds import (

@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
 from gpu_runtime.rendering.views import remarks
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.capacity import room, views
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.pressure import views
+from gpu_runtime.scheduler.policies import lru
 from tests.worlds import GIB, NOW, ask_until, at, book, decide, lease, owner, request, size, world
 
 TWO = dict(sim0=80, sim1=80, host=400)

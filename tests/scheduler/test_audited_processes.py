@@ -35,13 +35,12 @@ from gpu_runtime.facts import (
     World,
 )
 from gpu_runtime.ledgers.invariants import refuse_unlawful
-from gpu_runtime.scheduler import ghosts
+from gpu_runtime.scheduler import transitions
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.asks import Ask, ask
-from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
+from gpu_runtime.scheduler.policies import cost_aware, lru
 from gpu_runtime.scheduler.queue import load_seconds
-from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.recall import Ask, ask, obey
 from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.transitions import Truth
 from tests.worlds import NOW, WALL, owner, replayed
@@ -174,7 +173,7 @@ class Auditor(RuleBasedStateMachine):
         world, truth, old = self.world(), process.truth(), self.book
 
         def deciding(book: Book) -> tuple[Book, Any, Book]:
-            base = ghosts.measure(books.publish(book, truth, world), world)
+            base = transitions.measure(books.publish(book, truth, world), world)
             after, *answer = decision(base, world)
             return after, answer[0] if len(answer) == 1 else tuple(answer), base
 
@@ -614,7 +613,7 @@ class Auditor(RuleBasedStateMachine):
         self.book = books.reap(self.book, [process.id for process in self.dead], self.world())
         self.now += 0.1
         self.take_sample()
-        assert ghosts.measure(self.book, self.world()).claims() == {}
+        assert transitions.measure(self.book, self.world()).claims() == {}
 
 
 _default = settings.default.max_examples

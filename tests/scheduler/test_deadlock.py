@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Grant, Refuse, Rules, Wait
-from gpu_runtime.scheduler.deadlock import deadlocked
+from gpu_runtime.scheduler.feasibility import deadlocked
 from gpu_runtime.scheduler.queue import aged, queue
 from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 

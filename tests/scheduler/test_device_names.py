@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Book, Device
-from gpu_runtime.scheduler.device_names import names
+from gpu_runtime.scheduler.transitions import device_names
 
 
 def card(id, uuid, **fields):
@@ -15,25 +15,27 @@ def card(id, uuid, **fields):
 
 
 def test_a_card_has_the_name_that_the_book_gives_it():
-    assert names((card("cuda:3", "GPU-d"), Device(HOST, 64)), Book()) == {}
+    assert device_names((card("cuda:3", "GPU-d"), Device(HOST, 64)), Book()) == {}
     # Two processes see both cards, in containers that number them differently.
     book = Book(devices=(card("cuda:0", "GPU-a"), card("cuda:1", "GPU-b"), Device(HOST, 64)))
-    assert names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-a")), book) == {
+    assert device_names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-a")), book) == {
         "cuda:0": "cuda:1",
         "cuda:1": "cuda:0",
     }
     book = Book(devices=(card("cuda:0", "GPU-a"),))
-    assert names((card("cuda:0", "GPU-b"),), book) == {"cuda:0": "cuda:1"}
-    assert names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-c")), book) == {"cuda:0": "cuda:2"}
-    assert names((card("cuda:1", "GPU-b"),), book) == {}
+    assert device_names((card("cuda:0", "GPU-b"),), book) == {"cuda:0": "cuda:1"}
+    assert device_names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-c")), book) == {
+        "cuda:0": "cuda:2"
+    }
+    assert device_names((card("cuda:1", "GPU-b"),), book) == {}
     # After a new partitioning, other MIG instances are at the same positions of the card.
     book = Book(devices=(card("cuda:0.0", "MIG-a"), card("cuda:0.1", "MIG-b")))
-    assert names((card("cuda:0.0", "MIG-c"), card("cuda:0.1", "MIG-b")), book) == {
+    assert device_names((card("cuda:0.0", "MIG-c"), card("cuda:0.1", "MIG-b")), book) == {
         "cuda:0.0": "cuda:0.2"
     }
     book = Book(devices=(card("sim:0", "SIM-0", simulated=True),))
     assert (
-        names(
+        device_names(
             (card("sim:0", "SIM-0", simulated=True), card("sim:1", "SIM-1", simulated=True)), book
         )
         == {}
@@ -49,7 +51,7 @@ def test_all_processes_agree_on_names_in_whatever_order_they_start(processes):
         mine = tuple(
             card(f"cuda:{place}", f"GPU-{physical}") for place, physical in enumerate(seen)
         )
-        theirs = names(mine, book)
+        theirs = device_names(mine, book)
         mine = tuple(replace(device, id=theirs.get(device.id, device.id)) for device in mine)
         for physical, device in zip(seen, mine, strict=True):
             assert called.setdefault(physical, device.id) == device.id

@@ -6,11 +6,11 @@ import pytest
 
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Phase, Refuse, Share, Shed, Wait
-from gpu_runtime.scheduler import drain
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler import caps, relief
+from gpu_runtime.scheduler.capacity import views
 from gpu_runtime.scheduler.explain import refusal
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.pressure import views
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, WALL, at, block, book, decide, lease, owner, replayed, request, world
 
@@ -73,7 +73,7 @@ def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
         drained={"sim:0": ANN},
     )
     there = world(sim0=20, sim1=20, host=4)
-    _, steps = replayed(lambda book: drain.vacate(book, owner(1).id, there, "k"), page)
+    _, steps = replayed(lambda book: relief.vacate(book, owner(1).id, there, "k"), page)
     assert [(type(step), step.lease) for step in steps] == [
         (Move, at(1, "only")),
         (Move, at(1, "a")),
@@ -99,8 +99,8 @@ def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
 def test_leases_that_must_not_move_stay_and_are_listed(stays, why):
     page = book(stays, drained={"sim:0": ANN})
     there = world(sim0=20)
-    assert drain.vacate(page, owner(1).id, there, "k") == (page, ())
-    assert [(lease.name, said) for lease, said in drain.staying(page, "sim:0", there)] == [
+    assert relief.vacate(page, owner(1).id, there, "k") == (page, ())
+    assert [(lease.name, said) for lease, said in relief.staying(page, "sim:0", there)] == [
         ("m", why)
     ]
 
@@ -113,7 +113,7 @@ def test_a_copy_in_host_memory_is_freed_before_a_model_is_dropped(droppable):
         lease("m", sim0=9, droppable=droppable),
         drained={"sim:0": ANN},
     )
-    after, steps = drain.vacate(page, owner(1).id, world(sim0=20, sim1=20, host=10), "k")
+    after, steps = relief.vacate(page, owner(1).id, world(sim0=20, sim1=20, host=10), "k")
     assert [type(step) for step in steps] == [Shed] and after is page
 
 
@@ -136,11 +136,11 @@ def test_a_model_is_not_divided_over_a_drained_card(layout):
 
 def test_a_drain_and_its_end_are_both_events():
     there = world(sim0=20, sim1=20)
-    page = drain.drain(book(), there.devices[0], "ann", there)
-    assert drain.drain(page, there.devices[0], "bob", there) is page, "it is ann's already"
+    page = relief.drain(book(), there.devices[0], "ann", there)
+    assert relief.drain(page, there.devices[0], "bob", there) is page, "it is ann's already"
     assert [view.drained and view.drained.by for view in views(page, there)] == ["ann", None, None]
-    again = drain.undrain(page, there.devices[0], "bob", there)
-    assert again.drained == {} and drain.undrain(again, there.devices[0], "bob", there) is again
+    again = relief.undrain(page, there.devices[0], "bob", there)
+    assert again.drained == {} and relief.undrain(again, there.devices[0], "bob", there) is again
     assert [(event.model, event.action) for event in again.events] == [
         ("sim:0", "drained"),
         ("sim:0", "undrained"),
@@ -151,14 +151,14 @@ def test_a_drain_follows_the_card_and_not_its_name():
     """All owners have ended, and the next one sees other cards, under other names."""
     card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
     there = world(cuda0=80)
-    page = drain.drain(book(), card, "ann", there)
+    page = relief.drain(book(), card, "ann", there)
     renamed = [Device("cuda:1", 80 * GIB, uuid="GPU-a"), Device("cuda:0", 80 * GIB, uuid="GPU-b")]
     from msgspec.structs import replace
 
     renumbered = replace(there, devices=tuple(renamed), limits={"cuda:0": 1, "cuda:1": 1})
-    assert list(drain.drained(page, renumbered)) == ["cuda:1"]
+    assert list(caps.drained(page, renumbered)) == ["cuda:1"]
     assert [bool(view.drained) for view in views(page, renumbered)] == [True, False]
-    both = drain.drain(page, renamed[1], "bob", renumbered)
-    assert list(drain.drained(drain.undrain(both, card, "ann", renumbered), renumbered)) == [
+    both = relief.drain(page, renamed[1], "bob", renumbered)
+    assert list(caps.drained(relief.undrain(both, card, "ann", renumbered), renumbered)) == [
         "cuda:0"
     ]

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Book, Drop, Grant, Move, Phase, Share, Wait
 from gpu_runtime.ledgers.invariants import refuse_unlawful
-from gpu_runtime.scheduler import duplex
+from gpu_runtime.scheduler import admission
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import obey
 from tests.worlds import at, book, lease, owner, request, size, world
 
@@ -34,7 +34,7 @@ def leaving(page: Book, gib: float) -> Book:
     """The book after `gib` more of the lease "old" have left its card."""
     old = page.find(at(1, "old"))
     step = Move(old.id, old.shares, (Share(HOST, size(gib)),))
-    return duplex.part_left(page, step, old.after(step.shares), world(sim0=40, host=99))
+    return admission.part_left(page, step, old.after(step.shares), world(sim0=40, host=99))
 
 
 def crossing(**fields: Any) -> tuple[Book, Any]:
@@ -66,7 +66,7 @@ def test_a_part_takes_the_free_bytes_in_whole_pieces_and_the_ticket_waits_for_th
     asked = wanted(40, under_way=(at(1, "old"),))
     asked = replace(asked, lease=replace(asked.lease, importance=20))
     after, grant = admit(page, asked, there, lru)
-    assert isinstance(grant, Grant) and duplex.is_part(grant.lease)
+    assert isinstance(grant, Grant) and admission.is_part(grant.lease)
     [step] = grant.steps
     assert step.shares == (Share("sim:0", size(5)),)
     [ticket] = after.tickets
@@ -129,8 +129,8 @@ def test_the_steps_of_others_threads_are_not_returned_again():
 def test_a_lease_leaves_in_at_least_two_stages_or_at_once(size, piece, least, fields, to):
     """Without a copy in host memory, which would make each stage needless."""
     there = lease("m", shares=(Share("sim:0", size),), piece_bytes=piece, **fields)
-    stage = duplex.departure_stages(there, (Share(to, size),), least)
-    expected = max(least, piece, -(-size // duplex.MOST_STAGES))
+    stage = admission.departure_stages(there, (Share(to, size),), least)
+    expected = max(least, piece, -(-size // admission.MOST_STAGES))
     whole = fields or to != HOST or not piece or not least or size < 2 * expected
     assert stage == (0 if whole else expected)
 
@@ -176,12 +176,12 @@ def test_a_crossing_never_overcommits_and_always_ends(total, piece, olds, host, 
             one = going[choice % len(going)]
             by = 1 if one.owner == owner(1).id else 2
             step = Move(one.id, one.freed_by(one.target), one.target)
-            size_of_stage = duplex.departure_stages(one, one.target, stage)
+            size_of_stage = admission.departure_stages(one, one.target, stage)
             if choice == 7:
                 page = write(books.abandon(page, one.owner, one.name, one.key, there), by)
             elif size_of_stage and one.target:
                 part = one.after((Share(HOST, size_of_stage),))
-                page = write(duplex.part_left(page, step, part, there), by)
+                page = write(admission.part_left(page, step, part, there), by)
             elif one.target:
                 page = write(books.perform(page, step, there), by)
             else:

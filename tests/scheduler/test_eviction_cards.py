@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.facts import Wait, encode_uses
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import POLICIES
+from gpu_runtime.scheduler.policies import POLICIES
 from tests.worlds import NOW, WALL, book, lease, request, world
 
 

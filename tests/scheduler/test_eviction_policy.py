@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import HOST, MOST_USES, Share, decode_uses, encode_uses, merged_uses
-from gpu_runtime.scheduler.eviction_policy import (
+from gpu_runtime.scheduler.policies import (
     cost_aware,
     keep_score,
     lru,

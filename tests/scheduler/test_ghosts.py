@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Grant, Phase, Sample, Wait
-from gpu_runtime.scheduler import ghosts
+from gpu_runtime.scheduler import transitions
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.capacity import room
 from tests.worlds import NOW, block, book, decide, lease, owner, request, size, world
@@ -27,7 +27,7 @@ def there(free, *, taken_at, now=NOW, listing=None, budget=72):
 
 
 def reaped(page, at=NOW, **how):
-    return ghosts.measure(
+    return transitions.measure(
         books.reap(page, [DEAD.id], there(**{"free": 40, "taken_at": at - 1, **how})),
         there(**{"free": 40, "taken_at": at - 1, **how}),
     )
@@ -55,10 +55,10 @@ def test_bytes_that_no_sample_has_seen_count_in_full_when_their_owner_dies():
 def test_only_a_later_sample_without_the_process_frees_its_bytes():
     """The driver needs time to free them: a grant would exceed the card's budget."""
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
-    page = ghosts.measure(reaped(HELD), later)
+    page = transitions.measure(reaped(HELD), later)
     assert room(page, later)["cuda:0"] == size(32)
     later = there(80, taken_at=NOW + 1, now=NOW + 1, listing={77: size(1)})
-    page = ghosts.measure(reaped(HELD), later)
+    page = transitions.measure(reaped(HELD), later)
     assert (page.ghosts, page.claims(), room(page, later)["cuda:0"]) == ((), {}, size(72))
     # with the proof in the page nobody goes by an older sample
     assert page.samples == later.samples
@@ -70,13 +70,13 @@ def test_only_a_later_sample_without_the_process_frees_its_bytes():
 @pytest.mark.parametrize("bytes_", [None, size(40)])
 def test_a_process_with_unknown_bytes_is_still_listed(bytes_):
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: bytes_})
-    assert len(ghosts.measure(reaped(HELD), later).ghosts) == 1
+    assert len(transitions.measure(reaped(HELD), later).ghosts) == 1
 
 
 def test_unknown_free_memory_makes_a_request_wait():
     """Unknown memory is not treated as free, however long ago the process ended."""
     later = there(None, taken_at=NOW + 1, now=NOW + 1)
-    page = ghosts.measure(reaped(HELD), later)
+    page = transitions.measure(reaped(HELD), later)
     _, verdict = decide(page, request("qwen", 1), later)
     assert isinstance(verdict, Wait) and "does not say how much memory is free" in verdict.because
 
@@ -94,7 +94,7 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
     )
     assert verdict.retry_at == NOW + 0.1
     done = there(70, taken_at=NOW + 1, now=NOW + 1)
-    _, verdict = decide(ghosts.measure(page, done), request("qwen", 60), done)
+    _, verdict = decide(transitions.measure(page, done), request("qwen", 60), done)
     assert isinstance(verdict, Grant)
 
 
@@ -104,7 +104,7 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
     again = page.with_section(
         replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))
     )
-    assert ghosts.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
+    assert transitions.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
 
 
 def test_blocks_and_residue_leave_one_ghost_a_real_card():

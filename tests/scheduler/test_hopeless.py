@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Lease, PlacementRules, Refuse
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.evictable import largest_fitting_set
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
+from gpu_runtime.scheduler.victims import largest_fitting_set
 from tests.worlds import GIB, book, lease, request, world
 
 

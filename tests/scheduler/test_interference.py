@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Event, Lease, Phase, Share
-from gpu_runtime.scheduler.interference import interference
+from gpu_runtime.scheduler.plan import interference
 from gpu_runtime.scheduler.transitions import arrived
 from gpu_runtime.units import GIB
 from tests.worlds import book, lease, owner, world

@@ -36,11 +36,10 @@ from gpu_runtime.facts import (
 from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.capacity import freed_since, room
-from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
+from gpu_runtime.scheduler.capacity import freed_since, level, pressure, room
 from gpu_runtime.scheduler.placement import PLACEMENTS, place
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.pressure import level, pressure
+from gpu_runtime.scheduler.policies import cost_aware, lru
 from gpu_runtime.scheduler.queue import load_seconds
 from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gpu_runtime.facts import CellModels, Drop, Grant, Load, Move, Phase, Wait, overdrafts
 from gpu_runtime.ledgers.invariants import refuse_unlawful
-from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.look_ahead import load_ahead, next_uses, with_next_uses
+from gpu_runtime.scheduler.plan import load_ahead, next_uses, with_next_uses
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.transitions import perform
 from gpu_runtime.scheduler.victims import eviction_order
 from tests.scheduler.test_laws import B, leases

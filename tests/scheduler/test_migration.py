@@ -20,10 +20,8 @@ from gpu_runtime.facts import (
     Wait,
     overdrafts,
 )
-from gpu_runtime.scheduler.asks import Ask, ask
-from gpu_runtime.scheduler.drain import drain
-from gpu_runtime.scheduler.migration import move, parse_cards
-from gpu_runtime.scheduler.recall import Order, obey
+from gpu_runtime.scheduler.recall import Ask, Order, ask, obey
+from gpu_runtime.scheduler.relief import drain, move, parse_cards
 from gpu_runtime.scheduler.transitions import abandon, left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
 

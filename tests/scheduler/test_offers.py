@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Drain, HostRoom, Offer, Plan, PlanLevel
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.offers import (
     MOST_PLANNED,
     largest_first,
@@ -21,6 +20,7 @@ from gpu_runtime.scheduler.offers import (
     shortlist,
 )
 from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.units import GIB
 from tests.bench import bench_fleet
 from tests.worlds import Book, book, lease, owner, request, world

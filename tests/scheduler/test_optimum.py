@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
 from tests.bench.bench_placement import excess
 from tests.worlds import book, lease, request, world
 

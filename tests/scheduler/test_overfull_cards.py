@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Phase, Share
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.relief import overfull, park_kernels
 from tests.worlds import NOW, book, lease, owner, size, world
 

@@ -25,14 +25,13 @@ from gpu_runtime.facts import (
     encode,
 )
 from gpu_runtime.ledgers.invariants import refuse_unlawful
-from gpu_runtime.scheduler import drain as drains
+from gpu_runtime.scheduler import relief as drains
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import keep_score, lru
-from gpu_runtime.scheduler.migration import move
 from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.policies import keep_score, lru
 from gpu_runtime.scheduler.recall import obey
-from gpu_runtime.scheduler.relief import relieve
+from gpu_runtime.scheduler.relief import move, relieve
 from gpu_runtime.scheduler.victims import PartsRoom, Room, first_enough
 from tests.worlds import NOW, at, book, lease, owner, request, size, ticket, world
 

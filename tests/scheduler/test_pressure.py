@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Level, Phase, Rules, Share, Shed
-from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.pressure import level, pressure, views
+from gpu_runtime.scheduler.capacity import level, pressure, views
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.relief import relieve
 from tests.worlds import NOW, block, book, lease, replayed, size, ticket, world
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Cap, Grant, Phase, Refuse, Section, Staying, Wait
 from gpu_runtime.ledgers import host_config
-from gpu_runtime.scheduler import quotas, torch_limit
+from gpu_runtime.scheduler import capacity, caps
 from gpu_runtime.scheduler.transitions import Truth, publish
 
 from ..worlds import NOW, at, block, book, decide, lease, owner, request, size, world
@@ -69,7 +69,7 @@ def test_exactly_the_cap_may_be_held(state, user):
     page, box = of(page, **{user: (2,)}), there(capped(bytes_per_device=size(20)))
     most = size(20 if state == "idle" or user == "bob" else 14)
     for need in (most - 1, most, most + 1):
-        refused = quotas.capped_cards(page, request("qwen", gib=f"{need} B"), box)
+        refused = caps.capped_cards(page, request("qwen", gib=f"{need} B"), box)
         assert bool(refused) == (need > most)
 
 
@@ -85,7 +85,7 @@ def test_a_user_is_above_the_cap_by_all_that_the_user_holds_there_and_by_nothing
         else:
             page = page.with_lease(lease(f"m{n}", by=pid, sim0=gib))
     beyond = size(sum(gib for anns, _, gib in held if anns) - 20)
-    found = quotas.over_cap(of(page, ann=(1,), bob=(2,)), there(capped(bytes_per_device=size(20))))
+    found = caps.over_cap(of(page, ann=(1,), bob=(2,)), there(capped(bytes_per_device=size(20))))
     assert found == ({"sim:0": beyond} if beyond > 0 else {})
 
 
@@ -129,7 +129,7 @@ def test_what_plain_code_holds_above_the_cap_counts_and_leaves_first():
     assert isinstance(verdict, Wait) and verdict.asked == (at(1, "kernel"),)
     box = there(capped(bytes_per_device=size(20)))
     page = of(book(kernel(sim0=12, importance=1), kernel(by=2, sim0=9)), ann=(1, 2))
-    assert published(page, box).lease(owner(1).id, "kernel").importance == quotas.OVER_CAP
+    assert published(page, box).lease(owner(1).id, "kernel").importance == caps.OVER_CAP
     page = of(book(kernel(sim0=12, importance=1), kernel(by=2, sim0=8)), ann=(1, 2))
     assert published(page, box).lease(owner(1).id, "kernel").importance == 1
 
@@ -152,9 +152,9 @@ def test_torch_itself_refuses_more_if_the_cap_is_enforced():
     box = world(cuda0=36, total={"cuda:0": 40}, free={"cuda:0": 40}, **mine)
     theirs = kernel(by=2, cuda0=8), lease("of bob", by=3, cuda0=4)
     page = of(book(*theirs, owners=(1,)), ann=(1, 2), bob=(3,))
-    assert torch_limit.bounds(page, owner(1).id, box, {}) == {"cuda:0": 12 / 40}
+    assert capacity.torch_bounds(page, owner(1).id, box, {}) == {"cuda:0": 12 / 40}
     free = replace(box, rules=replace(box.rules, cap=capped(bytes_per_device=size(20))))
-    assert torch_limit.bounds(page, owner(1).id, free, {}) == {}
+    assert capacity.torch_bounds(page, owner(1).id, free, {}) == {}
 
 
 def test_cards_that_hold_more_than_their_budgets_could_give_nothing_to_a_divided_model():

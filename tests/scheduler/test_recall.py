@@ -20,8 +20,7 @@ from gpu_runtime.facts import (
     Wait,
 )
 from gpu_runtime.facts.base import IMPORTANCE
-from gpu_runtime.scheduler.asks import DISK, Ask, ask, declined
-from gpu_runtime.scheduler.recall import Order, answer, must_pause, obey
+from gpu_runtime.scheduler.recall import DISK, Ask, Order, answer, ask, declined, must_pause, obey
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, book, lease, owner, replayed, size, ticket, world
 

@@ -20,11 +20,11 @@ from gpu_runtime.facts import (
     World,
 )
 from gpu_runtime.ledgers.invariants import refuse_unlawful
-from gpu_runtime.scheduler import evictable, feasibility
+from gpu_runtime.scheduler import feasibility, victims
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import obey
 from tests.worlds import NOW, WALL, Rules, at, book, lease, owner
 
@@ -89,10 +89,10 @@ class Notebooks:
     def park(self, who: int) -> bool:
         """`%gpu park` in this notebook. Returns whether it was parked."""
         held = self.lease(who)
-        step = evictable.eviction_step(held, room(self.book, self.world)[HOST], self.world)
+        step = victims.eviction_step(held, room(self.book, self.world)[HOST], self.world)
         if step is None or feasibility.why_no_return(self.book, held, self.world):
             return False
-        self.write(evictable.mark_leaving(self.book, step, "park"), who)
+        self.write(victims.mark_leaving(self.book, step, "park"), who)
         self.move(step, who)
         return True
 

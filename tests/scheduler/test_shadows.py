@@ -9,14 +9,19 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Grant, Move, Phase, Share, Shed, Wait, overdrafts
 from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.evictable import eviction_step, mark_leaving
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.policies import lru
+from gpu_runtime.scheduler.recall import Ask, ask, obey
 from gpu_runtime.scheduler.relief import relieve
-from gpu_runtime.scheduler.shadows import enough, held, kept, reserve
+from gpu_runtime.scheduler.victims import (
+    enough_shadows,
+    eviction_step,
+    held_shadows,
+    mark_leaving,
+    reserve_shadow,
+    shadow_kept,
+)
 from gpu_runtime.units import GIB
 from tests.scheduler.test_laws import follow
 from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
@@ -55,7 +60,7 @@ def test_a_shadow_counts_on_the_host_and_becomes_the_share_there():
     assert books.left(page, step, (), THERE).claims() == {}
     # That of a lease on its way out becomes its share; one on its way in is just being made.
     page = book(*(shadowed(phase, 2, phase=phase) for phase in Phase))
-    assert [one.phase for one in held(page)] == [Phase.SETTLED]
+    assert [one.phase for one in held_shadows(page)] == [Phase.SETTLED]
 
 
 def test_the_own_shadow_is_freed_first_for_a_victim_that_fits_then():
@@ -167,12 +172,12 @@ def test_a_shadow_is_reserved_only_while_the_host_has_room(host, fits):
         "new", phase=Phase.ARRIVING, key="k", target=(Share("sim:0", 8 * GIB),), pins=1
     )
     page = book(arriving, limits=there.limits)
-    after, reserved = reserve(page, owner(1).id, "new", 8 * GIB, there)
+    after, reserved = reserve_shadow(page, owner(1).id, "new", 8 * GIB, there)
     assert reserved is fits and (after.find(arriving.id).shadow_bytes > 0) is fits
-    assert kept(after, owner(1).id, "new", there)[1] is fits, "the room is just enough"
+    assert shadow_kept(after, owner(1).id, "new", there)[1] is fits, "the room is just enough"
     cards = tuple(replace(one, unified=not one.is_host) for one in there.devices)
     shared = replace(there, devices=cards)
-    assert not reserve(page, owner(1).id, "new", 8 * GIB, shared)[1], (
+    assert not reserve_shadow(page, owner(1).id, "new", 8 * GIB, shared)[1], (
         "it would take the card's memory"
     )
     assert overdrafts(page, after) == {}
@@ -185,11 +190,11 @@ def test_no_shadow_is_reserved_or_kept_without_room():
     )
     waiting = ticket("qwen", by=2, sim0=9, shadows=(at(1, "old"),))
     page = book(arriving, tickets=[waiting])
-    assert reserve(page, owner(1).id, "new", 8 * GIB, world(sim0=20))[1] is False
+    assert reserve_shadow(page, owner(1).id, "new", 8 * GIB, world(sim0=20))[1] is False
     # There is no room if, for example, another program took the memory, or a model is larger than
     # its estimate.
     page = book(shadowed("llama", 12))
-    after, fits = kept(page, owner(1).id, "llama", THERE)
+    after, fits = shadow_kept(page, owner(1).id, "llama", THERE)
     assert not fits and after.find(at(1, "llama")).shadow_bytes == 0
 
 
@@ -208,9 +213,9 @@ def test_no_shadow_is_freed_without_need(sizes, shortage):
     order = sorted(
         leases, key=lambda one: (not one.pins, one.importance, -one.wished, -one.last_used)
     )
-    [first] = enough(leases, 1, THERE, lru) or [None]
+    [first] = enough_shadows(leases, 1, THERE, lru) or [None]
     assert first == next(iter(order), None)
-    chosen = enough(leases, shortage, THERE, lru)
+    chosen = enough_shadows(leases, shortage, THERE, lru)
     freed = sum(one.shadow_bytes for one in chosen)
     if freed < shortage:
         assert len(chosen) == len(leases)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, Phase, Share, decode_book, encode
 from gpu_runtime.facts.book import _claims_after
-from gpu_runtime.scheduler import shadows
+from gpu_runtime.scheduler import victims
 from gpu_runtime.scheduler.capacity import room
 from tests.worlds import book, owner, world
 
@@ -87,10 +87,10 @@ def test_a_second_shadow_on_the_same_pages_needs_no_room():
     now = world(sim0=1, host=1)
     full = replace(now, limits={**now.limits, HOST: 100})
     one = replace(one, limits=full.limits)
-    assert shadows.reserve(one, owner(2).id, "m", 70, full) == (one, False)
-    after, done = shadows.reserve(one, owner(2).id, "m", 70, full, "a.1", 70)
+    assert victims.reserve_shadow(one, owner(2).id, "m", 70, full) == (one, False)
+    after, done = victims.reserve_shadow(one, owner(2).id, "m", 70, full, "a.1", 70)
     assert done and after.claims()[HOST] == 70
     # The last lease on the pages keeps them counted.
     assert after.without_lease(owner(1).id, "m").claims()[HOST] == 70
     # Pages that nobody holds any more are not free.
-    assert shadows.reserve(book(second), owner(2).id, "m", 101, full, "a.1", 70)[1] is False
+    assert victims.reserve_shadow(book(second), owner(2).id, "m", 101, full, "a.1", 70)[1] is False

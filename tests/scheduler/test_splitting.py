@@ -12,10 +12,8 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Footprint, PlacementRules, Wait
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.parts import parts_in_proportion
-from gpu_runtime.scheduler.placement import place
-from gpu_runtime.scheduler.splitting import divide, split
+from gpu_runtime.scheduler.placement import divide, parts_in_proportion, place, split
+from gpu_runtime.scheduler.policies import lru
 from tests.worlds import GIB, book, lease, request, world
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Phase, Share
-from gpu_runtime.scheduler.torch_limit import bounds
+from gpu_runtime.scheduler.capacity import torch_bounds
 from gpu_runtime.units import GIB
 from tests.worlds import block, book, lease, owner, size, world
 
@@ -18,7 +18,7 @@ def bound(*leases, context=0, open_cards=(), **fields):
     page = book(*leases, owners=(1, 2), **fields)
     return {
         card: round(fraction, 6)
-        for card, fraction in bounds(
+        for card, fraction in torch_bounds(
             page, owner(1).id, REAL, {"cuda:0": context}, open_cards
         ).items()
     }
@@ -47,4 +47,4 @@ def test_our_own_leases_always_fit_and_no_simulated_card_is_bounded(mine, theirs
     [fraction] = bound(*leases, context=context * GIB).values()
     assert 0.01 <= fraction <= 0.99
     assert fraction >= min(0.99, size(mine) / REAL.device("cuda:0").total_bytes) - 1e-6
-    assert bounds(book(lease("s", sim0=1)), owner(1).id, world(sim0=10), {}) == {}
+    assert torch_bounds(book(lease("s", sim0=1)), owner(1).id, world(sim0=10), {}) == {}

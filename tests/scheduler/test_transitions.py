@@ -25,7 +25,7 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
-from gpu_runtime.scheduler import ghosts, wakeups
+from gpu_runtime.scheduler import transitions
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.transitions import Truth, publish
 from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
@@ -193,7 +193,7 @@ NEEDLESS = {
 @pytest.mark.parametrize("after", NEEDLESS.values(), ids=NEEDLESS)
 def test_a_write_that_helps_no_waiting_request_wakes_none(after):
     """Two requests that wait in one process would wake each other for ever."""
-    assert after != WAITED_FOR and not wakeups.affects_waiters(WAITED_FOR, after)
+    assert after != WAITED_FOR and not transitions.affects_waiters(WAITED_FOR, after)
 
 
 HELPFUL = {
@@ -210,7 +210,7 @@ HELPFUL = {
 
 @pytest.mark.parametrize("after", HELPFUL.values(), ids=HELPFUL)
 def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
-    assert wakeups.affects_waiters(WAITED_FOR, after)
+    assert transitions.affects_waiters(WAITED_FOR, after)
 
 
 # -- publish ---------------------------------------------------------------------------------------
@@ -301,11 +301,11 @@ def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
     there = world(cuda0=10, free={"cuda:0": 1}, taken_at=NOW)
     old, future = Sample("cuda:0", NOW - 2.6, 5), Sample("cuda:0", NOW + 9, 5)
     recent = Book(samples={"cuda:0": Sample("cuda:0", NOW - 2.5, 5)})
-    assert ghosts.measure(recent, there) is recent
-    assert ghosts.measure(Book(), there).samples == there.samples
-    assert ghosts.measure(Book(samples={"cuda:0": old}), there).samples == there.samples
+    assert transitions.measure(recent, there) is recent
+    assert transitions.measure(Book(), there).samples == there.samples
+    assert transitions.measure(Book(samples={"cuda:0": old}), there).samples == there.samples
     newest = Book(samples={"cuda:0": future})
-    assert ghosts.measure(newest, there) is newest
+    assert transitions.measure(newest, there) is newest
 
 
 ENDS = ("offloaded", "unloaded", "lost", "reaped", "released")

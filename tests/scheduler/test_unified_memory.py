@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Grant, Phase, Refuse, Share, Wait, overdrafts
 from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.evictable import eviction_step
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.policies import lru
+from gpu_runtime.scheduler.victims import eviction_step
 from gpu_runtime.units import GIB
 from tests.worlds import ask_until, at, book, decide, lease, owner, request, size, world
 

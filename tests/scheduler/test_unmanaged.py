@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Drop, Sample, Stranger
+from gpu_runtime.scheduler.capacity import stranger_bytes, strangers
 from gpu_runtime.scheduler.transitions import left, reap
-from gpu_runtime.scheduler.unmanaged import stranger_bytes, strangers
 from tests.worlds import NOW, at, book, lease, owner, size, world
 
 

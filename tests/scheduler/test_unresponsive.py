@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.facts import Phase, Snapshot
-from gpu_runtime.scheduler.unresponsive import unanswered
+from gpu_runtime.scheduler.recall import unanswered
 from tests.worlds import NOW, at, book, decide, lease, owner, request, ticket, world
 
 

@@ -1,8 +1,10 @@
-"""The operator's caps on a user: bytes on each card, importance, pinning, time of a code block.
+"""The operator's limits: caps on a user, and drained cards.
 
-Pure. Every process checks its own requests against the cap of its own user. The memory of all
-processes of the user is added up. A block of code that is held for too long is not ended, because
-its memory is in use. Until the block ends, the user is granted nothing new.
+Pure. A cap limits a user's bytes on each card, importance, pinning, and the time of a code block.
+Every process checks its own requests against the cap of its own user. The memory of all processes
+of the user is added up. A block of code that is held for too long is not ended, because its memory
+is in use. Until the block ends, the user is granted nothing new. A drained card takes no new
+leases; `relief` moves the idle models away.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import limit_of
-from .evictable import permanent_reason_to_stay
 from .placement import claim
+from .victims import permanent_reason_to_stay
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:
@@ -250,3 +252,39 @@ def _word(importance: int) -> str:
     """The text `high (5)` for a class, or `importance 7` for a number between the classes."""
     name = importance_name(importance)
     return f"{name} ({importance})" if name in IMPORTANCE else name
+
+
+def drained(book: Book, world: World) -> dict[str, str]:
+    """Maps each drained card of `world` to a sentence: who drained the card, and when."""
+    sentences = {}
+    for device in world.devices if book.drained else ():
+        mark = book.drained.get(device.key)
+        if mark is None:
+            continue
+        ago = show_seconds(max(0.0, world.wall - mark.wall))
+        sentences[device.id] = f"{device.id} was drained by {mark.by} {ago} ago"
+    return sentences
+
+
+def drained_cards(
+    request: Request,
+    world: World,
+    sentences: Mapping[str, str],
+) -> dict[str, Refuse]:
+    """The refusal of `request` on each drained card. `sentences` is the result of `drained`."""
+    size = request.footprint.bytes
+    take = "takes" if len(sentences) == 1 else "take"
+    because = (
+        f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, "
+        f"and {take} no new leases"
+    )
+    found = {}
+    for card in sentences:
+        found[card] = Refuse(
+            because,
+            kind="drained",
+            need_bytes=size,
+            budget_bytes=world.limits.get(card, 0),
+            device=card,
+        )
+    return found
