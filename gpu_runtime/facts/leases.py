@@ -2,20 +2,25 @@
 
 The book is all leases and tickets of a host. An owner is a process that may hold leases. The table
 `rt.leases()` is built in `gpu_runtime/owner/dataframes.py`.
+
+A lease has the times of its last uses, as short text. Each time is a whole epoch second, which has
+the same meaning after a restart. Several uses in one second count once. So two lists can be merged
+repeatedly without counting a use twice.
 """
 
 from __future__ import annotations
 
+import base64
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, NEVER, NORMAL, Value
-from .devices import Share, Shares, beside, where
+from .base import HOST, NEVER, NORMAL, Share, Shares, Value, beside, where
 
 
 class Owner(Value):
@@ -111,7 +116,7 @@ class Lease(Value):
     pinned_since: float = 0.0
     last_used: float = 0.0
     uses: int = 0
-    recent_uses: str = ""  # when the lease was used, see `facts.recent_uses`
+    recent_uses: str = ""  # when the lease was used, see `facts.encode_uses`
     source: str = ""  # digest of the source's content, equal for equal models; empty: unknown
     reload_seconds: float = 0.0
     restore_seconds: float = 0.0
@@ -470,3 +475,61 @@ class Ticket(Value):
         """The bytes of the recalled lease `lease_id` that should leave; 0 stands for all bytes."""
         place = self.recalls.index(lease_id)
         return self.recalled_bytes[place] if place < len(self.recalled_bytes) else 0
+
+
+# -- the times of the last uses --------------------------------------------------------------------
+
+MOST_USES = 32  # uses that are kept; with 3 bytes each, the text has at most 128 characters
+_BYTES = 3
+_SPAN = 1 << (8 * _BYTES)  # seconds, about 194 days: times are known within 97 days of now
+
+
+def encode_uses(seconds: Iterable[float]) -> str:
+    """The text for uses at these epoch `seconds`. Only the newest 32 uses are kept.
+
+    >>> decode_uses(encode_uses([7.9, 3.0, 7.2]), 10.0)
+    (3, 7)
+    """
+    newest = sorted({int(second) for second in seconds})[-MOST_USES:]
+    packed = b"".join([(second % _SPAN).to_bytes(_BYTES, "big") for second in newest])
+    return base64.b64encode(packed).decode()
+
+
+def decode_uses(text: str, now: float) -> tuple[int, ...]:
+    """The epoch seconds of the uses in `text`, the oldest first. `now` is in epoch seconds."""
+    now, half = int(now), _SPAN // 2
+    return tuple([now + half - (now + half - second) % _SPAN for second in _unpacked(text)])
+
+
+@lru_cache(maxsize=4096)
+def expected_use(text: str, now: int, youngest: float) -> float:
+    """The sum of 1 / (age + `youngest`) over the uses in `text`; 0 if `text` is empty.
+
+    The age of a use is the time from the use to `now`, in seconds. `youngest` is in seconds, and
+    `now` in epoch seconds. The result is cached, because a decision needs it several times.
+    """
+    total = 0.0
+    for second in _unpacked(text):
+        age = (now - second) % _SPAN
+        total += 1.0 / ((age if age < _SPAN // 2 else 0) + youngest)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _unpacked(text: str) -> tuple[int, ...]:
+    packed = base64.b64decode(text)
+    return tuple(
+        int.from_bytes(packed[i : i + _BYTES], "big") for i in range(0, len(packed), _BYTES)
+    )
+
+
+def merged_uses(texts: Iterable[str], now: float) -> str:
+    """The newest uses of all `texts` together. `now` is in epoch seconds.
+
+    >>> merged_uses([encode_uses([1, 5]), encode_uses([5, 9])], 10.0) == encode_uses([1, 5, 9])
+    True
+    """
+    different = {text for text in texts if text}
+    if len(different) <= 1:
+        return next(iter(different), "")
+    return encode_uses([second for text in different for second in decode_uses(text, now)])

@@ -100,7 +100,7 @@ class Resident:
         self.shares_storages = False  # with other models, see `bases`
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = self._uses_noted = 0
-        self.recent_uses = ""  # when it was used, see `facts.recent_uses`
+        self.recent_uses = ""  # when it was used, see `facts.encode_uses`
         self.content = ""  # digest of its source's content, once it was loaded; empty: unknown
         self.failed_moves = 0  # in a row
         # Not a field of `lease`: two threads that replace the lease could undo each other's change.

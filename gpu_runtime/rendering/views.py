@@ -1,7 +1,7 @@
 """What the faces show of a host: bars, rows and sentences, made from a Snapshot.
 
 This module is pure. The labels inside the sentences (state, holder, cards) are in
-`facts/labels.py`; the layout is in `text.py`, `html.py` and the console.
+`facts/book.py`; the layout is in `text.py`, `html.py` and the console.
 """
 
 from __future__ import annotations

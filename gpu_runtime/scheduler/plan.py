@@ -46,7 +46,7 @@ from ..facts import (
     one_memory,
     where,
 )
-from ..facts.answers import verdict_kind
+from ..facts.snapshot import verdict_kind
 from ..units import show_bytes, show_seconds
 from .admission import admit
 from .capacity import room, sample_of

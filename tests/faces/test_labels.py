@@ -103,4 +103,4 @@ def test_the_words_are_written_in_one_file(words):
     """With a second copy, two faces could differ again."""
     code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}
     found = [str(path.relative_to(ROOT)) for path, lines in code.items() if words in lines]
-    assert found == ["gpu_runtime/facts/labels.py"]
+    assert found == ["gpu_runtime/facts/book.py"]
