@@ -1,8 +1,8 @@
 """The key of a notebook's cell, and whether the memory that the cell took in its last run is known.
 
-`telemetry/cell_peaks.py` keeps these bytes in a file. A kernel without a lease looks there before
+`telemetry/measurements.py` keeps these bytes in a file. A kernel without a lease looks there before
 each cell. So this module imports only modules that a kernel has loaded anyway. An import of
-`telemetry/cell_peaks.py` would add 60 ms to the kernel's first cell.
+`telemetry/measurements.py` would add 60 ms to the kernel's first cell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 
 from .private_paths import state_home
 
-FILE = "cells.json"  # in the state directory, see telemetry/cell_peaks.py
+FILE = "cells.json"  # in the state directory, see telemetry/measurements.py
 MAGIC_LINE = re.compile(r"(?:[\w\s,*]+=)?\s*%gpu(?:ctl)?\b")
 
 

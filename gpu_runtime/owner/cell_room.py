@@ -21,8 +21,7 @@ from ..errors import GpuError
 from ..facts import NORMAL, Footprint, Lease, Phase, PlacementRules, lease_title
 from ..notebook import notebook_path
 from ..scheduler.victims import reason_to_stay
-from ..telemetry.cell_peaks import cells_of_this_user
-from ..telemetry.measurements import Measurements
+from ..telemetry.measurements import Measurements, cells_of_this_user
 from ..units import MIB, parse_bytes, show_bytes, show_seconds
 from . import acquire, failures
 from .kernel_resident import NAME, Bytes, KernelResident, exactly, sizes

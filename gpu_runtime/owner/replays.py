@@ -8,7 +8,7 @@ from ..facts import Book, Candidate, Decided, Grant, Refuse, Replayed, Request, 
 from ..scheduler import explain
 from ..scheduler.admission import admit
 from ..scheduler.plan import is_new, recorded, replayed
-from ..telemetry.decided import KEPT
+from ..telemetry.journal import KEPT_DECISIONS
 from ..version import VERSION
 from .session import Session
 
@@ -44,7 +44,7 @@ def again(session: Session, name: str, process: str = "") -> tuple[Replayed, ...
     `name` may also be the number of a single decision in the journal. If `process` is the pid, the
     id or the notebook of an owner, only the decisions of this owner are made again.
     """
-    decided = session.journal.decided(name, KEPT if process else MOST)
+    decided = session.journal.decided(name, KEPT_DECISIONS if process else MOST)
     mine = [one for one in decided if not process or _is_by(process, one)]
     return tuple(replayed(one, VERSION) for one in mine[:MOST])
 

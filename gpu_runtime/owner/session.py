@@ -38,7 +38,7 @@ from ..scheduler.transitions import Truth
 from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements
-from ..telemetry.timeline import Record
+from ..telemetry.recorder import Record
 from ..threads import Stoppable
 from ..units import MIB
 from .allocator_maps import Maps

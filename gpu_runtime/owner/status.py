@@ -35,7 +35,7 @@ from ..scheduler.capacity import room_and_blind, stranger_bytes, strangers, view
 from ..scheduler.plan import MOST_LOADS, interference
 from ..scheduler.plan import plan as plan_request
 from ..scheduler.queue import queue
-from ..telemetry.moments import moments_of
+from ..telemetry.recorder import moments_of
 from ..units import parse_seconds
 from . import dry_run, kernel_names, loading, permissions, presence, registry
 from .history import recorded_events

@@ -2,9 +2,20 @@
 
 The journal is one SQLite table, to which every process of a ledger appends. The book (the ledger's
 current leases and requests) has only the newest events. A second table has the newest decisions,
-with all inputs of each decision. In a shared ledger, each user has a separate journal, and
+with all inputs of each decision, so that the decision can be made again. A record takes about 0.3 KB
+with 2 leases in the book, and 3 KB with 20. In a shared ledger, each user has a separate journal, and
 everybody reads the events of all journals. Nothing depends on the journal. If it cannot be written,
 the failure is logged once.
+
+The content of another user's journal is never trusted. Each file is copied into memory, and SQLite
+works on the copy. So the reader holds no lock, and the writer never waits for it. A file of another
+user cannot make SQLite write or wait in this process.
+
+A fork waits until no thread of gpu-console is inside SQLite (`forks.py`). But a fork does not wait
+for the threads of other libraries, such as the thread that saves IPython's history. A lock that
+such a thread held stays locked in the child for ever, and the first call that needs this lock never
+returns. So the child makes its first call in a separate thread, and waits for the call only a
+limited time.
 """
 
 from __future__ import annotations
@@ -19,6 +30,7 @@ import sqlite3
 import stat
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -26,13 +38,39 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from .. import forks
+from .. import forks, threads
 from ..facts import Decided, Event
 from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
-from ..private_paths import make_directory
-from . import after_fork
-from . import decided as decisions
-from .users_journals import events_of, journals_of_others
+from ..private_paths import make_directory, read_plain
+
+TRY_SECONDS = 3.0
+_began_as = os.getpid()
+_usable_in: dict[int, bool] = {}  # process id -> what was found; one entry at most
+
+
+def sqlite_is_usable() -> bool:
+    """Whether this process can use SQLite. A forked child tests this once, in 0.2 ms."""
+    pid = os.getpid()
+    if pid == _began_as:
+        return True
+    if pid not in _usable_in:
+        found = forks.is_clean() and threads.start(_use_once).wait(TRY_SECONDS)
+        _usable_in.clear()
+        _usable_in[pid] = found
+    return _usable_in[pid]
+
+
+def _use_once() -> None:
+    """Makes a call that takes each of SQLite's global locks: for memory, page cache and files."""
+    try:
+        db = sqlite3.connect("file:/proc/self/cmdline?mode=ro", uri=True)
+        db.execute("PRAGMA schema_version").fetchall()
+    except sqlite3.Error:
+        pass  # expected: the file is no database
+
+
+# -- the journal of this user ----------------------------------------------------------------------
+
 
 KEPT = 10_000  # events in the file; the oldest are removed first
 EVERY_SECONDS = 1.0
@@ -70,7 +108,7 @@ class Journal:
         self._recent: deque[Event] = deque(maxlen=KEPT)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         # Decisions that are not in the file: all of them if there is no file.
-        self._decided: deque[Decided] = deque(maxlen=decisions.KEPT)
+        self._decided: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
         self._numbered = 0  # how many decisions this process has recorded
         self._written_at = float("-inf")
         self._lock = forks.awaited(threading.Lock())
@@ -92,7 +130,7 @@ class Journal:
 
     def record(self, decided: Decided) -> None:
         """Stores the decision `decided`, unless its book is too large. Never fails."""
-        if not decisions.is_small(decided):
+        if not is_small(decided):
             return
         with self._lock:
             self._numbered += 1
@@ -111,7 +149,7 @@ class Journal:
             if self._path is not None and not self._broken and self._path.exists():
                 try:
                     with contextlib.closing(self._connect()) as db:
-                        return decisions.select(db, name, limit)
+                        return select_decisions(db, name, limit)
                 except (sqlite3.Error, OSError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
             kept = tuple(reversed(self._decided))
@@ -131,7 +169,7 @@ class Journal:
         try:
             with contextlib.closing(self._connect()) as db:
                 if decided:
-                    decisions.insert(db, decided)
+                    insert_decisions(db, decided)
                 self._insert(db, rows)
         except (sqlite3.Error, OSError) as error:
             kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -202,7 +240,7 @@ class Journal:
 
     def _of_others(self, model: str | None, since: float, source: str) -> list[list[Event]]:
         """The events of each other user's journal. The newest event is first."""
-        if self._users is None or self._path is None or not after_fork.is_usable():
+        if self._users is None or self._path is None or not sqlite_is_usable():
             return []
         files = journals_of_others(self._users, self._path.name, since)
         return [events_of(file, model, since, source) for file in files]
@@ -210,7 +248,7 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         """A connection for one use, closed after it: no connection is carried across a fork."""
         assert self._path is not None
-        if not after_fork.is_usable():
+        if not sqlite_is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         if self._users is not None:
             if not (self._is_ours and self._path.exists()):
@@ -283,3 +321,168 @@ def _merged(sources: list[Iterable[Event]]) -> Iterable[Event]:
     if len(sources) == 1:
         return sources[0]
     return heapq.merge(*sources, key=lambda event: (event.wall, event.seq), reverse=True)
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+KEPT_DECISIONS = 1_000  # decisions in the file; the oldest are removed first
+MOST_ENTRIES = 256  # a decision on a larger book is not recorded: it would take 40 KB and 3 ms
+MOST_RECORD_BYTES = 1 << 20  # of one record, uncompressed
+FORMAT = b"\x01"  # changes with WORDS, because WORDS is needed to read a record
+
+# Names that most records contain. The compression has them as its dictionary, so a record contains
+# only references to them. For a record with 2 leases, that saves two thirds of the bytes.
+WORDS = b"".join(
+    bytes([0xA0 + len(word)]) + word if len(word) < 32 else word
+    for word in (
+        b"id wall version policy book request world verdict now devices limits samples rules schema "
+        b"sections tickets seq device taken_at free_bytes used_bytes processes simulated total_bytes "
+        b"because steps asked asked_bytes blockers ahead retry_at type Wait Grant Refuse Load Move "
+        b"Drop Shed kind hopeless need_bytes budget_bytes footprint parts bytes source declared "
+        b"measured weights arrived placement layout held users owner host boot pid started serial "
+        b"user notebook inode namespaces leases residue engines busy_since idle_since name shares "
+        b"target filled phase settled pins pinned_since last_used uses recent_uses importance keep "
+        b"keep_alive reload_seconds restore_seconds droppable movable piece_bytes settled_at "
+        b"shadow_bytes backend transformers torch fake model_type llm quantization key cuda:0 sim:0"
+    ).split()
+)
+
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS decisions("
+    "id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, body BLOB)"
+)
+_encode_decided = msgspec.msgpack.Encoder().encode
+_decode_decided = msgspec.msgpack.Decoder(Decided).decode
+
+
+def pack(decided: Decided) -> bytes:
+    """The decision `decided` as bytes, compressed, as the journal stores it."""
+    squeeze = zlib.compressobj(6, zdict=WORDS)
+    return FORMAT + squeeze.compress(_encode_decided(decided)) + squeeze.flush()
+
+
+def unpack(content: bytes) -> Decided | None:
+    """The decision in `content`. None if it is damaged or was written in another format."""
+    if content[:1] != FORMAT:
+        return None
+    try:
+        return _decode_decided(
+            zlib.decompressobj(zdict=WORDS).decompress(content[1:], MOST_RECORD_BYTES)
+        )
+    except (zlib.error, msgspec.MsgspecError):  # damaged, or with fields of another version
+        return None
+
+
+def is_small(decided: Decided) -> bool:
+    """Whether the book of the decision is small enough to be recorded."""
+    return decided.book.entries <= MOST_ENTRIES
+
+
+def insert_decisions(db: sqlite3.Connection, decisions: Iterable[Decided]) -> None:
+    """Writes `decisions` into the journal's file `db`, and keeps only the newest `KEPT` there."""
+    db.execute(_TABLE)
+    for decided in decisions:
+        row = (decided.model, pack(decided))
+        db.execute("INSERT INTO decisions(model, body) VALUES (?, ?)", row)
+    db.execute(
+        "DELETE FROM decisions WHERE id <= (SELECT max(id) FROM decisions) - ?", (KEPT_DECISIONS,)
+    )
+
+
+def select_decisions(db: sqlite3.Connection, name: str, limit: int) -> tuple[Decided, ...]:
+    """At most `limit` decisions about the model `name` from the file `db`. The newest decision is
+    first.
+
+    If no decision is about a model `name`, and `name` is a number, the result is the decision with
+    this number.
+    """
+    db.execute(_TABLE)
+    wanted = "SELECT id, body FROM decisions WHERE "
+    rows = db.execute(f"{wanted} model = ? ORDER BY id DESC LIMIT ?", (name, limit)).fetchall()
+    if not rows and name.isdecimal():
+        rows = db.execute(f"{wanted} id = ?", (int(name),)).fetchall()
+    found = ((id, unpack(body)) for id, body in rows)
+    return tuple(replace(decided, id=id) for id, decided in found if decided is not None)
+
+
+# -- journals of other users -----------------------------------------------------------------------
+
+
+MOST_EVENTS = 10_000
+MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
+MOST_STEPS = (
+    5_000_000  # SQLite's steps for one file, about 0.1 s; a hostile file could need endless steps
+)
+STEPS_AT_ONCE = 100_000
+ATTEMPTS = 3  # the other user may write the file while it is copied
+
+_complained: set[Path] = set()
+_endless: dict[Path, int] = {}  # files whose query took too many steps -> their write time
+
+
+def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
+    """The files with this `name` that belong to other users and were written at or after `since`.
+
+    `users` has a directory for each user. The name of the directory is the uid. A file counts only
+    if it belongs to the user with this uid.
+    """
+    found = []
+    try:
+        uids = [entry for entry in os.listdir(users) if entry.isascii() and entry.isdecimal()]
+    except OSError:  # no user has written one yet
+        return []
+    for uid in uids:
+        path = users / uid / name
+        try:
+            written = path.lstat()
+        except OSError:  # this user has none for these devices
+            continue
+        if int(uid) != os.geteuid() and written.st_uid == int(uid) and written.st_mtime >= since:
+            found.append(path)
+    return found
+
+
+def events_of(path: Path, model: str | None, since: float, source: str = "") -> list[Event]:
+    """The events in another user's file `path`, newest first. Empty if the file cannot be read.
+
+    The result has only events of `model` (None: any model) that are not before the wall time
+    `since`, and that contain the text `source`. A file that cannot be read is logged once. If a
+    query of the file takes too many steps, the file is not read again until it has changed.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            stamp = path.stat().st_mtime_ns
+            return [] if _endless.get(path) == stamp else _read(path, model, since, source)
+        except (sqlite3.Error, OSError) as error:
+            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+                _endless[path] = stamp
+            elif attempt < ATTEMPTS:
+                continue  # its user may be writing it
+            if path not in _complained:
+                _complained.add(path)
+                log.warning("the journal %s cannot be read (%s)", path, error)
+            break
+    return []
+
+
+def _read(path: Path, model: str | None, since: float, source: str) -> list[Event]:
+    steps = itertools.count(1)
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.deserialize(read_plain(path, MOST_BYTES, int(path.parent.name)))
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        db.execute("PRAGMA trusted_schema=OFF")
+        db.set_progress_handler(lambda: next(steps) > MOST_STEPS // STEPS_AT_ONCE, STEPS_AT_ONCE)
+        rows = db.execute(
+            "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? "
+            "AND instr(body, ?) ORDER BY id DESC LIMIT ?",
+            (model, model, since, source.encode(), MOST_EVENTS),
+        ).fetchall()
+    return [event for event in (_event(body) for (body,) in rows) if event is not None]
+
+
+def _event(body: object) -> Event | None:
+    try:
+        return _decode(body)  # type: ignore[arg-type]
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+        return None

@@ -1,10 +1,13 @@
-"""The measured sizes of models, in a small JSON file that survives a reboot.
+"""The measured sizes of models and cells, in small JSON files that survive a reboot.
 
 The key of a measurement consists of the source, the fingerprint of its files, the options (such as
 the dtype) and the backend. If the files change on disk, the fingerprint changes, and the old
 measurement is no longer used. If the file of the measurements is damaged, this is logged, and
 estimates use file headers again. If the file cannot be read or written, this is logged too, and new
 measurements stay in this process.
+
+A file of the user has the memory that each notebook cell took in its last run. If it is missing, no
+room is requested before a cell runs.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from typing import TypeVar
 import msgspec
 
 from .. import forks
+from ..cell_keys import FILE
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, state_in
+from ..ledgers.location import local_state
 from ..private_paths import make_directory, read_plain, replace_file
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first
@@ -44,7 +49,7 @@ class MeasurementFile(Value):
     models: dict[str, Measurement] = {}  # in the order of their measurement
     contexts: dict[str, int] = {}  # bytes of a CUDA context, by the card's name
     # The bytes that a notebook's cell took beyond those that the notebook held before, by the key of
-    # the cell, then by card; see cell_peaks.py. Earlier versions stored whole peaks as `cells`, which
+    # the cell, then by card; see `cell_keys`. Earlier versions stored whole peaks as `cells`, which
     # are not read.
     cell_bytes: dict[str, dict[str, int]] = {}
 
@@ -236,3 +241,10 @@ def _with_newest(entries: dict[str, T], name: str, newest: T) -> dict[str, T]:
 def measurements_in(ledger: Path) -> Path:
     """The file with the measurements of the ledger whose directory is `ledger`."""
     return state_in(ledger) / "measured.json"
+
+
+def cells_of_this_user() -> Measurements:
+    """The bytes that this user's cells took. The file is read only when they are requested from the
+    result.
+    """
+    return Measurements(local_state() / FILE)

@@ -1,23 +1,298 @@
-"""Records how the devices are used, while any process shares the ledger.
+"""The history of the devices: how it is recorded, and kept on disk for a day.
 
-The recorder runs in the helper process (`sampler.py`). Each ledger has one helper process. The
-recorder reads the book (the ledger's leases and requests) without being an owner in the book
-(`ledgers/reader.py`). Nothing depends on the recorder. If it cannot read or write, the history has
-a gap.
+A moment has the figures of one device at one time: its used bytes, its budget, and the leases'
+claims on the device. The recorder runs in the helper process (`sampler.py`). Each ledger has one
+helper process. The recorder reads the book (the ledger's leases and requests) without being an owner
+in the book (`ledgers/reader.py`).
+
+The history is one SQLite table in the directory of the journal, with a row for each device and
+moment. The helper process writes the table, and other processes read the table. Nothing depends on
+the table, or on the recorder. If it cannot read or write, the history has a gap.
+
+The fullest of several moments is the moment with the most memory in use. After half an hour, only
+the fullest moment of every 15 s is kept, and after three hours the fullest moment of every minute.
+After a day, no moment is kept. Only recorded moments are returned; no figure is an average.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
+import os
+import sqlite3
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
+from .. import forks
 from ..devices.sampler_client import Figures, boot_seconds
-from ..facts import Book, Moment, Sample, World
-from ..ledgers.access import state_in
+from ..facts import Book, DeviceView, Moment, Sample, Section, World
+from ..ledgers.access import access_to, state_in
 from ..ledgers.reader import Peek, peek
+from ..private_paths import make_directory
 from ..scheduler.capacity import views
-from .moments import ChangeFilter, moments_of
-from .timeline import Record
+from . import journal
+from .journal import opened
+
+# -- moments ---------------------------------------------------------------------------------------
+
+
+def moments_of(
+    views: Iterable[DeviceView], sections: Iterable[Section], wall: float
+) -> tuple[Moment, ...]:
+    """A moment of each device in `views` at the time `wall`, with the leases' claims."""
+    claims: dict[str, dict[str, int]] = {}
+    for section in sections:
+        for lease in section.leases:
+            label = f"{lease.name}@{section.owner.pid}"
+            for share in lease.claims():
+                on_device = claims.setdefault(share.device, {})
+                on_device[label] = on_device.get(label, 0) + share.bytes
+    return tuple(_moment(view, claims.get(view.device.id, {}), wall) for view in views)
+
+
+def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
+    device, sample = view.device, view.sample
+    return Moment(
+        wall,
+        device.id,
+        device.total_bytes,
+        view.limit_bytes,
+        view.measured_bytes,
+        view.level,
+        utilisation_percent=sample.utilisation_percent if sample else None,
+        temperature_celsius=sample.temperature_celsius if sample else None,
+        power_watts=sample.power_watts if sample else None,
+        claims=claims,
+    )
+
+
+def alike(one: Moment, other: Moment) -> bool:
+    """Whether `one` and `other` look the same in a chart.
+
+    Two moments look the same if their total, limit, level and claims are equal, and the measured
+    figures differ only by noise.
+    """
+    if _exact(one) != _exact(other):
+        return False
+    return (
+        _near(one.measured_bytes, other.measured_bytes, one.total_bytes / 400)
+        and _near(one.utilisation_percent, other.utilisation_percent, 5.0)
+        and _near(one.temperature_celsius, other.temperature_celsius, 2.0)
+        and _near(one.power_watts, other.power_watts, 10.0)
+    )
+
+
+def _exact(moment: Moment) -> tuple[object, ...]:
+    """The figures of the `moment` that are compared exactly: even a small change is recorded."""
+    return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
+
+
+def _near(one: float | None, other: float | None, tolerance: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= tolerance
+
+
+class ChangeFilter:
+    """Selects the moments to record: every changed moment, and now and then an unchanged moment.
+
+    A moment is changed if it differs from the last recorded moment of its device. The last
+    unchanged moment before a change is recorded too. Without this unchanged moment, the chart would
+    draw a slope where there was a step.
+    """
+
+    def __init__(self, rest_seconds: float) -> None:
+        """While nothing changes, one moment of each device is recorded every `rest_seconds`."""
+        self._rest_seconds = rest_seconds
+        self._kept: dict[str, Moment] = {}  # by device
+        self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
+
+    def select(self, moments: Iterable[Moment]) -> list[Moment]:
+        """The moments to record, in order.
+
+        Besides some of `moments`, the result may have moments that an earlier call skipped.
+        """
+        rows: list[Moment] = []
+        for moment in moments:
+            kept = self._kept.get(moment.device)
+            skipped = self._skipped.pop(moment.device, None)
+            if kept is not None and self._may_skip(kept, moment):
+                self._skipped[moment.device] = moment
+                continue
+            if skipped is not None and not alike(skipped, moment):
+                rows.append(skipped)
+            rows.append(moment)
+            self._kept[moment.device] = moment
+        return rows
+
+    def _may_skip(self, kept: Moment, moment: Moment) -> bool:
+        return alike(kept, moment) and moment.wall - kept.wall < self._rest_seconds
+
+
+# -- the history on disk ---------------------------------------------------------------------------
+
+
+DAY = 86400.0
+# (age, stretch) in seconds. Of the moments older than `age`, one of each `stretch` is kept.
+THINNED = ((1800.0, 15.0), (10800.0, 60.0))
+AHEAD_SECONDS = 60.0  # a moment later than now + this was written while the clock was wrong
+MOST_ROW_BYTES = 1 << 20
+
+log = logging.getLogger("gpu_runtime")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Moment).decode
+_Row = tuple[float, str, int, bytes]  # wall time, device, peak bytes, encoded moment
+
+# Selects the rowid of the fullest moment for each device and stretch of time. With max(), SQLite
+# takes the other columns from the row that has the maximum.
+_FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE wall >= ? AND wall < ?
+    GROUP BY device, CAST(wall / ? AS INTEGER))"""
+
+
+class Record:
+    """The history in one file. Every call opens the file again.
+
+    For readers, a file that is damaged or is no history has no moments. The writer renames such a
+    file, and begins a new one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """The history in the file `path`. The first write creates the file."""
+        self.path = path
+        self._warned = False
+        self._lock = forks.awaited(threading.Lock())
+
+    # Writing
+
+    def append(self, moments: Iterable[Moment]) -> bool:
+        """Writes `moments`, and returns whether this succeeded.
+
+        A failure is logged once. The caller may pass the same moments again later.
+        """
+        rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
+        try:
+            try:
+                self._insert(rows)
+            except sqlite3.Error as error:
+                if not _is_unusable(error):
+                    raise
+                self._set_aside(error)
+                self._insert(rows)
+        except (sqlite3.Error, OSError) as error:
+            self._warn("written", error)
+            return False
+        return True
+
+    def _insert(self, rows: list[_Row]) -> None:
+        if not self.path.exists():
+            make_directory(self.path.parent)
+            access_to(self.path.parent).make_file(self.path)
+        with self._lock, contextlib.closing(self._connect()) as db:
+            db.execute("PRAGMA journal_mode=TRUNCATE")
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)"
+            )
+            db.execute("CREATE INDEX IF NOT EXISTS moments_of ON moments(device, wall, peak)")
+            db.executemany(
+                "INSERT INTO moments(wall, device, peak, body) VALUES (?, ?, ?, ?)", rows
+            )
+            db.commit()
+
+    def thin(self, now: float) -> None:
+        """Removes moments that are too old at the wall time `now`, and moments that are too many
+        for their age.
+        """
+        try:
+            with self._lock, contextlib.closing(self._connect()) as db:
+                db.execute(
+                    "DELETE FROM moments WHERE wall < ? OR wall > ?",
+                    (now - DAY, now + AHEAD_SECONDS),
+                )
+                for age, stretch in THINNED:
+                    edge = (
+                        (now - age) // stretch * stretch
+                    )  # only complete stretches, so each is thinned once
+                    db.execute(
+                        f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
+                        (edge, 0.0, edge, stretch),
+                    )
+                db.commit()
+        except (sqlite3.Error, OSError) as error:
+            self._warn("thinned", error)
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        log.warning(
+            "the history %s cannot be used (%s); it is set aside, and a new one is started",
+            self.path,
+            error,
+        )
+        os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
+        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
+
+    # Reading
+
+    def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
+        """At most `most` moments of each device from the wall time `since` to `until`, in order.
+
+        The period is divided into stretches of time, and the fullest moment of each stretch is
+        returned. The ends of the stretches are at fixed times, so a chart that is redrawn for a
+        later period does not flicker.
+        """
+        # Stretches begin at multiples of their length, so the period can overlap one stretch more
+        # than its length suggests. With `most` = 1, one stretch covers all time.
+        stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
+        try:
+            if most < 1 or not self.path.exists():
+                return ()
+            with self._lock, contextlib.closing(self._connect()) as db:
+                rows = db.execute(
+                    f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
+                    (since, until, stretch),
+                ).fetchall()
+        except (sqlite3.Error, OSError) as error:
+            self._warn("read", error)
+            return ()
+        moments = (_decoded(body) for (body,) in rows)
+        return tuple(moment for moment in moments if moment is not None)
+
+    # Both
+
+    def _connect(self) -> sqlite3.Connection:
+        if not journal.sqlite_is_usable():
+            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
+        db = opened(self.path)
+        # Another user of the ledger may have put anything into the file.
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)
+        return db
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("the history %s cannot be %s now (%s)", self.path, what, error)
+
+
+def _is_unusable(error: sqlite3.Error) -> bool:
+    """Whether `error` means that the file is damaged or is no history, so that another attempt
+    would fail too.
+    """
+    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
+def _decoded(body: object) -> Moment | None:
+    try:
+        return _decode(body)  # type: ignore[arg-type]
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+        return None
+
+
+# -- the recorder ----------------------------------------------------------------------------------
+
 
 EVERY_SECONDS = 2.0
 REST_SECONDS = 30.0  # between two records while nothing changes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpu_runtime.facts import Event, Level, Moment
 from gpu_runtime.telemetry.journal import KEPT, Journal
-from gpu_runtime.telemetry.timeline import DAY, Record
+from gpu_runtime.telemetry.recorder import DAY, Record
 from gpu_runtime.units import GIB
 
 from .results import Row

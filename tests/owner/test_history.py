@@ -16,8 +16,7 @@ from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
 from gpu_runtime.telemetry import recorder as recorders
-from gpu_runtime.telemetry.recorder import Recorder, now_of, record_in
-from gpu_runtime.telemetry.timeline import AHEAD_SECONDS, DAY, Record
+from gpu_runtime.telemetry.recorder import AHEAD_SECONDS, DAY, Record, Recorder, now_of, record_in
 from gpu_runtime.units import GIB
 from tests.clock import finished
 from tests.worlds import book, lease
@@ -323,7 +322,7 @@ def test_a_reader_who_may_not_write_reads(record):
     record.path.parent.chmod(0o500)
     try:
         program = (
-            f"from gpu_runtime.telemetry.timeline import Record; from pathlib import Path\n"
+            f"from gpu_runtime.telemetry.recorder import Record; from pathlib import Path\n"
             f"print(len(Record(Path({str(record.path)!r})).between(0, {WALL + 1}, 10)))"
         )
         assert _as_nobody(program) == "1"

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from gpu_runtime import DoesNotFit, GpuError, UnknownModel
 from gpu_runtime.scheduler import policies
 from gpu_runtime.scheduler.plan import replayed
-from gpu_runtime.telemetry import decided as decisions
-from gpu_runtime.telemetry.decided import pack, unpack
-from gpu_runtime.telemetry.journal import Journal
+from gpu_runtime.telemetry import journal as decisions
+from gpu_runtime.telemetry.journal import Journal, pack, unpack
 
 from .conftest import fakes, loaded
 
@@ -118,7 +117,7 @@ def test_a_record_that_this_version_cannot_read_is_left_out(busy):
 def test_the_journal_keeps_the_newest_decisions_and_none_on_a_large_book(
     busy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(decisions, "KEPT", 3)
+    monkeypatch.setattr(decisions, "KEPT_DECISIONS", 3)
     one, path = decided_of(busy), tmp_path / "journal.db"
     for journal in (Journal(path), Journal()):
         for wall in range(5):

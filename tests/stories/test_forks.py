@@ -16,7 +16,7 @@ import pytest
 from gpu_runtime import Runtime, forks, threads
 from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
 from gpu_runtime.owner.monitor import promptly
-from gpu_runtime.telemetry import after_fork
+from gpu_runtime.telemetry import journal
 from tests import soak
 from tests.clock import PATIENCE
 
@@ -178,7 +178,7 @@ def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
 @pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
 def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
     """As the thread that saves IPython's history."""
-    monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
+    monkeypatch.setattr(journal, "TRY_SECONDS", 0.5)
     import _sqlite3
 
     sqlite = ctypes.CDLL(_sqlite3.__file__)

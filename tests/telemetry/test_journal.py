@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gpu_runtime.facts import Event
 from gpu_runtime.telemetry import journal as journals
-from gpu_runtime.telemetry import users_journals
 from gpu_runtime.telemetry.journal import Journal
 from tests.clock import Clock
 
@@ -69,7 +68,7 @@ def test_each_question_gets_the_latest_events_that_fit(tmp_path_factory, place, 
         if place == "file":
             assert Journal(path).tail(**asked) == journal.tail(**asked)
             words = asked["model"], asked["since"], asked["source"]
-            assert users_journals.events_of(path, *words) == fitting[::-1]
+            assert journals.events_of(path, *words) == fitting[::-1]
 
 
 def test_events_reach_the_file_at_once_and_then_once_a_second(tmp_path):
@@ -148,9 +147,9 @@ def test_journals_of_other_users_are_those_that_they_wrote_themselves(tmp_path, 
     os.utime(file, (100, 100))
 
     def found(since: float):
-        return users_journals.journals_of_others(tmp_path, "journal.db", since)
+        return journals.journals_of_others(tmp_path, "journal.db", since)
 
     assert found(0.0) == []
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)  # then they are another user's
     assert [found(since) for since in (0.0, 100.0, 100.5)] == [[file], [file], []]
-    assert users_journals.journals_of_others(tmp_path / "none", "journal.db", 0.0) == []
+    assert journals.journals_of_others(tmp_path / "none", "journal.db", 0.0) == []

@@ -9,9 +9,9 @@ import pytest
 
 from gpu_runtime.facts import Event, Level, Moment
 from gpu_runtime.ledgers.access import MARK
-from gpu_runtime.telemetry import users_journals
+from gpu_runtime.telemetry import journal
 from gpu_runtime.telemetry.journal import Journal
-from gpu_runtime.telemetry.timeline import Record
+from gpu_runtime.telemetry.recorder import Record
 
 EVENT = Event(1, 5.0, "qwen", "loaded", "request", "it is used")
 MOMENT = Moment(5.0, "sim:0", 8, 8, 4, Level.LOW)
@@ -86,8 +86,8 @@ def test_an_endless_query_in_another_users_journal_ends_and_is_not_tried_again(t
         )
         db.commit()
     for _ in range(3):
-        assert users_journals.events_of(other, None, 0.0) == []
-    assert len(caplog.records) == 1 and other in users_journals._endless
+        assert journal.events_of(other, None, 0.0) == []
+    assert len(caplog.records) == 1 and other in journal._endless
     other.unlink()
     Journal(other).append([EVENT])
-    assert users_journals.events_of(other, None, 0.0) == [EVENT]
+    assert journal.events_of(other, None, 0.0) == [EVENT]

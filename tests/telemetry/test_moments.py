@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Level, Moment, Section, Share
 from gpu_runtime.scheduler.capacity import views
-from gpu_runtime.telemetry.moments import ChangeFilter, moments_of
+from gpu_runtime.telemetry.recorder import ChangeFilter, moments_of
 from gpu_runtime.units import GIB
 from tests.worlds import WALL, book, lease, owner, world
 
