@@ -39,7 +39,7 @@ def is_remembered(key: str) -> bool:
     """Whether this user's file has the bytes that the cell with this `key` took.
 
     The file is in /var/tmp if the state directory is on a network file system. The check for this
-    is in `ledgers/location.py`, which a kernel has not loaded yet, so both directories are searched.
+    is in `ledgers/access.py`, which a kernel has not loaded yet, so both directories are searched.
     """
     for directory in (state_home(), f"/var/tmp/gpu-console-{os.geteuid()}"):
         try:

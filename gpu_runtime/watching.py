@@ -18,9 +18,8 @@ import gpu_runtime
 
 from . import forks
 from .errors import GpuError
-from .ledgers import in_use
-from .ledgers.in_use import OpenLedger
-from .ledgers.reader import peek
+from .ledgers import reader
+from .ledgers.reader import OpenLedger, peek
 from .runtime import Runtime
 
 _lock = forks.freed(threading.Lock())
@@ -41,7 +40,7 @@ def active_ledgers() -> list[ActiveLedger]:
     A ledger in which these processes hold no memory and wait for none is left out.
     """
     found = []
-    for ledger, processes in in_use.of_processes(in_use.processes_of_this_user()).items():
+    for ledger, processes in reader.of_processes(reader.processes_of_this_user()).items():
         last_used = _last_use(ledger, processes)
         if last_used is not None:
             found.append(ActiveLedger(ledger, last_used, processes))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..errors import BadSetting, LedgerUnavailable
 from ..threads import import_whole
+from .access import FILE_SCHEMES, directory_of, require_private, split_redis_url
 from .base import Ledger
-from .location import FILE_SCHEMES, directory_of, require_private, split_redis_url
 
 log = logging.getLogger("gpu_runtime")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")

@@ -1,4 +1,12 @@
-"""The access rights of the files in a ledger's directory: for one user alone, or for a group.
+"""The directory of a ledger: which one a URL names, how it is made and cleaned up, and who may use it.
+
+    LEDGER/BOOT-ID/           leases end with the boot, so each boot has its own book
+        keeper.sock           the keeper's socket; keeper.log has what the keeper printed
+        owners/ID             with a Redis: each owner's lock and roster (liveness.py)
+        owners/ID.bell        its doorbell (notify.py)
+        newest                the newest revision that any process has written (redis/page.py)
+
+Its files have access rights for one user alone, or for a group:
 
                           private    shared (by group G, whatever the umask)
     LEDGER, WORLD,        0700       3770  sticky: nobody removes or replaces another user's file
@@ -24,17 +32,24 @@ directory makes this file (`gpu ledger init`). The file's group is the group tha
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import re
 import secrets
+import shutil
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
-from ..errors import LedgerUnavailable
-from ..private_paths import weak_step
-from .liveness import name_of
+from ..errors import BadSetting, LedgerUnavailable
+from ..facts import Device
+from ..private_paths import make_directory, state_home, weak_step
+from ..units import show_bytes
+from .liveness import Life, life, name_of
 
 if TYPE_CHECKING:
     import sqlite3
@@ -294,3 +309,329 @@ def _group_name(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:  # a group without a name, as in containers
         return str(gid)
+
+
+# -- the directory of a ledger: how it is made, checked and cleaned up -----------------------------
+
+
+OLD_SECONDS = 86400.0
+_BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_DRAFT = re.compile(r"\.(new-|\d+-)[0-9a-f]{8}")
+_OWNER = re.compile(r"\d+\.\d+\.\d+")
+_NETWORK = frozenset(
+    "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
+    "orangefs panfs wekafs ncpfs coda fuse.sshfs fuse.glusterfs fuse.ceph-fuse fuse.ceph fuse.s3fs fuse.rclone "
+    "fuse.gcsfuse fuse.goofys fuse.mount-s3 fuse.juicefs fuse.beegfs fuse.lustre fuse.davfs2 fuse.smbnetfs "
+    "fuse.blobfuse2".split()
+)
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """The kind of file system of `path`, from the text of /proc/self/mountinfo (`mounts`).
+
+    >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
+    >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
+    ('nfs4', 'ext4')
+    >>> file_system_of(Path("/home"), mounts + "\\n3 2 0:9 / /home rw - ceph over")
+    'ceph'
+    """
+    if mounts is None:
+        path = Path(os.path.realpath(path))
+        mounts = Path("/proc/self/mountinfo").read_text()
+    longest, kind = -1, "unknown"
+    for line in mounts.splitlines():
+        fields, _, source = line.partition(" - ")
+        mount_point = _unescaped(fields.split()[4])
+        # If two mounts have the same mount point, the later one is visible.
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            longest, kind = len(mount_point), source.split()[0]
+    return kind
+
+
+def _unescaped(mount_point: str) -> str:
+    """The path `mount_point` from /proc/self/mountinfo, with its octal escapes replaced."""
+    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
+
+
+def is_network(kind: str) -> bool:
+    """Whether this `kind` of file system is a network file system, where locks prove nothing."""
+    return kind in _NETWORK
+
+
+def prepare(directory: Path) -> None:
+    """Makes a boot's `directory` if it does not exist.
+
+    Raises LedgerUnavailable if the directory is on a network file system, belongs to another user,
+    or cannot be made.
+    """
+    kind = file_system_of(directory)
+    if is_network(kind):
+        raise LedgerUnavailable(
+            f"the ledger {directory} would be on a network file system ({kind}), where locks do not prove "
+            f"that an owner lives.\n"
+            f"  Name a directory on a local disk:  GPU_LEDGER=keeper:///var/tmp/gpu-ledger",
+            path=str(directory),
+            kind=kind,
+        )
+    access = access_to(directory)
+    try:
+        if access.group is not None:
+            return access.make(directory)
+        _make_private(directory)
+    except OSError as error:
+        raise outsider(directory) or cannot_write(directory, error) from error
+    owner, user = directory.stat().st_uid, os.geteuid()
+    if owner not in (user, 0) and user != 0:
+        raise LedgerUnavailable(
+            f"the ledger {directory} belongs to another user (uid {owner}).\n"
+            f"  Use your own:  unset GPU_LEDGER",
+            path=str(directory),
+        )
+
+
+def _make_private(directory: Path) -> None:
+    # Other users may read the directories above. The ledger's own two directories get mode 0700,
+    # unless they belong to another user.
+    make_directory(directory)
+    make_directory(directory / "owners")
+    for made in (directory, directory / "owners"):
+        if made.stat().st_uid == os.geteuid():
+            made.chmod(0o700)
+
+
+def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
+    """The error for a `path` that could not be written because of `error`."""
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return LedgerUnavailable(
+            f"the disk of the ledger {path} is full; nothing new can be granted until some room "
+            f"is freed (releases still succeed).\n  See:  df -h {path}",
+            path=str(path),
+            why=why,
+        )
+    return LedgerUnavailable(
+        f"the ledger {path} cannot be written ({why}).\n"
+        f"  Make it writable, or use another:  GPU_LEDGER=keeper:///PATH",
+        path=str(path),
+        why=why,
+    )
+
+
+# Cleaning up
+
+
+def is_owner(id: str) -> bool:
+    """Whether `id` can be the id of an owner, and so the name of its file."""
+    return bool(_OWNER.fullmatch(id))
+
+
+def owner_files(directory: Path) -> Iterator[Path]:
+    """The lock files in `directory` of all owners, living and dead."""
+    owners = owners_in(directory)
+    try:
+        names = os.listdir(owners)
+    except FileNotFoundError:  # it was deleted; the next write makes it again
+        return
+    for name in names:
+        if is_owner(name):
+            yield owners / name
+
+
+def owners_of_version_0_2(directory: Path) -> list[str]:
+    """The pids of processes that use the book that version 0.2 kept in `directory`."""
+    living = [path for path in owner_files(directory) if life(path) is Life.ALIVE]
+    return sorted({path.name.partition(".")[0] for path in living})
+
+
+def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
+    """Removes the files of dead owners in `directory` that the book does not need as proof.
+
+    `in_book` returns the ids of all owners in the book. The function is called after the deaths are
+    known. So its result includes an owner that wrote to the book just before it died.
+    """
+    dead = [path for path in owner_files(directory) if life(path) is Life.DEAD]
+    needed = in_book() if dead else set()
+    for path in dead:
+        if path.name not in needed:
+            _remove_owner(path)
+
+
+def _remove_owner(path: Path) -> None:
+    try:
+        # The name of the lock file leads to the other one, so it goes last.
+        path.with_name(f"{path.name}.bell").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        pass  # in a shared ledger each user removes the files of their own processes
+
+
+def sweep_drafts(directory: Path) -> None:
+    """Removes drafts of killed processes from `directory`, if they are unchanged for a day."""
+    for place in (directory, owners_in(directory)):
+        for draft in place.iterdir():
+            if not _DRAFT.fullmatch(draft.name):
+                continue
+            try:
+                if time.time() - draft.lstat().st_mtime > OLD_SECONDS:
+                    draft.unlink(missing_ok=True)
+            except OSError:  # another user's, or removed by another process
+                continue
+
+
+def sweep_boots(directory: Path) -> None:
+    """Removes the books of other boots beside `directory`.
+
+    A book is removed if it has been unchanged for a day and none of its owners lives.
+    """
+    try:
+        others = [other for other in directory.parent.iterdir() if _is_other_boot(other, directory)]
+    except OSError:  # not readable: nothing is removed
+        return
+    for other in others:
+        try:
+            if _is_abandoned(other):
+                for place in (other, owners_in(other)):
+                    shutil.rmtree(place, ignore_errors=True)
+        except OSError:  # another user's, or removed by another process
+            continue
+
+
+def _is_other_boot(other: Path, directory: Path) -> bool:
+    named_by_boot = other != directory and _BOOT.fullmatch(other.name)
+    return bool(named_by_boot) and other.is_dir() and not other.is_symlink()
+
+
+def _is_abandoned(boot: Path) -> bool:
+    newest = max(file.lstat().st_mtime for file in (boot, *boot.iterdir()))
+    if time.time() - newest <= OLD_SECONDS:
+        return False
+    return not any(life(file) is Life.ALIVE for file in owner_files(boot))
+
+
+# -- the directories that URLs name ----------------------------------------------------------------
+
+
+FILE_SCHEMES = ("keeper:", "sqlite:")  # version 0.2 kept the book in an SQLite file
+FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
+
+
+def directory_of(url: str, rest: str) -> Path:
+    """The directory that `url` names. `rest` is the part of `url` after its scheme.
+
+    Four slashes in a URL, as other tools write them, mean the same as three slashes. A name that
+    ends in `.db` means the directory without this ending. Raises BadSetting for a relative path, and
+    for a directory in the root of the file system that does not exist.
+    """
+    directory = Path("/" + rest.lstrip("/"))
+    if directory.suffix == ".db":
+        directory = directory.with_suffix("")
+    as_relative = Path(*directory.parts[1:])
+    if as_relative.parts and as_relative.parts[0] in ("~", ".", ".."):
+        raise BadSetting(
+            "GPU_LEDGER",
+            url,
+            f"an absolute path, such as keeper://{os.path.abspath(as_relative.expanduser())}",
+        )
+    if len(as_relative.parts) < 2 and not directory.exists():
+        raise BadSetting(
+            "GPU_LEDGER",
+            url,
+            f"a directory that is not in the root of the file system. Relative to the current "
+            f"directory it is keeper://{as_relative.absolute()}",
+        )
+    return directory
+
+
+def split_redis_url(url: str) -> tuple[str, Path]:
+    """Splits `url` into the server's URL and the local directory for the owners' files.
+
+    The option `owners=` in `url` names the directory. Without this option, the directory is `redis`
+    in `local_state()`. The returned URL keeps all other options.
+    """
+    server, _, query = url.partition("?")
+    options = parse_qsl(query)
+    named = [value for name, value in options if name == "owners"]
+    if named:
+        directory = Path(named[-1])
+    else:
+        directory = Path(default_url().removeprefix("keeper://")).parent / "redis"
+    other_options = urlencode([(name, value) for name, value in options if name != "owners"])
+    if other_options:
+        server = f"{server}?{other_options}"
+    return server, directory
+
+
+def default_url(devices_slug: str = "") -> str:
+    """The URL of this user's private ledger, which is used if no setting names a ledger.
+
+    The ledger is under the state directory. If the state directory is on a network file system,
+    where locks do not hold, the ledger is in /var/tmp. `devices_slug` separates the books of
+    different sets of devices, such as simulated and real cards.
+    """
+    return f"keeper://{local_state() / 'ledger' / devices_slug}"
+
+
+def local_state() -> Path:
+    """The directory on a local disk for this user's files with locks. It may not exist yet.
+
+    The result is the state directory, or a directory in /var/tmp if the state directory is on a
+    network file system. Another user could make the directory in /var/tmp first. So
+    `private_paths.weak_step` must check the directory before its first use.
+    """
+    directory = state_home()
+    if is_network(file_system_of(directory)):
+        return FALLBACK / f"gpu-console-{os.geteuid()}"
+    return directory
+
+
+def shared_url(ledger: str, slug: str) -> str:
+    """The URL of the machine's shared `ledger`, or of its part `slug` for simulated devices."""
+    return f"{ledger}/{slug}" if slug and ledger.startswith(FILE_SCHEMES) else ledger
+
+
+def slug_of(simulated: Iterable[Device]) -> str:
+    """A name made from the sizes of these `simulated` devices; empty without devices.
+
+    The name selects the book. So each combination of sizes has a separate book.
+    """
+    devices = list(simulated)
+    cards = [_compact(device.total_bytes) for device in devices if not device.is_host]
+    if not cards:
+        return ""
+    groups = [f"{len(list(same))}x{size}" for size, same in itertools.groupby(cards)]
+    host = next((one for one in devices if one.is_host and one.simulated), None)
+    return f"sim-{'-'.join(groups)}" + (f"-host{_compact(host.total_bytes)}" if host else "")
+
+
+def _compact(size: int) -> str:
+    return show_bytes(size).replace(" ", "")
+
+
+def require_private(directory: Path) -> None:
+    """Raises LedgerUnavailable if another user could put files into the private ledger `directory`.
+
+    If `directory` is below `local_state()`, no other user may be able to write to a directory on
+    its path. `local_state()` is made here with mode 0700. If a setting names another directory,
+    every directory on its path must belong to this user or to root, but may be writable for others,
+    as in many containers. In two cases this other directory is not checked: the user is root, or
+    the directory is in a shared ledger.
+    """
+    base = local_state()
+    is_default = directory.is_relative_to(base)
+    if not is_default and (os.geteuid() == 0 or access_to(directory).group is not None):
+        return
+    try:
+        if is_default:
+            make_directory(base)
+        weak = weak_step(directory, may_be_writable=not is_default)
+    except OSError as error:
+        if not is_default:  # such as another group's ledger: opening it raises the right error
+            return
+        raise cannot_write(directory, error) from error
+    if weak:
+        raise LedgerUnavailable(
+            f"the ledger {directory} could be read or replaced by another user: {weak}.\n"
+            f"  Name a directory of your own on a local disk:  GPU_LEDGER=keeper:///DIRECTORY",
+            path=str(directory),
+            why=weak,
+        )

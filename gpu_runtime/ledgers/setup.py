@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
 from ..private_paths import make_directory, replace_file
-from . import files, host_config
-from .access import MARK, Access, owners_in
+from . import host_config
+from .access import MARK, Access, cannot_write, file_system_of, is_network, owners_in
 from .keeper.ledger import PATIENCE_SECONDS, answers
 from .keeper.wire import open_log, spawn
 from .liveness import boot_id
@@ -91,7 +91,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
         _write_configuration(Path(config_file), url, known)
         served = _serve(place)
     except OSError as error:
-        raise files.cannot_write(place, error) from error
+        raise cannot_write(place, error) from error
     shared = "is shared by" if is_new else "is shared already by"
     return Outcome(
         "ledger",
@@ -175,8 +175,8 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
     """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
         raise _bad(place, "an absolute path, such as /var/lib/gpu-console/ledger")
-    kind = files.file_system_of(place)
-    if files.is_network(kind):
+    kind = file_system_of(place)
+    if is_network(kind):
         raise _bad(
             place,
             f"on a local disk; this is a network file system ({kind}), where locks do not prove "

@@ -19,8 +19,7 @@ from ..devices import checkpoint, drivers
 from ..devices.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, CallFailed
 from ..errors import Busy, GpuError, NotAllowed, ProbeFailed
 from ..facts import HOST, Lease, Outcome, Share, where
-from ..ledgers.liveness import name_of
-from ..ledgers.process_state import start_ticks
+from ..ledgers.liveness import name_of, start_ticks
 from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted
 from ..units import GIB, show_bytes

@@ -19,7 +19,7 @@ from typing import Any
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed
 from ..facts import DeviceView, Value
-from ..ledgers import files, host_config
+from ..ledgers import access, host_config
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
 from ..scheduler.capacity import views
@@ -232,7 +232,7 @@ def _ledger(session: Session) -> Rows:
     if directory is not None:
         group = access_to(directory).group
         private = "nobody: it is private to this user"
-        rows.append(("file system", files.file_system_of(directory)))
+        rows.append(("file system", access.file_system_of(directory)))
         rows.append(("shared by", private if group is None else f"group {group}"))
     dead = ledger.dead(book)
     lost = ledger.unknown(book)

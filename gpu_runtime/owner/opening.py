@@ -8,8 +8,7 @@ from ..catalog.store import Catalogued
 from ..devices.probe import Probe, check_index
 from ..devices.sampler_client import Sampling
 from ..ledgers import host_config, open_ledger
-from ..ledgers.access import journals_in
-from ..ledgers.location import default_url, shared_url, slug_of
+from ..ledgers.access import default_url, journals_in, shared_url, slug_of
 from ..notebook import notebook_path
 from ..scheduler import transitions
 from ..settings import Settings

@@ -13,8 +13,8 @@ import msgspec
 
 from ..errors import GpuError
 from ..facts import Value
+from ..ledgers.access import local_state
 from ..ledgers.liveness import boot_id
-from ..ledgers.location import local_state
 from ..private_paths import make_directory, replace_file, weak_step
 
 MOST_BYTES = 1 << 16

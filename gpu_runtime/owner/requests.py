@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..attribution import attributed, speaking_for
 from ..facts import Book, Lease, LeaseId, Refuse, Verdict, Wait
-from ..ledgers.process_state import Sight
+from ..ledgers.liveness import Sight
 from ..scheduler import recall
 from ..scheduler.recall import Ask
 from ..units import show_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..facts import Book, Owner, Phase, Section, Shares, Shed, World
-from ..ledgers.process_state import Sight
+from ..ledgers.liveness import Sight
 from ..scheduler import victims
 from .resident import Place, Resident
 from .session import Session

@@ -44,7 +44,7 @@ from .session import Session
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from ..ledgers.redis.scripts import HostPage
+    from ..ledgers.redis.connection import HostPage
 
 HEALTH_MESSAGES = {
     Level.LOW: "Memory usage normal",

@@ -28,8 +28,7 @@ import msgspec
 from .. import forks
 from ..cell_keys import FILE
 from ..facts import Evidence, Measurement, ModelSpec, Value
-from ..ledgers.access import access_to, state_in
-from ..ledgers.location import local_state
+from ..ledgers.access import access_to, local_state, state_in
 from ..private_paths import make_directory, read_plain, replace_file
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first

@@ -37,8 +37,7 @@ from ..devices.drivers import Card, Listing, NoAnswer
 from ..devices.sampler_client import Figures, Person, boot_seconds
 from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
-from ..ledgers.access import access_to
-from ..ledgers.files import owner_files
+from ..ledgers.access import access_to, owner_files
 from ..ledgers.keeper.ledger import KeeperPeek
 from ..ledgers.keeper.wire import SOCKET
 from ..ledgers.liveness import Life, life

@@ -73,7 +73,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "verbs": f"verb_acts verb_arguments {GROUND}",
     "serving": f"__init__ runtime rendering web fleet catalog backends.pytorch.sentence_modules {GROUND}",
     "watching": f"__init__ runtime ledgers {GROUND}",
-    "gpu_panels": f"__init__ runtime watching ledgers.in_use rendering web fleet {GROUND}",
+    "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet {GROUND}",
     "gpu": f"__init__ runtime rendering verbs verb_arguments {GROUND}",
     "cli": f"__init__ runtime watching rendering verbs verb_arguments serving gpu_panels {GROUND}",
 }

@@ -13,7 +13,7 @@ from gpu_runtime.devices import nvml
 from gpu_runtime.devices.probe import check_index, open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
-from gpu_runtime.ledgers.location import slug_of
+from gpu_runtime.ledgers.access import slug_of
 from gpu_runtime.units import GIB
 
 

@@ -29,7 +29,7 @@ def utc(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_other_ledgers(monkeypatch):
     """A console or a command in a test does not follow the ledger of another test's processes."""
-    monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [])
+    monkeypatch.setattr(watching.reader, "processes_of_this_user", lambda: [])
 
 
 @pytest.fixture

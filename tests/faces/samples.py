@@ -33,7 +33,7 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
 )
-from gpu_runtime.ledgers.process_state import Sight
+from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner.presence import presence
 from gpu_runtime.scheduler.recall import unanswered
 

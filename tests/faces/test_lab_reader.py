@@ -15,7 +15,7 @@ from tornado import web
 import gpu_runtime
 from gpu_runtime import watching
 from gpu_runtime.errors import GpuError
-from gpu_runtime.ledgers import in_use
+from gpu_runtime.ledgers import reader as ledger_reader
 from tests.clock import Clock
 
 KERNEL = LabKernel("k1", (41,), "train.ipynb")
@@ -30,7 +30,7 @@ def clock():
 def reader(rt, clock, monkeypatch):
     """A reader whose tile follows the runtime `rt`. No kernel has a ledger open."""
     monkeypatch.setattr(watching, "followed", lambda: rt)
-    monkeypatch.setattr(in_use, "of_process", lambda pid: ())
+    monkeypatch.setattr(ledger_reader, "of_process", lambda pid: ())
     rt.register("qwen", backend="fake", size="8GiB")
     rt.preload("qwen")
     rt.tick()
@@ -129,8 +129,8 @@ def second(tmp_path):
 
 def test_the_ledger_of_the_notebook_in_front_is_shown(reader, second, monkeypatch):
     """The console's tile opens another ledger, so the status bar says that two ledgers are active."""
-    opened = in_use.OpenLedger(second.status().ledger, watching.directory_of(second))
-    monkeypatch.setattr(in_use, "of_process", lambda pid: (opened,) if pid == 42 else ())
+    opened = ledger_reader.OpenLedger(second.status().ledger, watching.directory_of(second))
+    monkeypatch.setattr(ledger_reader, "of_process", lambda pid: (opened,) if pid == 42 else ())
     monkeypatch.setattr(watching, "guest", lambda ledger: second)
     other = LabKernel("k2", (42,), "other.ipynb")
     found = plain(reader.status([KERNEL, other], front="k2"))

@@ -40,7 +40,7 @@ def owner(tmp_path, child_environment, monkeypatch):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(command, env=child_environment, text=True, **pipes)
     assert process.stdout.readline().strip() == "ready"
-    monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [process.pid])
+    monkeypatch.setattr(watching.reader, "processes_of_this_user", lambda: [process.pid])
     yield url
     process.communicate("\n", timeout=PATIENCE)
 
@@ -66,7 +66,7 @@ def test_a_ledger_that_is_set_is_never_replaced(default, owner):
 
 
 def test_the_default_ledger_stays_if_nobody_uses_another(default, monkeypatch):
-    monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [])
+    monkeypatch.setattr(watching.reader, "processes_of_this_user", lambda: [])
     assert watching.followed() is default and default.guest
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from gpu_runtime.errors import BadSetting, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA
-from gpu_runtime.ledgers import files, open_ledger
+from gpu_runtime.ledgers import access, open_ledger
+from gpu_runtime.ledgers.access import default_url
 from gpu_runtime.ledgers.keeper.ledger import KeeperLedger
 from gpu_runtime.ledgers.liveness import OwnerFile, boot_id, describe_self
-from gpu_runtime.ledgers.location import default_url
 from tests.clock import PATIENCE
 
 from .conftest import put
@@ -73,7 +73,7 @@ def test_the_error_for_an_unknown_url_lists_the_known_ones(url):
 
 def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
     """Home directories on NFS are common. The default ledger must work there, too."""
-    monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
+    monkeypatch.setattr(access, "file_system_of", lambda path: "nfs4")
     with pytest.raises(LedgerUnavailable, match=r"network file system \(nfs4\)"):
         open_ledger(f"keeper://{tmp_path}/ledger")
     assert not (tmp_path / "ledger").exists()
@@ -122,7 +122,7 @@ def test_books_of_old_boots_are_removed(tmp_path):
 def test_beside_a_notebook_of_version_0_2_no_second_book_is_begun(tmp_path):
     """That version held a lock on a file of its own, and kept the book in an SQLite file."""
     place = tmp_path / boot_id()
-    files.prepare(place)
+    access.prepare(place)
     older = OwnerFile(place / "owners", describe_self())
     with pytest.raises(LedgerUnavailable, match=f"0.2 keeps a book .* pid {os.getpid()}"):
         KeeperLedger(tmp_path, patience_seconds=0.1)

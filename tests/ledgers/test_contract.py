@@ -27,7 +27,7 @@ from gpu_runtime.facts import (
     Share,
 )
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.redis.revision_hint import RevisionHint
+from gpu_runtime.ledgers.redis.page import RevisionHint
 from tests.clock import PATIENCE
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without

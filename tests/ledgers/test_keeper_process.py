@@ -21,8 +21,7 @@ from gpu_runtime.facts import Holdings, Section
 from gpu_runtime.ledgers.keeper import core, ledger, server, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Leave, Part, Put
 from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
-from gpu_runtime.ledgers.liveness import boot_id
-from gpu_runtime.ledgers.process_state import Sight
+from gpu_runtime.ledgers.liveness import Sight, boot_id
 from tests.clock import PATIENCE, until
 
 from .conftest import count, names, put, without

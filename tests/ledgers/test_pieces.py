@@ -36,8 +36,8 @@ from gpu_runtime.ledgers.pieces import (
     require_readable,
     sealed,
 )
+from gpu_runtime.ledgers.redis.connection import NOT_A_PAGE, page_in
 from gpu_runtime.ledgers.redis.page import Living, rebuilt
-from gpu_runtime.ledgers.redis.scripts import NOT_A_PAGE, page_in
 from gpu_runtime.scheduler.transitions import Truth, publish
 from tests.worlds import book, lease, owner, ticket, world
 

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
-from gpu_runtime.ledgers import files, setup
+from gpu_runtime.ledgers import setup
 from gpu_runtime.ledgers.keeper.ledger import KeeperPeek, answers
 from gpu_runtime.ledgers.liveness import boot_id
 from gpu_runtime.ledgers.setup import init
@@ -648,7 +648,7 @@ def test_init_refuses_unsuitable_places(box, monkeypatch):
         with pytest.raises(BadSetting) as error:
             init(str(place), group, str(root / "other.toml"))
         assert why in str(error.value)
-    monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
+    monkeypatch.setattr(setup, "file_system_of", lambda path: "nfs4")
     with pytest.raises(BadSetting, match="network file system .nfs4."):
         init(str(root / "new"), GROUP, str(root / "other.toml"))
     assert not (root / "new").exists() and not (root / "other.toml").exists()

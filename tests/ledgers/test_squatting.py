@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.ledgers import files, location, open_ledger
-from gpu_runtime.ledgers.location import default_url, local_state, require_private
+from gpu_runtime.ledgers import access, open_ledger
+from gpu_runtime.ledgers.access import default_url, local_state, require_private
 from gpu_runtime.private_paths import weak_step
 from tests.impostor import NOBODY
 
@@ -31,13 +31,13 @@ def fallback(monkeypatch):
     """
     public = Path(tempfile.mkdtemp(prefix="gpu-", dir="/tmp"))
     public.chmod(0o1777)
-    real = files.file_system_of
+    real = access.file_system_of
 
     def file_system_of(path: Path, mounts: str | None = None) -> str:
         return real(path, mounts) if path.is_relative_to(public) else "nfs4"
 
-    monkeypatch.setattr(files, "file_system_of", file_system_of)
-    monkeypatch.setattr(location, "FALLBACK", public)
+    monkeypatch.setattr(access, "file_system_of", file_system_of)
+    monkeypatch.setattr(access, "FALLBACK", public)
     yield public / f"gpu-console-{os.geteuid()}"
     shutil.rmtree(public)
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_runtime import Busy, StillInUse
 from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
-from gpu_runtime.ledgers.process_state import Sight
+from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner import requests
 from gpu_runtime.owner.presence import HUNG_SECONDS, explained, presence, presences
 from gpu_runtime.rendering import plain, text

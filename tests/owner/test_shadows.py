@@ -14,7 +14,7 @@ from gpu_runtime.backends.pytorch import shared_copies
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.shared_pages import held_by
 from gpu_runtime.facts import HOST
-from gpu_runtime.ledgers.process_state import Sight
+from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner import shadows as own_shadows
 from gpu_runtime.units import GIB
 from tests import tiny_models

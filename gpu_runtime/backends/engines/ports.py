@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import BadSetting, LoadFailed
-from ...ledgers.location import local_state
+from ...ledgers.access import local_state
 from ...private_paths import make_directory, weak_step
 
 

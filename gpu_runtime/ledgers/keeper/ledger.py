@@ -29,14 +29,13 @@ from msgspec.structs import replace
 from ... import forks
 from ...errors import LedgerRefused, LedgerUnavailable
 from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
-from .. import files
+from .. import access
 from ..access import group_name, outsider, shared_root
 from ..base import NamesTeller, require_usable
 from ..invariants import refuse_unlawful
-from ..liveness import Sight, boot_id, describe_self, name_of
+from ..liveness import Sight, boot_id, describe_self, name_of, namespaces, sight_of_process
 from ..notify import Bell, _Waiter
 from ..pieces import UNREADABLE, Pieces, Unwritable, encode, encoded_change, refused
-from ..process_state import namespaces, sight_of_process
 from . import core
 from .shared_book import Reader, Torn
 from .wire import SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
@@ -243,8 +242,8 @@ class KeeperLedger(NamesTeller):
         self._reading = forks.freed(threading.Lock())
         self._wire: _Wire | None = None
         self._reader: Reader | None = None
-        files.prepare(self.directory)
-        # The open directory shows other programs which ledger this process uses, see `in_use.py`.
+        access.prepare(self.directory)
+        # The open directory shows other programs which ledger this process uses, see `reader.py`.
         self._place = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         with self._calling:
             self._connected()
@@ -376,7 +375,7 @@ class KeeperLedger(NamesTeller):
         """
         for child in [child for child in _children if child.poll() is not None]:
             _children.remove(child)
-        files.prepare(self.directory)
+        access.prepare(self.directory)
         root = shared_root(self.directory)
         if root is not None and os.geteuid() not in (0, owner := os.stat(root).st_uid):
             with contextlib.suppress(OSError):  # the directory was deleted
@@ -386,7 +385,7 @@ class KeeperLedger(NamesTeller):
                 f"it does not run, and {name_of(owner)} must start it:  "
                 f"gpu ledger init --group {group} {root}"
             )
-        if older := files.owners_of_version_0_2(self.directory):
+        if older := access.owners_of_version_0_2(self.directory):
             return (
                 f"gpu-console 0.2 keeps a book of its own there, for pid {', '.join(older)}.\n"
                 f"  Restart these notebooks with this version"

@@ -30,11 +30,9 @@ import msgspec
 from msgspec.structs import replace
 
 from ...facts import SCHEMA, Owner
-from .. import files
-from ..access import access_to
-from ..liveness import boot_id, name_of
+from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
+from ..liveness import Life, boot_id, life_of_process, name_of, namespaces, start_ticks
 from ..pieces import Page, encode
-from ..process_state import Life, life_of_process, namespaces, start_ticks
 from . import shared_book
 from .core import PROTOCOL, Answers, Hello, Keeper, Leave, Refused, Welcome, decode_request
 from .wire import SOCKET, WANTED, frame, frames_in, socket_path, spawn
@@ -419,7 +417,7 @@ def main(arguments: list[str]) -> int:
         directory /= boot_id()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
-    if older := files.owners_of_version_0_2(directory):
+    if older := owners_of_version_0_2(directory):
         print(
             f"version 0.2 keeps a book in {directory}, for pid {', '.join(older)}", file=sys.stderr
         )
@@ -430,10 +428,10 @@ def main(arguments: list[str]) -> int:
         return int(stays)
     try:
         if stays:
-            files.prepare(directory)
+            prepare(directory)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # for the keepers that it starts
         _close_to_version_0_2(directory)
-        files.sweep_boots(directory)
+        sweep_boots(directory)
         server = Server(directory, lock, stays=stays)
         if starting := os.environ.pop("GPU_KEEPER_STARTING", ""):
             os.close(int(starting))  # others may start a keeper again, if this one ends

@@ -33,8 +33,8 @@ from msgspec.structs import replace
 from ...errors import LedgerRefused, LedgerUnavailable
 from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from ...units import show_bytes
-from .. import files
-from ..access import access_to, owners_in
+from .. import access
+from ..access import access_to, owners_in, split_redis_url
 from ..base import NamesTeller, require_usable
 from ..invariants import refuse_unlawful
 from ..liveness import (
@@ -48,12 +48,10 @@ from ..liveness import (
     sight_of,
     testimony,
 )
-from ..location import split_redis_url
 from ..notify import Doorbell
 from ..pieces import Part
-from .connection import RedisConnection
+from .connection import BESIDE, KEPT_SECONDS, NOT_A_PAGE, HostPage, Page, RedisConnection
 from .page import DamagedBook, LostRace, RedisBook, in_roster
-from .scripts import BESIDE, KEPT_SECONDS, NOT_A_PAGE, HostPage, Page
 
 T = TypeVar("T")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02  # after lost races, chosen at random
@@ -98,19 +96,19 @@ class RedisLedger(NamesTeller):
         self.url = self._connection.url
         self.patience_seconds = patience_seconds
         self.directory = directory
-        files.prepare(directory)
+        access.prepare(directory)
         group = access_to(directory).group
         self._is_group_shared = group is not None
         owners = owners_in(directory)
         try:
             owner_file = OwnerFile(owners, me, group)
         except OSError as error:
-            raise files.cannot_write(directory, error) from error
+            raise access.cannot_write(directory, error) from error
         try:
             self._bell = Doorbell(owners, owner_file.owner.id, group)
         except OSError as error:
             owner_file.release(remove=True)
-            raise files.cannot_write(directory, error) from error
+            raise access.cannot_write(directory, error) from error
         self._store = RedisBook(
             self._connection, directory, directory.name, owner_file, moved=self._bell.move_to
         )
@@ -121,9 +119,9 @@ class RedisLedger(NamesTeller):
         except BaseException:
             self._shut(remove=True)
             raise
-        files.sweep_owners(directory, lambda: self.read().owner_ids())
-        files.sweep_drafts(directory)
-        files.sweep_boots(directory)
+        access.sweep_owners(directory, lambda: self.read().owner_ids())
+        access.sweep_drafts(directory)
+        access.sweep_boots(directory)
 
     @property
     def path(self) -> str:
@@ -380,7 +378,7 @@ class RedisLedger(NamesTeller):
 
         The lock file of a dead owner is removed once the owner has left the book.
         """
-        found = life(self._lock_file(id)) if files.is_owner(id) else Life.DEAD
+        found = life(self._lock_file(id)) if access.is_owner(id) else Life.DEAD
         return found is Life.ALIVE or (found is Life.UNKNOWN and id in self.read().owner_ids())
 
     def _drop_ended(self, kind: str, fields: list[bytes]) -> None:

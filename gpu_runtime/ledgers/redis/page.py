@@ -16,18 +16,34 @@ The roster is written before the page. Only a write that releases bytes goes on 
 full for the roster, because a roster that claims too much is safe. There is one connection with one
 lock. The lock is held for single commands and never during a decision. A thread also holds it while
 it writes the roster and the page, so that no thread's roster overwrites the grant of another thread.
+
+The newest revision of the book that any process has written is in a file beside the book. An old
+copy of the book may replace the book, for example from a backup. The copy is a valid book, so only a
+process that has seen a newer revision notices the replacement. Any other process would grant bytes
+that are granted already. With this file, all processes notice the replacement. The file is written
+after each write of the book, and read before each read and write (2 µs). If the file is missing or
+wrong, a process accepts the book, unless it has itself seen a newer revision.
+
+The file also saves work. If a process's own copy of the book has the newest revision, the process
+decides on its copy, without a read. If the copy is older, the process reads the book again before
+it tries to write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import sleep
@@ -39,7 +55,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from ...errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from ...facts import SCHEMA, Book, Section, Shares, Ticket
 from ...units import show_bytes
-from .. import files
+from .. import access
 from ..access import access_to, owners_in
 from ..base import TICKS_A_SECOND
 from ..liveness import Life, OwnerFile, Roster, life, read_roster
@@ -59,9 +75,7 @@ from ..pieces import (
     require_readable,
     sealed,
 )
-from .connection import Ask, RedisConnection
-from .revision_hint import RevisionHint
-from .scripts import (
+from .connection import (
     LOOK_OR_WRITE,
     MAKE,
     MARKER,
@@ -69,13 +83,66 @@ from .scripts import (
     NOT_A_PAGE,
     PAGE,
     SEEN_SECONDS,
+    Ask,
     HostPage,
     Page,
+    RedisConnection,
     Seen,
     all_pages,
     look_at,
     page_in,
 )
+
+NEWEST = "newest"
+_ENTRY = struct.Struct("<IQ")  # the checksum of the book's name, and its revision
+_SUM = struct.Struct("<I")
+
+
+class RevisionHint:
+    """One process's access to the file with the newest revision.
+
+    No method raises. If the file cannot be used, the newest revision is unknown.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` has the ledger's files of this boot."""
+        self._fd = -1
+        with contextlib.suppress(OSError):  # the hint is optional
+            access_to(directory).make_file(directory / NEWEST)
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(directory / NEWEST, flags)
+            weakref.finalize(self, os.close, self._fd).atexit = False
+
+    def of(self, book: str) -> int:
+        """The newest revision that is recorded for the book named `book`; 0 if nothing is known."""
+        try:
+            content = os.pread(self._fd, _ENTRY.size + _SUM.size, 0)
+        except OSError:  # there is no file: nothing is known
+            return 0
+        entry, checksum = content[: _ENTRY.size], content[_ENTRY.size :]
+        if len(checksum) != _SUM.size:
+            return 0
+        [expected] = _SUM.unpack(checksum)
+        if expected != zlib.crc32(entry):
+            return 0  # the file is damaged, or was read while it was written
+        name_checksum, rev = _ENTRY.unpack(entry)
+        return rev if name_checksum == _checksum(book) else 0
+
+    def record(self, book: str, rev: int) -> None:
+        """Records that the book named `book` has been written at the revision `rev`."""
+        entry = _ENTRY.pack(_checksum(book), rev)
+        checksum = _SUM.pack(zlib.crc32(entry))
+        with contextlib.suppress(OSError):  # no file, or a full disk; the hint is optional
+            os.pwrite(self._fd, entry + checksum, 0)
+
+
+@functools.lru_cache(4)
+def _checksum(book: str) -> int:
+    return zlib.crc32(book.encode())
+
+
+# -- the page --------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("gpu_runtime")
 
@@ -188,7 +255,7 @@ class RedisBook:
         except GrantsClosed as closed:  # it had to take back an unfinished write
             self._wait_for_others(closed)
         except OSError as error:  # such as a directory that was closed to this user
-            raise files.cannot_write(self.directory, error) from error
+            raise access.cannot_write(self.directory, error) from error
 
     def _look(self) -> Page:
         with self._lock:
@@ -222,7 +289,7 @@ class RedisBook:
         except GrantsClosed as closed:
             self._wait_for_others(closed)
         except OSError as error:
-            raise files.cannot_write(self.directory, error) from error
+            raise access.cannot_write(self.directory, error) from error
 
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
         """Waits a moment, then raises LostRace.
@@ -254,7 +321,7 @@ class RedisBook:
             try:
                 self._ensure_own_files()
             except OSError as error:
-                raise files.cannot_write(self.directory, error) from error
+                raise access.cannot_write(self.directory, error) from error
             self._server.converse(self._make)
 
     def ask(self, *words: str | bytes | int) -> Any:
@@ -350,7 +417,7 @@ class RedisBook:
         try:
             self._commit(page, self._draft(page, book))
         except OSError as error:
-            raise files.cannot_write(self.path, error) from error
+            raise access.cannot_write(self.path, error) from error
         finally:
             self._unfinished = before
         assert self._page is not None
@@ -396,7 +463,7 @@ class RedisBook:
 
         Raises OSError.
         """
-        files.prepare(self.directory)
+        access.prepare(self.directory)
         if self.owner_file.in_place():
             return
         self._restore_own_files()
@@ -411,7 +478,7 @@ class RedisBook:
             return  # another thread of this process has made them
         old = self.owner_file
         owners = owners_in(self.directory)
-        files.prepare(self.directory)
+        access.prepare(self.directory)
         try:
             if life(old.path) is not Life.ALIVE:
                 old.path.unlink(missing_ok=True)
@@ -419,7 +486,7 @@ class RedisBook:
             self.owner_file = OwnerFile(owners, replace(old.owner, inode=0), group)
             self._moved(owners)
         except OSError as error:
-            raise files.cannot_write(owners, error) from error
+            raise access.cannot_write(owners, error) from error
         old.close_here()
         self._roster_doubtful = True
         if self.owner_file.owner.id != old.owner.id:
@@ -507,7 +574,7 @@ class RedisBook:
         cannot be read: nothing is granted while bytes of a living owner are unknown.
         """
         found: dict[str, Living] = {}
-        for path in files.owner_files(self.directory):
+        for path in access.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
             if roster is None:
                 continue

@@ -117,11 +117,11 @@ class Reader:
 
     def _ledgers(self, kernels: Sequence[LabKernel]) -> dict[str, tuple[Any, ...]]:
         """The ledgers that each of the `kernels` has open, by the id of the kernel."""
-        from gpu_runtime.ledgers import in_use
+        from gpu_runtime.ledgers import reader
 
         def look() -> dict[str, tuple[Any, ...]]:
             return {
-                kernel.id: tuple(one for pid in kernel.pids for one in in_use.of_process(pid))
+                kernel.id: tuple(one for pid in kernel.pids for one in reader.of_process(pid))
                 for kernel in kernels
             }
 

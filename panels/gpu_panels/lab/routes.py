@@ -91,10 +91,10 @@ def pid_of(manager: Any, kernel: str) -> int:
 
 
 def _with_families(pids: dict[str, int], paths: dict[str, str]) -> tuple[LabKernel, ...]:
-    from gpu_runtime.ledgers import in_use
+    from gpu_runtime.ledgers import reader
 
     return tuple(
-        LabKernel(id, in_use.family(pid), paths.get(id, "")) for id, pid in pids.items() if pid
+        LabKernel(id, reader.family(pid), paths.get(id, "")) for id, pid in pids.items() if pid
     )
 
 
