@@ -35,6 +35,7 @@ from .facts import (
     Snapshot,
     Wait,
 )
+from .model_fields import KEYWORDS
 from .notebook import notebook_path
 from .owner import (
     acquire,
@@ -207,13 +208,13 @@ class Runtime:
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """
-        common: dict[str, Any] = {"importance": importance, "keep": keep, "keep_alive": keep_alive}
-        common |= {"model_type": model_type, "restore_on_call": restore_on_call}
-        given: dict[str, Any] = {"backend": backend, "size": size, "layout": layout}
-        given |= {"quantization": quantization, "devices": devices}
+        given = locals()
+        wishes = {keyword: given[keyword] for keyword in KEYWORDS}
         if registry.is_module(source):
-            return self.adopt(name, source, **common, **registry.adoption_options(options, **given))
-        return registry.register(self._session, name, source, options=options, **given, **common)
+            registry.require_adoptable(wishes, options)
+            adopted = {keyword: wishes[keyword] for keyword in registry.OF_A_MODULE}
+            return self.adopt(name, source, restore_on_call=restore_on_call, **adopted, **options)
+        return registry.register(self._session, name, source, wishes, options, restore_on_call)
 
     @checked
     def adopt(
@@ -235,9 +236,9 @@ class Runtime:
 
         Raises CannotGovern, AlreadyRegistered, NotAllowed, BadSetting.
         """
-        given: dict[str, Any] = {"optimizer": optimizer, "importance": importance, "keep": keep}
-        given |= {"keep_alive": keep_alive, "model_type": model_type}
-        return registry.adopt(self._session, name, module, restore_on_call=restore_on_call, **given)
+        given = locals()
+        wishes = {keyword: given[keyword] for keyword in registry.OF_A_MODULE}
+        return registry.adopt(self._session, name, module, optimizer, wishes, restore_on_call)
 
     @checked
     def forget(self, name: str) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from .errors import GpuError
 from .facts import Outcome
-from .options import FLAGS
+from .model_fields import TYPED
 from .verb_arguments import given
 
 
@@ -26,17 +26,17 @@ def status(rt: Any, args: argparse.Namespace) -> Any:
 
 def plan(rt: Any, args: argparse.Namespace) -> Any:
     """`rt.plan` for the name, the source and the options in `args`."""
-    return rt.plan(args.name, args.source, **_wanted(args))
+    return rt.plan(args.name, args.source, **given(args, *TYPED, "timeout"))
 
 
 def load(rt: Any, args: argparse.Namespace) -> Outcome:
     """Loads the model in `args` and returns the outcome. A new model is registered with `rt` first."""
-    return rt.load(args.name, args.source, **_wanted(args))
+    return rt.load(args.name, args.source, **given(args, *TYPED, "timeout"))
 
 
 def register(rt: Any, args: argparse.Namespace) -> Outcome:
     """Registers the model in `args` with `rt`, and returns the outcome."""
-    spec = rt.register(args.name, args.source, **_wanted(args))
+    spec = rt.register(args.name, args.source, **given(args, *TYPED))
     because = f"{spec}; load it with  %gpu preload {spec.name}"
     return Outcome(verb="register", name=spec.name, done=True, because=because)
 
@@ -63,15 +63,6 @@ def evict(rt: Any, args: argparse.Namespace) -> Outcome:
     if args.all_idle == bool(args.name):
         raise GpuError("type one of the two: a NAME, or --all-idle.")
     return rt.evict(args.name or "*", **given(args, "timeout", "drop", "lost", "force"))
-
-
-def _wanted(args: argparse.Namespace) -> dict[str, Any]:
-    """The options in `args`, as keywords of `rt.load`."""
-    names = {name: flag.lstrip("-") for name, flag in FLAGS.items()}
-    values = {name: getattr(args, attribute, None) for name, attribute in names.items()}
-    return {
-        name: value for name, value in values.items() if value is not None and value is not False
-    }
 
 
 def restore(rt: Any, args: argparse.Namespace) -> Outcome:

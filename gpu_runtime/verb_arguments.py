@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from .arguments import MOST_DAYS
-from .errors import BadSetting, BadSize
-from .facts import IMPORTANCE, parse_importance
+from . import kinds
+from .errors import BadSize
+from .facts import IMPORTANCE
+from .model_fields import FIELDS, TYPED
 from .safe_text import printable, quoted
 from .units import parse_seconds
 
@@ -129,11 +130,9 @@ def importance(text: str) -> str | int:
     Raises ArgumentTypeError if `text` is neither a name of IMPORTANCE nor a number above 0.
     """
     try:
-        number = parse_importance(text, least=1)
-    except BadSetting:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
-        ) from None
+        number = kinds.IMPORTANCE.in_file(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text if text in IMPORTANCE else number
 
 
@@ -166,7 +165,7 @@ def days(text: str) -> float:
         number = float(text)
     except ValueError:  # refused below
         number = 0.0
-    if not 0 < number < MOST_DAYS:
+    if not 0 < number < kinds.MOST_DAYS:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of days above 0")
     return number
 
@@ -232,13 +231,6 @@ PROCESS = positional(
 )
 BY_DRIVER = switch("--checkpoint", "the driver moves any process: NOTEBOOK is its pid")
 TIMEOUT = option("--timeout", "SECONDS", "how long to wait at most", type=seconds)
-IMPORTANCE_OPTION = option(
-    "--importance",
-    "I",
-    "urgent, high, normal, low, batch, or a number",
-    "importances",
-    type=importance,
-)
 HISTORY = (  # what `backtest` replays, and with what
     option("--days", "N", "the journal's last N days (7)", type=days),
     option("--requests", "FILE", "instead: uses in a CSV file", "files"),
@@ -250,17 +242,20 @@ HISTORY = (  # what `backtest` replays, and with what
 )
 NEW_NAME = positional("name", "NAME", "the name to give it", "models")
 SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
-DESCRIPTION = (  # a model, as `plan`, `load` and `register` take it
-    option(
-        "--backend", "B", "torch, transformers or fake; else derived from the source", "backends"
-    ),
-    option("--size", "SIZE", "bytes, such as 8GiB"),
-    IMPORTANCE_OPTION,
-    switch("--keep", "never evict it"),
-    option("--context", "TOKENS", "with memory for a context of that length", type=count),
-    option("--sequences", "N", "… and for that many sequences at once", type=count),
-    option("--dtype", "D", "converted, such as to bfloat16"),
-)
+_CONVERTERS = {kinds.IMPORTANCE: importance, kinds.TOKENS: count, kinds.SEQUENCES: count}
+
+
+def _of_field(name: str) -> Argument:
+    """The option for the field `name` of a model."""
+    rule, typed = FIELDS[name].rule, TYPED[name]
+    if rule is kinds.TRUTH:
+        return switch(typed[0], typed[2])
+    more = {"type": _CONVERTERS[rule]} if rule in _CONVERTERS else {}
+    return option(*typed, dest=name, **more)
+
+
+DESCRIPTION = tuple(map(_of_field, TYPED))  # a model, as `plan`, `load` and `register` take it
+IMPORTANCE_OPTION = DESCRIPTION[list(TYPED).index("importance")]
 HOST = option(
     "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
 )

@@ -1,6 +1,6 @@
 """The reference tables, made from the code when the site is built.
 
-A page lists names in a directive and so decides their order and their group; the texts come from
+A page lists names (or groups of names) in a directive and so decides their order and their group; the texts come from
 the code. `tests/core/test_docs.py` compares the names on the pages with those in the code, so that
 nothing can be left out. Each `*_table` function returns Markdown.
 
@@ -103,11 +103,11 @@ def verb_help(lines: Iterable[Line]) -> str:
 
 
 def fields_table(lines: Iterable[Line]) -> str:
-    """Name and meaning of the catalogue's fields."""
-    from gpu_runtime.catalog.schema import Fields
+    """Name and meaning of the catalogue's fields in a group."""
+    from gpu_runtime.model_fields import GROUPS
 
-    fields = Fields.model_fields
-    rows = ((f"`{line.name}`", cell(fields[line.name].description or "")) for line in lines)
+    fields = {name: field for line in lines for name, field in GROUPS[line.name].items()}
+    rows = ((f"`{name}`", cell(field.meaning)) for name, field in fields.items())
     return table(("Field", "Meaning"), rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .. import limited_files
@@ -10,18 +11,13 @@ from ..backends.base import looks_like_hub_id
 from ..backends.engines.recipe import RESERVED_FLAGS, group_flags
 from ..backends.registry import backend_names, file_backend, missing
 from ..errors import LoadFailed, ModelDisabled
-from ..facts import NORMAL, ModelSpec, Value
-from ..options import OPTIONS, PASSED_TO_LLAMA
+from ..facts import ModelSpec, Value
+from ..model_fields import BACKENDS, FIELDS, KEYWORDS, LLAMA, OPTIONS, takes
 from ..settings import Settings
-from .schema import BACKENDS, TRUST, Fields, is_trust, read_arguments, unknown_fields
+from .fields import TRUST, is_trust, read_arguments, read_fields, unknown_fields
 
-_OPTIONS = (
-    *("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision"),
-    *("allow_missing", "attn_implementation", "task", "chat_template", "thinking"),
-    "leave_out_tools",
-)
-# Options of llama.cpp; an entry of another engine keeps them without effect.
-OF_LLAMA = (*PASSED_TO_LLAMA, "flash_attn", "embedding", "split_mode", "main_gpu", "isolated")
+# The options that only llama.cpp reads; an entry of another engine keeps them without effect.
+OF_LLAMA = [name for name in OPTIONS if {*LLAMA} >= {*FIELDS[name].backends} > set()]
 MOST_TEMPLATE = 1 << 20  # characters of a chat template's file
 _BY_CATEGORY = {"diffusion": "diffusers"}
 
@@ -44,73 +40,68 @@ def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
 
     A command-line argument counts more than a contradicting field, because the engine gets it.
     """
-    fields = Fields.model_validate(entry.body["spec"])
+    fields = _fields(entry)
     values = _values(fields, settings)
-    model_type = fields.type or fields.model_type or fields.category or "other"
-    source = fields.path or fields.source or fields.id or entry.name
-    backend = _backend(fields, settings, source, model_type)
+    source = values.get("source") or fields.get("id") or entry.name
+    backend = _backend(values, settings, source)
+    gpus = fields.get("gpus")
+    own = {name: values[name] for name in KEYWORDS if name in values and name != "backend"}
     return ModelSpec(
-        entry.name,
-        backend,
+        name=entry.name,
+        backend=backend,
         source="" if backend == "fake" else source,
-        size=fields.memory or fields.size or fields.vram_mb,
-        model_type=model_type,
-        quantization=values["quantization"] or "",
-        importance=fields.importance or NORMAL,
-        keep=bool(fields.keep or fields.pin),
-        keep_alive=fields.keep_alive or 0.0,
-        layout=fields.layout or "auto",
-        devices=fields.gpus if isinstance(fields.gpus, tuple) else (),
-        placement=_placement(fields, values["max_tensor_parallel"]),
-        enabled=fields.enabled is not False,
-        options=_options(fields, values, settings, backend),
+        devices=gpus if isinstance(gpus, tuple) else (),
+        placement=_placement(values, gpus if isinstance(gpus, int) else None),
+        enabled=fields.get("enabled", True),
+        options=_options(values, settings, backend),
+        **own,
     )
 
 
-def _values(fields: Fields, settings: Settings) -> dict[str, Any]:
-    """The final values of those fields that an argument for the engine can override."""
-    names = (*_OPTIONS, "quantization", "max_tensor_parallel")
-    values = {name: getattr(fields, name) for name in names}
-    for _, field, value in read_arguments(fields.runtime_args or ()):
+def _fields(entry: CatalogEntry) -> dict[str, Any]:
+    """The values of the known fields of the `entry`. Raises ValueError if the entry is damaged."""
+    fields, wrong = read_fields(entry.body["spec"])
+    if wrong:
+        raise ValueError(" ".join(wrong[0]))
+    return fields
+
+
+def _values(fields: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The `fields` under one name for each meaning, with the values of arguments for the engine."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        values.setdefault(FIELDS[name].same_as or name, value)
+    for _, field, value in read_arguments(fields.get("runtime_args", ())):
         if field:
             values[field] = value
-    values["cache_dtype"] = values["cache_dtype"] or fields.type_k or fields.type_v
-    if values["gpu_layers"] is None:
-        values["gpu_layers"] = settings.inference_gpu_layers
-    return values
+    cache_dtypes = (values.get("cache_dtype"), fields.get("type_k"), fields.get("type_v"))
+    values["cache_dtype"] = next(filter(None, cache_dtypes), None)
+    values.setdefault("gpu_layers", settings.inference_gpu_layers)
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _options(
-    fields: Fields, values: dict[str, Any], settings: Settings, backend: str
-) -> dict[str, Any]:
+def _options(values: Mapping[str, Any], settings: Settings, backend: str) -> dict[str, Any]:
     """The options of the model's `backend`."""
-    used = [name for name in OF_LLAMA if name not in _OPTIONS and _is_option(name, backend)]
-    own = {name: getattr(fields, name) for name in used}
-    options = {name: value for name, value in own.items() if value is not None}
-    options |= {name: values[name] for name in _OPTIONS if values[name] is not None}
+    used = [name for name in OPTIONS if name not in OF_LLAMA or takes(backend, name)]
+    options = {name: values[name] for name in used if name in values}
     if "chat_template" in options:
         options["chat_template"] = _template(options["chat_template"])
-    if fields.runtime_args:
-        options["runtime_args"] = list(passed_on(fields.runtime_args, settings))
-    if settings.gpu_trust_remote_code and _requests_trust(fields):
+    if words := options.pop("runtime_args", ()):
+        options["runtime_args"] = list(passed_on(words, settings))
+    options.pop("trust_remote_code", None)
+    if settings.gpu_trust_remote_code and _requests_trust(values):
         options["trust_remote_code"] = True
     return options
 
 
-def _is_option(name: str, backend: str) -> bool:
-    backends = OPTIONS[name].backends
-    return not backends or backend in backends
-
-
-def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
-    """The fields of PlacementRules that the entry sets, from its `fields`."""
-    count = fields.gpus if isinstance(fields.gpus, int) else None
+def _placement(values: Mapping[str, Any], cards: int | None) -> dict[str, Any]:
+    """The fields of PlacementRules in the `values` of an entry that asks for this number of `cards`."""
     rules = {
-        "least_cards": count,
-        "most_cards": count or most_cards,
-        "card_bytes": fields.gpu_memory,
-        "factor": fields.gpu_fraction_factor,
-        "largest_fraction": fields.fraction_largest_possible,
+        "least_cards": cards,
+        "most_cards": cards or values.get("max_tensor_parallel"),
+        "card_bytes": values.get("gpu_memory"),
+        "factor": values.get("gpu_fraction_factor"),
+        "largest_fraction": values.get("fraction_largest_possible"),
     }
     return {name: value for name, value in rules.items() if value is not None}
 
@@ -125,15 +116,14 @@ def _template(given: str) -> str:
         return given
 
 
-def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
+def _backend(values: Mapping[str, Any], settings: Settings, source: str) -> str:
     """The backend of the entry, else of INFERENCE_BACKEND, else by the type of model or the files."""
-    named = fields.runtime or fields.backend
-    if named:
-        return named
+    if "backend" in values:
+        return values["backend"]
     preferred = settings.inference_backend
     if preferred:
         return BACKENDS.get(preferred.lower(), preferred)
-    return _BY_CATEGORY.get(model_type) or file_backend(source)
+    return _BY_CATEGORY.get(values.get("model_type", "")) or file_backend(source)
 
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
@@ -145,11 +135,11 @@ def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
     return tuple(passed)
 
 
-def _requests_trust(fields: Fields) -> bool:
+def _requests_trust(fields: Mapping[str, Any]) -> bool:
     """Whether the entry with these `fields` allows code from the model's repository to run."""
-    if fields.trust_remote_code:
+    if fields.get("trust_remote_code"):
         return True
-    flags = group_flags(fields.runtime_args or ())
+    flags = group_flags(fields.get("runtime_args", ()))
     values = [(value or "").lower() for flag, value, _ in flags if is_trust(flag)]
     return any(value not in ("false", "0", "no") for value in values)
 
@@ -217,26 +207,26 @@ def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
     and why the model could not be loaded now.
     """
     spec = spec_of(entry, settings)
-    fields = Fields.model_validate(entry.body["spec"])
+    fields = _fields(entry)
     found = []
     unknown = unknown_fields(entry.body["spec"])
     if unknown:
         found.append(f"unknown here, and kept: {', '.join(unknown)}")
-    given = [name for name in OF_LLAMA if getattr(fields, name) is not None]
-    if idle := [name for name in given if not _is_option(name, spec.backend)]:
+    given = [name for name in OF_LLAMA if name in fields]
+    if idle := [name for name in given if not takes(spec.backend, name)]:
         found.append(f"kept, and not used by {spec.backend}: {', '.join(idle)}")
-    if fields.type_k and fields.type_v and fields.type_k != fields.type_v:
+    if len({fields[name] for name in ("type_k", "type_v") if name in fields}) == 2:
         found.append("type_v is kept, and has no effect: the cache has one dtype, that of type_k")
-    found += _argument_notes(fields)
+    found += _argument_notes(fields.get("runtime_args", ()))
     if _requests_trust(fields) and not settings.gpu_trust_remote_code:
         where = "where GPU_TRUST_REMOTE_CODE is off, as it is here"
         found.append(f"{TRUST} is kept, and not passed on {where}")
     return found + _load_notes(spec)
 
 
-def _argument_notes(fields: Fields) -> list[str]:
-    """Notes on the engine's arguments that the placement replaces, or that only the engine reads."""
-    flags = [(flag, field) for flag, field, _ in read_arguments(fields.runtime_args or ())]
+def _argument_notes(words: tuple[str, ...]) -> list[str]:
+    """Notes on the `words` for the engine that the placement replaces, or that only the engine reads."""
+    flags = [(flag, field) for flag, field, _ in read_arguments(words)]
     placed = [flag for flag, _ in flags if flag in RESERVED_FLAGS]
     unread = [flag for flag, field in flags if not field and flag not in RESERVED_FLAGS]
     for_engine = [flag for flag in unread if not is_trust(flag)]

@@ -22,13 +22,11 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from ..arguments import bad_name
 from ..errors import BadDocument
+from ..kinds import bad_name
 from ..safe_text import quoted
 from .documents import Document, Path
-from .schema import SYNONYMS, Fields, in_words, misspelled_fields, read_arguments
+from .fields import contradictions, misspelled_fields, read_arguments, read_fields
 
 API_VERSION = "model.aispec.org/v1alpha1"
 KINDS = ("Model", "Agent", "AIApp")
@@ -199,28 +197,14 @@ def complaints(manifest: Manifest) -> list[BadDocument]:
         )
         for unknown, nearest in misspelled_fields(manifest.body["spec"])
     ]
-    try:
-        fields = Fields.model_validate(manifest.body["spec"])
-    except ValidationError as error:
-        invalid = [manifest.wrong(in_words(one), str(one["loc"][0])) for one in error.errors()]
-        return errors + invalid
-    errors += _contradictions(manifest, fields)
-    if isinstance(fields.gpus, int) and fields.gpus > (fields.max_tensor_parallel or fields.gpus):
-        problem = f"{fields.gpus} GPUs are more than max_tensor_parallel allows"
-        errors.append(manifest.wrong(problem, "gpus"))
-    try:
-        list(read_arguments(fields.runtime_args or ()))
-    except ValueError as error:
-        errors.append(manifest.wrong(str(error).rstrip("."), "runtime_args"))
-    return errors
-
-
-def _contradictions(manifest: Manifest, fields: Fields) -> Iterator[BadDocument]:
-    """An error for each group of synonymous fields with different values."""
-    for synonyms in SYNONYMS:
-        values = {name: getattr(fields, name) for name in synonyms}
-        given = {name: value for name, value in values.items() if value is not None}
-        if len(set(given.values())) > 1:
-            names = list(given)
-            problem = f"{' and '.join(names)} mean the same, and have different values"
-            yield manifest.wrong(problem, names[1])
+    values, wrong = read_fields(manifest.body["spec"])
+    if not wrong:
+        wrong = list(contradictions(values))
+        gpus, most = values.get("gpus"), values.get("max_tensor_parallel")
+        if isinstance(gpus, int) and gpus > (most or gpus):
+            wrong.append(("gpus", f"{gpus} GPUs are more than max_tensor_parallel allows"))
+        try:
+            list(read_arguments(values.get("runtime_args", ())))
+        except ValueError as error:
+            wrong.append(("runtime_args", str(error).rstrip(".")))
+    return errors + [manifest.wrong(problem, field) for field, problem in wrong]

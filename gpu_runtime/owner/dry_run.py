@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..arguments import RULES, read
 from ..backends.missing import AbsentBackend
 from ..backends.registry import file_backend, open_backend
 from ..catalog.entries import obstacle, source_absent
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
 from ..facts import NORMAL, Declared, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
+from ..kinds import read
+from ..model_fields import FIELDS, read_options
 from ..scheduler import placement
 from ..units import parse_room, show_bytes
 from . import demand, loading
@@ -73,12 +74,12 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
     for name, value in given.items():
         if name not in ("importance", *PLACED):
             raise BadSetting(name, value, "left out: a size has no such option")
-    rank = read("importance", given.get("importance", NORMAL), RULES["importance"])
+    rank = read("importance", given.get("importance", NORMAL), FIELDS["importance"].rule)
     name = f"a lease of {show_bytes(size)}"
     wanted = Lease(session.me, name, kind="block", importance=rank)
     rules = PlacementRules(policy=session.settings.gpu_placement)
     if is_placed(given):
-        devices = read("devices", given.get("devices", ()), RULES["register.devices"])
+        devices = read("devices", given.get("devices", ()), FIELDS["devices"].rule)
         layout = placement.check_layout(given.get("layout", "auto"))
         rules = replace(session.settings.placement(), devices=devices, layout=layout)
     return Subject(wanted, Footprint.of(size), rules)
@@ -159,7 +160,7 @@ def unregistered(
             raise UnknownModel(words, all_names)
     kind = file_backend(words)
     wishes, options = loading.split(given)
-    spec = ModelSpec(words, kind, source=words, options=options, **wishes)
+    spec = ModelSpec(words, kind, source=words, options=read_options(kind, options), **wishes)
     is_gguf = kind == "llama_cpp"
     backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
     return Resident(spec, backend, session.me, session.clock)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..arguments import RULES, plain, read
 from ..backends.base import Progress
 from ..errors import AlreadyRegistered, LoadFailed
 from ..facts import ModelSpec, Outcome
-from ..options import FLAGS
+from ..kinds import plain, read
+from ..model_fields import FIELDS, FLAGS, KEYWORDS
 from ..safe_text import MOST_QUOTED, printable, quoted
 from ..units import is_source, parse_seconds
 from . import loads, operations, registry
@@ -115,10 +115,10 @@ def described(session: Session, name: str, source: Any, given: Given) -> Describ
     if source is None and not {"backend", "size"} & given.keys():
         return None
     wishes, options = split(given)
-    wishes = {**registry.DEFAULTS, **wishes}
+    wishes = {**KEYWORDS, **wishes}
     if source is None and is_source(name):
         source = name
-    spec, factory = registry.specified(session, name, source, **wishes, options=options)
+    spec, factory = registry.specified(session, name, source, wishes, options)
     return Described(registry.new_resident(session, spec, factory, True))
 
 
@@ -151,13 +151,13 @@ def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
     if not given:
         return old
     wishes, options = split(given)
-    own = {name: getattr(old, name) for name in registry.DEFAULTS}
+    own = {name: getattr(old, name) for name in KEYWORDS}
     spec, _ = registry.specified(
         session,
         old.name,
         known.origin or old.source or None,
-        **{**own, **wishes},
-        options={**old.options, **options},
+        {**own, **wishes},
+        {**old.options, **options},
     )
     return replace(spec, placement=old.placement, enabled=old.enabled)
 
@@ -167,15 +167,12 @@ def split(given: Given) -> tuple[Given, Given]:
 
     The values of the keywords are checked and converted. Every other name is a backend's option.
     """
-    wishes: Given = {}
-    options: Given = {}
-    for name, value in given.items():
-        if name in registry.DEFAULTS:
-            rule = RULES.get(f"register.{name}") or RULES[name]
-            wishes[name] = read(name, value, rule)
-        else:
-            options[name] = value
-    return wishes, options
+    wishes = {
+        name: read(name, value, FIELDS[name].rule)
+        for name, value in given.items()
+        if name in KEYWORDS
+    }
+    return wishes, {name: value for name, value in given.items() if name not in KEYWORDS}
 
 
 def command(name: str, source: Any, given: Given) -> str:

@@ -8,11 +8,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..arguments import unknown_option
 from ..backends.engines.recipe import group_flags
 from ..backends.registry import backend_for
 from ..catalog.entries import require_loadable
-from ..catalog.schema import is_trust
+from ..catalog.fields import is_trust
 from ..errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -24,68 +23,56 @@ from ..errors import (
     UnknownModel,
 )
 from ..facts import ENGINES, Book, LeaseId, ModelSpec, Owner, parse_importance
-from ..options import read_options
+from ..kinds import unknown_option
+from ..model_fields import KEYWORDS, read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
-from ..units import parse_room, parse_seconds
 from . import acquire, demand, earlier_uses, failures, loads, permissions
 from .governed_calls import release_calls
 from .resident import Place, Resident
 from .session import Session
 from .training import watch_zero_grad
 
-# Keywords of Runtime.register with their defaults. The specification has a field for each of them.
-DEFAULTS: dict[str, Any] = {
-    "backend": "auto", "size": None, "importance": "normal", "keep": False, "keep_alive": 0.0,
-    "layout": "auto", "model_type": "", "quantization": "", "devices": (),
-}  # fmt: skip
-_KEYWORDS = (*DEFAULTS, "restore_on_call")  # suggested for a misspelled option
+OF_A_MODULE = ("importance", "keep", "keep_alive", "model_type")  # keywords of `adopt`
 
 # -- registering
 
 
 def specified(
-    session: Session,
-    name: str,
-    source: Any,
-    *,
-    backend: str,
-    size: str | int | None,
-    importance: str | int,
-    keep: bool,
-    keep_alive: str | float,
-    layout: str,
-    model_type: str,
-    quantization: str,
-    devices: str | tuple[str, ...],
-    options: dict[str, Any],
+    session: Session, name: str, source: Any, wishes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[ModelSpec, Any]:
-    """The model's specification, made from the arguments of `register`, and its factory or None."""
-    chosen = backend_for(source, backend)
+    """The model's specification, made from the arguments of `register`, and its factory or None.
+
+    `wishes` are the keywords in KEYWORDS, each checked by its rule or a default.
+    """
+    backend = backend_for(source, wishes["backend"])
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
-    spec = ModelSpec(
-        name,
-        chosen,
-        source=text,
-        size=None if size is None else parse_room(size),
-        model_type=(model_type or "other").lower(),
-        quantization=quantization,
-        importance=parse_importance(importance),
-        keep=keep,
-        keep_alive=parse_seconds(keep_alive),
-        layout=check_layout(layout),
-        devices=_known_devices(session, devices),
-        options=_with_defaults(session, chosen, read_options(chosen, options, _KEYWORDS)),
-    )
-    return spec, source if callable(source) and not text else None
+    made: dict[str, Any] = {"backend": backend, "source": text, **_plain(wishes)}
+    made["layout"] = check_layout(wishes["layout"])
+    made["devices"] = _known_devices(session, wishes["devices"])
+    made["options"] = _with_defaults(session, backend, read_options(backend, options))
+    return ModelSpec(name, **made), source if callable(source) and not text else None
+
+
+def _plain(wishes: dict[str, Any]) -> dict[str, Any]:
+    """The `wishes` as the specification has them, without the backend."""
+    made = {name: value for name, value in wishes.items() if name != "backend"}
+    made["importance"] = parse_importance(wishes["importance"])
+    made["model_type"] = (wishes["model_type"] or "other").lower()
+    return made
 
 
 def register(
-    session: Session, name: str, source: Any, *, restore_on_call: bool, **wishes: Any
+    session: Session,
+    name: str,
+    source: Any,
+    wishes: dict[str, Any],
+    options: dict[str, Any],
+    restore_on_call: bool,
 ) -> ModelSpec:
-    """Makes a model known by name; see Runtime.register. `wishes` are the keywords of `specified`."""
-    spec, factory = specified(session, name, source, **wishes)
+    """Makes a model known by name; see Runtime.register and `specified`."""
+    spec, factory = specified(session, name, source, wishes, options)
     known = session.residents.get(name)
     if known is not None:
         if known.spec == spec and same_code(known.origin, factory):
@@ -125,43 +112,28 @@ def _require_no_trust(options: dict[str, Any]) -> None:
             raise BadSetting("runtime_args", flag, instead)
 
 
-def adoption_options(
-    options: dict[str, Any],
-    backend: str,
-    size: str | int | None,
-    layout: str,
-    quantization: str,
-    devices: str | tuple[str, ...],
-) -> dict[str, Any]:
-    """Returns `options` if `adopt` accepts all arguments. Raises BadSetting if it does not.
+def require_adoptable(wishes: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raises BadSetting if `adopt` does not accept all arguments of `register`.
 
-    `adopt` takes a module as it is and where it is. So `size`, `layout`, `quantization` and
-    `devices` must have the defaults of `register`, and `backend` must be "auto" or "torch".
+    `adopt` takes a module as it is and where it is. So the keywords that would change it must have
+    their defaults, and `backend` must be "auto" or "torch".
     """
     for name, value in options.items():
         if name != "optimizer":
-            raise unknown_option(name, value, ("optimizer", *_KEYWORDS), "a module")
-    without_effect = {"size": size, "quantization": quantization, "devices": devices}
-    if backend not in ("auto", "torch"):
-        without_effect["backend"] = backend
-    if layout != "auto":
-        without_effect["layout"] = layout
-    for name, value in without_effect.items():
-        if value:
+            near = ("optimizer", *KEYWORDS, "restore_on_call")
+            raise unknown_option(name, value, near, "a module")
+    for name in ("size", "quantization", "devices", "backend", "layout"):
+        value = wishes[name]
+        if value and value != KEYWORDS[name] and (name, value) != ("backend", "torch"):
             raise BadSetting(name, value, "left out: a module is governed as it is, where it is")
-    return options
 
 
 def adopt(
     session: Session,
     name: str,
     module: Any,
-    *,
     optimizer: Any,
-    importance: str | int,
-    keep: bool,
-    keep_alive: str | float,
-    model_type: str,
+    wishes: dict[str, Any],
     restore_on_call: bool,
 ) -> ModelSpec:
     """Governs a module that the user has already created; see Runtime.adopt."""
@@ -176,15 +148,8 @@ def adopt(
             return known.spec
         raise AlreadyRegistered(name)
     _require_new(session, name, module)
-    spec = ModelSpec(
-        name,
-        "torch",
-        model_type=(model_type or "other").lower(),
-        importance=parse_importance(importance),
-        keep=keep,
-        keep_alive=parse_seconds(keep_alive),
-    )
-    permissions.require_within_cap(session, name, spec.importance, keep)
+    spec = ModelSpec(name, "torch", **_plain(wishes))
+    permissions.require_within_cap(session, name, spec.importance, spec.keep)
     resident = new_resident(session, spec, None, restore_on_call)
     _install_adopted(session, resident, module, optimizer)
     spec = _add(session, resident)

@@ -29,13 +29,13 @@ from .. import forks
 from ..cell_keys import FILE
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, local_state, state_in
+from ..model_fields import FIELDS
 from ..private_paths import make_directory, read_plain, replace_file
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
+OF_USE = {name for name, field in FIELDS.items() if field.of_use}
 PATIENCE_SECONDS = 0.2  # longest wait for the lock, which a stopped process may hold
-# Options for the use of a model. They do not change which bytes are loaded.
-OF_USE = ("context_length", "sequences", "cache_dtype", "attn_implementation")
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")

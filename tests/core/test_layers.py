@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 GROUND = (
-    "safe_text errors fault_texts units facts arguments options settings forks threads attribution"
-    " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
+    "safe_text errors fault_texts units facts arguments settings forks threads attribution"
+    " kinds model_fields presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
     " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes limited_files stop_text"
     " other_libraries"
 )
@@ -41,8 +41,9 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "facts": "safe_text errors units",
     "torch_modes": "",
     "other_libraries": "threads tracked_objects units",
-    "arguments": "safe_text errors units facts torch_modes",
-    "options": "safe_text errors facts arguments",
+    "kinds": "safe_text errors units facts",
+    "model_fields": "safe_text errors units facts kinds",
+    "arguments": "errors kinds model_fields torch_modes",
     "kernel_activity": "facts",
     "presets": "safe_text errors",
     "names": "",
@@ -51,7 +52,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "cell_keys": "private_paths",
     "version": "",
     "upcoming_cells": "facts",
-    "settings": "safe_text errors units facts arguments",
+    "settings": "safe_text errors units facts kinds",
     "samples": "errors units threads",
     "web": "errors units settings threads private_paths tcp_sockets",
     "estimation": "errors units facts",

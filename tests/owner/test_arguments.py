@@ -12,12 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime import BadSetting, BadSize, GpuError, NeedsWith, Runtime
-from gpu_runtime.arguments import RULES, read, rules_of
+from gpu_runtime.arguments import RULES, rules_of
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
 from gpu_runtime.fleet.client import Fleet
-from gpu_runtime.options import OPTIONS, read_options
+from gpu_runtime.kinds import read
+from gpu_runtime.model_fields import FIELDS, KEYWORDS, OPTIONS, REFUSED, read_options
 from gpu_runtime.safe_text import MOST_MESSAGE
 from gpu_runtime.settings import Settings
 
@@ -152,6 +153,12 @@ def test_every_public_method_is_tried():
     assert set(PLAIN) == set(public_methods())
 
 
+def test_the_keywords_of_register_are_those_of_the_table():
+    found = inspect.signature(Runtime.register).parameters
+    assert {name: found[name].default for name in KEYWORDS} == KEYWORDS
+    assert {*found} - {*KEYWORDS} == {"self", "name", "source", "restore_on_call", "options"}
+
+
 @pytest.mark.parametrize("method", [*PLAIN, "__init__"])
 def test_every_parameter_has_a_rule(method):
     """`checked` can check only parameters that have a rule. A new parameter needs a line in the table."""
@@ -278,9 +285,10 @@ NEW = {"name": "new", "source": "/no/such", "size": "1GiB"}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("option", sorted(OPTIONS))
+@pytest.mark.parametrize("option", sorted({*OPTIONS, *REFUSED}))
 def test_every_strange_value_of_every_option_is_an_error_or_a_lawful_book(option):
-    backend = (OPTIONS[option].backends or ("transformers",))[0]
+    backends = REFUSED[option][0] if option in REFUSED else FIELDS[option].backends
+    backend = (backends or ("transformers",))[0]
     with box() as rt:
         for make in FIXED:
             try_value(rt, "register", {**NEW, "backend": backend, option: make()})
@@ -288,7 +296,7 @@ def test_every_strange_value_of_every_option_is_an_error_or_a_lawful_book(option
 
 @given(
     backend=st.sampled_from(("fake", "transformers", "llama_cpp", "torch", "vllm")),
-    options=st.dictionaries(st.sampled_from(sorted(OPTIONS)), VALUES, max_size=3),
+    options=st.dictionaries(st.sampled_from(sorted({*OPTIONS, *REFUSED})), VALUES, max_size=3),
 )
 def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, options):
     made = {option: make() for option, make in options.items()}
@@ -301,7 +309,7 @@ def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, option
 @example(option="contxt_length")
 def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
     """The misspelt `contxt_length=8192` was ignored, and no memory was reserved for the context."""
-    if option in OPTIONS or option in RULES:
+    if option in FIELDS or option in REFUSED or option in RULES:
         return
     with box() as rt:
         error = try_value(rt, "register", {**PLAIN["register"], option: 8192})
@@ -328,6 +336,44 @@ def test_an_option_of_another_backend_is_refused(backend, option, value):
     """With `gpu_layers=20` a transformers model was accepted, and all its layers were on the card."""
     with box() as rt, pytest.raises(BadSetting, match=f"option that the backend {backend} takes"):
         rt.register("m", "org/name", backend=backend, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "value"),
+    [
+        ("llama_cpp", "n_gpu_layers", 3),
+        ("llama_cpp", "n_ctx", 512),
+        ("llama-server", "tensor_split", [1]),
+        ("llama_cpp", "gpu_layers", -2),
+        ("llama_cpp", "gpu_layers", True),
+        ("llama_cpp", "gpu_layers", 1.5),
+        ("llama_cpp", "split_mode", "diagonal"),
+        ("llama_cpp", "main_gpu", -1),
+        ("llama-server", "main_gpu", "0"),
+        ("transformers", "device_map", "auto"),
+        ("transformers", "quantization_config", {}),
+        ("transformers", "load_in_8bit", True),
+    ],
+)
+def test_an_impossible_option_is_refused_before_the_source_is_read(backend, option, value):
+    """In an earlier version, `register` accepted `split_mode="diagonal"` if a size was declared."""
+    with box() as rt, pytest.raises(BadSetting, match=option):
+        rt.register("m", "org/name", backend=backend, size="1GiB", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("source", "option", "value"),
+    [
+        ("llama-7B-Q4", "contxt_length", 8192),
+        ("llama-7B-Q4", "trust_remote_code", "yes"),
+        ("/m/x-7B.gguf", "split_mode", []),
+        ("/m/x-7B.gguf", "n_ctx", 512),
+    ],
+)
+def test_a_plan_of_an_unregistered_source_checks_its_options(source, option, value):
+    """A misspelt `contxt_length` was ignored, and `split_mode=[]` raised TypeError."""
+    with box() as rt, pytest.raises(BadSetting, match=option):
+        rt.plan(source, **{option: value})
 
 
 @pytest.mark.parametrize(
@@ -404,9 +450,6 @@ def test_an_error_says_what_to_type(call, what_to_type):
     assert what_to_type in str(error.value)
 
 
-OF_OPTIONS = {name: option.rule for name, option in OPTIONS.items()}
-
-
 @pytest.mark.parametrize(
     ("name", "least", "most", "step"),
     [
@@ -424,7 +467,7 @@ OF_OPTIONS = {name: option.rule for name, option in OPTIONS.items()}
     ],
 )
 def test_numbers_are_accepted_to_their_ends_and_not_beyond(name, least, most, step):
-    rule = OF_OPTIONS.get(name) or RULES[name]
+    rule = FIELDS[name].rule if name in FIELDS else RULES[name]
     for value in (least, most):
         assert read(name, value, rule) == value
     for value in (least - step, most + step):
@@ -444,7 +487,7 @@ def test_text_is_accepted_to_its_longest_and_not_beyond(name, most):
 
 def test_an_option_that_is_none_is_left_out():
     given = {"context_length": None, "thinking": False, "sequences": 1}
-    assert read_options("transformers", given, ()) == {"thinking": False, "sequences": 1}
+    assert read_options("transformers", given) == {"thinking": False, "sequences": 1}
 
 
 def test_a_long_value_is_quoted_in_part():

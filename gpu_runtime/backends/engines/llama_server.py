@@ -16,9 +16,9 @@ from typing import Any
 
 from ...errors import LoadFailed
 from ...facts import Evidence, ModelSpec
-from ...options import PASSED_TO_LLAMA
 from ..formats import sources
 from ..llama_cpp.options import (
+    PASSED_TO_LLAMA,
     cache_type,
     context_tokens,
     flash_attention,

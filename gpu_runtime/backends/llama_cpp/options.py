@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ...errors import BadSetting, NotAModel
 from ...facts import Evidence, ModelSpec, Share, Shares, beside
-from ...options import PASSED_TO_LLAMA, REFUSED_FOR_LLAMA, embedded_tokens, require_none
+from ...model_fields import embedded_tokens
 from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
@@ -42,6 +42,9 @@ _UNQUANTISED = ("", "f32", "f16", "bf16")
 # llama-server: 3.9 ms with each count; beside four busy loops 52, 20 and 19 ms with 300,000, 20,000
 # and 2,000. Source: libgomp, Environment Variables, GOMP_SPINCOUNT.
 LOOKS_FOR_WORK = {"GOMP_SPINCOUNT": "20000"}
+# Options that are passed to `llama_cpp.Llama` unchanged.
+PASSED_TO_LLAMA = """n_batch n_ubatch n_threads n_threads_batch use_mmap use_mlock logits_all offload_kqv swa_full
+    rope_freq_base rope_freq_scale lora_scale seed chat_format chat_template lora_path""".split()
 SPLIT_MODES = {"layer": 1, "row": 2}  # Source: llama.h, llama_split_mode
 
 
@@ -105,17 +108,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
 
 
 def check(spec: ModelSpec) -> None:
-    """Raises BadSetting if `spec` has an impossible option, or an option that gpu-console decides."""
-    require_none(spec.options, REFUSED_FOR_LLAMA)
-    layers = spec.options.get("gpu_layers")
-    if layers is not None and (type(layers) is not int or layers < -1):
-        raise BadSetting("gpu_layers", layers, "-1 (all), 0 (CPU only) or a number of layers")
-    mode = spec.options.get("split_mode", "layer")
-    if mode not in SPLIT_MODES:
-        raise BadSetting("split_mode", mode, "layer or row")
-    main = spec.options.get("main_gpu", 0)
-    if type(main) is not int or main < 0:
-        raise BadSetting("main_gpu", main, "the number of one of its cards, counted from 0")
+    """Raises BadSetting if llama.cpp does not have the cache of `spec`."""
     dtype = spec.options.get("cache_dtype")
     if dtype is not None and str(dtype).lower() not in CACHE_TYPES:
         raise BadSetting("cache_dtype", dtype, "one of " + ", ".join(CACHE_TYPES))

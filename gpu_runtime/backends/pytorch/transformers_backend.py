@@ -21,7 +21,6 @@ from torch import nn
 from ...devices.probe import Probe
 from ...errors import CannotGovern, GpuError, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Shares
-from ...options import REFUSED_FOR_TRANSFORMERS, require_none
 from ...torch_modes import all_outside_modes
 from ..base import Progress
 from ..formats import safetensors, sources
@@ -318,8 +317,7 @@ def _read(spec: ModelSpec) -> Checkpoint:
 
 
 def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raises BadSetting for an option that gpu-console sets, CannotGovern for a quantised model."""
-    require_none(spec.options, REFUSED_FOR_TRANSFORMERS)
+    """Raises CannotGovern for a quantised model."""
     if "quantization_config" in checkpoint.config:
         quantization = checkpoint.config["quantization_config"]
         method = quantization.get("quant_method", "an unknown method")

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec, Value
-from ...options import embedded_tokens
+from ...model_fields import embedded_tokens
 from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
 from ..prompt_size import tokens_if_too_many
