@@ -150,7 +150,7 @@ def application() -> Any:
 @cache
 def route_descriptions() -> dict[str, dict[str, Any]]:
     """The descriptions of all routes by path and method: of one host, and of a fleet's server."""
-    from gpu_runtime.serving.api.app import fleet_application
+    from gpu_runtime.serving.fleet_server import fleet_application
 
     fleet = fleet_application(None, lambda: None, "docs").openapi()["paths"]
     return {**fleet, **application().openapi()["paths"]}

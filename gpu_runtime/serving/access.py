@@ -14,12 +14,10 @@ from msgspec.structs import replace
 from ..access_keys import AccessKey, Keys, name_of
 from ..facts import parse_importance
 from ..web.auth import Visitor
-from .choices import TASK_PREFIX
+from .choices import TASK_PREFIX, Choice
 from .engines.openai_format import max_tokens_of
-from .health.costs import prompt_tokens
-from .request_log import CallRecord, current
+from .records import CallRecord, current, prompt_tokens
 from .requests import Call, Refused, prompts_of
-from .routing.fallback import Choice
 from .store import Usage
 
 BEGIN = "key:"  # a visitor's name begins with this if the visitor has a key

@@ -36,14 +36,14 @@ from ..web.auth import CALLS, AccessRules
 from ..web.connections import Connections
 from ..web.cors import origins_of
 from ..web.http_server import Address, MakeServer, Service, WebServer, bound, mask_logs
-from . import request_log
+from . import records
 from .access import visitor_of
 from .api.app import application
-from .figures import served
 from .gateway import Gateway
-from .routing.tasks_file import default_file, read_serving_config
+from .records import served
 from .store import Store
 from .store import default_file as default_store
+from .tasks import default_file, read_serving_config
 
 DEFAULT_PORT = 8210
 _WORDS = r"memory v1 v2 api health livez readyz metrics usage docs openapi\.json".split()
@@ -123,7 +123,7 @@ def run_app(
     """
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
-    request_log.open_log(settings.gpu_serve_log)
+    records.open_log(settings.gpu_serve_log)
     keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())
     keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
     store = Store(default_store())
@@ -139,7 +139,7 @@ def run_app(
         store.close()
 
     def reload() -> None:
-        request_log.reopen_log()
+        records.reopen_log()
         gateway.reload_tasks()
 
     # After this call, the garbage collector no longer searches the imported modules, which are never garbage. These

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..private_paths import make_directory, state_home
-from .queue.thread_stream import in_thread
 from .requests import Json
+from .thread_stream import in_thread
 
 KEPT_DAYS = 400
 BUSY_SECONDS = 5.0

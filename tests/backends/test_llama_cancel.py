@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.backends.llama_cpp.backend import LlamaModel
 from gpu_runtime.backends.llama_cpp.rpc import Channel, LlamaEngine
-from gpu_runtime.serving.engines.scored_tokens import Vocabulary
+from gpu_runtime.serving.engines.transformers import Vocabulary
 from gpu_runtime.threads import Cancellation
 from tests import tiny_models
 from tests.clock import PATIENCE

@@ -17,15 +17,15 @@ from unittest import mock
 
 from gpu_runtime import Runtime
 from gpu_runtime.samples import gguf_lm
+from gpu_runtime.serving import queue as ordering
 from gpu_runtime.serving.gateway import Gateway
-from gpu_runtime.serving.queue import order as ordering
-from gpu_runtime.serving.queue.order import (
+from gpu_runtime.serving.queue import (
     ModelActivity,
     ModelState,
     Waiting,
     next_steps,
 )
-from gpu_runtime.serving.routing.tasks import ServingConfig
+from gpu_runtime.serving.tasks import ServingConfig
 from tests.serving.test_order import overtaken_for_seconds
 
 from .bench_http import compared

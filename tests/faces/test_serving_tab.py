@@ -11,10 +11,9 @@ from gpu_panels.tabs.serving import ServingTab
 from msgspec.structs import replace
 
 from gpu_runtime.engine_logs import new_log
-from gpu_runtime.serving.api.jobs import Job, Jobs
-from gpu_runtime.serving.figures import CallFigures, ModelCalls, served
-from gpu_runtime.serving.health.breaker import BreakerState
-from gpu_runtime.serving.health.clients import Pattern
+from gpu_runtime.serving.api.openai import Job, Jobs
+from gpu_runtime.serving.breaker import BreakerState
+from gpu_runtime.serving.records import CallFigures, ModelCalls, Pattern, served
 from gpu_runtime.web.auth import Visitor
 from tests.serving.harness import chat, harness
 

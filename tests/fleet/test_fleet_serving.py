@@ -14,8 +14,7 @@ from starlette.testclient import TestClient
 
 import gpu_runtime
 from gpu_runtime.fleet import cluster
-from gpu_runtime.serving.api.app import fleet_application
-from gpu_runtime.serving.fleet_server import FleetGateway, FleetModels
+from gpu_runtime.serving.fleet_server import FleetGateway, FleetModels, fleet_application
 from gpu_runtime.settings import Settings
 from tests.clock import scaled, until
 from tests.fleet.ray_cluster import Hosts, started, write_models

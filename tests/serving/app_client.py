@@ -11,10 +11,9 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
-from gpu_runtime.serving.figures import CallFigures
-from gpu_runtime.serving.request_log import CallRecord
+from gpu_runtime.serving.choices import CloudGuard
+from gpu_runtime.serving.records import CallFigures, CallRecord
 from gpu_runtime.serving.requests import Refused, Reply, read_call
-from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.store import Usage
 from gpu_runtime.web.auth import Visitor
 

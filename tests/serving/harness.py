@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Runtime
+from gpu_runtime.serving.choices import CloudGuard
 from gpu_runtime.serving.engines.base import EngineAdapter
 from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.routing.fallback import CloudGuard
-from gpu_runtime.serving.routing.tasks import ServingConfig
+from gpu_runtime.serving.tasks import ServingConfig
 from tests.clock import Clock
 from tests.serving.loops import settle, until
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import AllocatorMap, ProblemKind
-from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
+from gpu_runtime.serving.api.openai import MAX_JOBS, Jobs
 from tests.serving.loops import until
 
 from .app_client import VIEWER, Exchange, Gateway, Words, client

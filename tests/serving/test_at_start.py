@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.routing.tasks import ServingConfig, Task
+from gpu_runtime.serving.tasks import ServingConfig, Task
 from tests.serving.harness import chat, harness
 from tests.serving.loops import settle
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import integers, sampled_from
 
-from gpu_runtime.serving.health.breaker import (
+from gpu_runtime.serving.breaker import (
     FAILURES,
     MAX_BREAKERS,
     OPEN_SECONDS,

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.engines import chat_template
-from gpu_runtime.serving.health.clients import MAX_CLIENTS, MAX_MODELS, Clients, Pattern
+from gpu_runtime.serving.records import MAX_CLIENTS, MAX_MODELS, Clients, Pattern
 from gpu_runtime.serving.requests import read_call
-from gpu_runtime.serving.routing.profiles import apply_profile
-from gpu_runtime.serving.routing.tasks import Profile
+from gpu_runtime.serving.tasks import Profile, apply_profile
 from gpu_runtime.stop_text import StopText
 from tests.serving.harness import refusal
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving.queue.queue import calls_at_once
+from gpu_runtime.serving.queue import calls_at_once
 
 
 @pytest.mark.parametrize(("backend", "sequences", "calls"), [

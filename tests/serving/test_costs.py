@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.serving.health.costs import SHORTEST_PROMPT, Costs, Timing
+from gpu_runtime.serving.records import SHORTEST_PROMPT, Cost, Costs, Timing
 from gpu_runtime.serving.requests import read_call
-from gpu_runtime.serving.routing.tasks import Cost
 from tests.serving.harness import Clock, chat
 
 

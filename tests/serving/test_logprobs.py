@@ -9,10 +9,10 @@ from openai.types.chat import ChatCompletion
 
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving.engines import scored_tokens
+from gpu_runtime.serving.engines import transformers
 from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
-from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, Unsent
-from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
+from gpu_runtime.serving.engines.openai_format import LEAST, LogprobsWriter, Token, Unsent
+from gpu_runtime.serving.engines.transformers import ScoredTokens
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.harness import refusal
 from tests.serving.test_engines import both, sources, with_models  # noqa: F401 - a fixture
@@ -216,7 +216,7 @@ async def test_a_prompt_that_is_scored_in_parts_has_the_same_figures(sources, mo
             scored = ScoredTokens(module.tokenizer, 2)
             tokens = list(range(10, 60))
             whole = scored.of_prompt(module, tokens)
-            monkeypatch.setattr(scored_tokens, "LOGITS_AT_ONCE", 7 * 512)
+            monkeypatch.setattr(transformers, "LOGITS_AT_ONCE", 7 * 512)
             parts = scored.of_prompt(module, tokens)
     assert [token.data for token in parts] == [token.data for token in whole]
     assert whole[0].logprob is parts[0].logprob is None and len(whole) == 50

@@ -24,7 +24,7 @@ from gpu_runtime.serving.api.ollama import (
     generate_of,
     whole,
 )
-from gpu_runtime.serving.request_log import CallRecord
+from gpu_runtime.serving.records import CallRecord
 from gpu_runtime.serving.requests import Refused, Reply
 from gpu_runtime.web.auth import Visitor
 from tests.clock import Clock, until

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime.serving.choices import Cloud, CloudGuard
 from gpu_runtime.serving.engines.openai_http import HttpAdapter, HttpClient
 from gpu_runtime.serving.fleet_server import _Place
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
-from gpu_runtime.serving.routing.tasks import ServingConfig, Task
+from gpu_runtime.serving.tasks import ServingConfig, Task
 from tests.serving.harness import answer_text, chat, harness, refusal, stream_text
 from tests.serving.loopback import END, Loopback, chunk, completion, loopback
 from tests.serving.loops import until

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.queue import order as ordering
-from gpu_runtime.serving.queue.order import (
+from gpu_runtime.serving import queue as ordering
+from gpu_runtime.serving.queue import (
     AGEING_SECONDS,
     MAX_LOADS,
     ModelActivity,

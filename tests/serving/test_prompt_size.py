@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving import prompt_size
+from gpu_runtime.serving import requests
 from gpu_runtime.serving.engines.base import remember, require_room
 from gpu_runtime.serving.engines.transformers import TransformersAdapter
-from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
-from gpu_runtime.serving.requests import Refused, read_call
+from gpu_runtime.serving.requests import (
+    CUT_TOKENS,
+    MOST_CHARACTERS,
+    Refused,
+    read_call,
+    tokens_if_too_many,
+)
 from tests.clock import PATIENCE
 from tests.serving.harness import harness
 from tests.serving.loops import settle, until
@@ -37,14 +42,14 @@ def words(text: str) -> int:
 def test_tokens_that_are_given_as_numbers_are_counted():
     for tokens, count in (([1, 2, 3], 3), ([[1, 2], [3]], 3), (["a"], 0), ("a", 0)):
         for field in ("prompt", "input"):
-            assert prompt_size.given_tokens({field: tokens}) == count
+            assert requests.given_tokens({field: tokens}) == count
 
 
 def test_images_do_not_count_as_text():
     picture = {"type": "image_url", "image_url": {"url": "data:" + "x" * (MOST_CHARACTERS + 1)}}
     body = chat("")
     body["messages"][0]["content"] = [{"type": "text", "text": "hi"}, picture]
-    assert prompt_size.characters(read_call("chat", body).body) == 2
+    assert requests.characters(read_call("chat", body).body) == 2
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
@@ -70,11 +75,11 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
 def test_a_prompt_that_fits_is_never_refused(pieces, most):
     """The pieces are cut at any character, and a cut word counts as two tokens."""
     text = "".join(pieces)
-    before, prompt_size.PIECE_CHARACTERS = prompt_size.PIECE_CHARACTERS, 5
+    before, requests.PIECE_CHARACTERS = requests.PIECE_CHARACTERS, 5
     try:
         found = tokens_if_too_many(text, most, words)
     finally:
-        prompt_size.PIECE_CHARACTERS = before
+        requests.PIECE_CHARACTERS = before
     assert found <= words(text) + CUT_TOKENS and (not found or words(text) > most)
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.queue.model_hold import Hold
-from gpu_runtime.serving.queue.queue import LoadShared, Queue
+from gpu_runtime.serving.holds import Hold
+from gpu_runtime.serving.queue import LoadShared, Queue
 from tests.clock import Clock
 from tests.serving.harness import refusal
 from tests.serving.loops import in_loop, settle

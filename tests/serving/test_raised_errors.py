@@ -14,7 +14,7 @@ import pytest
 
 from gpu_runtime.serving.api.openai import unless_gone
 from gpu_runtime.serving.engines.base import EngineFailed
-from gpu_runtime.serving.queue.thread_stream import in_thread
+from gpu_runtime.serving.thread_stream import in_thread
 from tests.serving.harness import harness
 from tests.serving.loops import settle, until
 

@@ -10,10 +10,9 @@ import pytest
 
 from gpu_runtime.errors import BadDocument, BadSetting
 from gpu_runtime.ledgers import host_config
-from gpu_runtime.serving import request_log, server
-from gpu_runtime.serving.request_log import CallRecord
+from gpu_runtime.serving import records, server, tasks
+from gpu_runtime.serving.records import CallRecord
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.routing import tasks_file
 from tests.clock import Clock
 from tests.serving.harness import harness
 from tests.serving.loops import in_loop, settle, until
@@ -22,14 +21,14 @@ from tests.serving.loops import in_loop, settle, until
 @pytest.fixture
 def lines(tmp_path):
     """A function that returns the lines of the log so far."""
-    handlers, level = list(request_log.log.handlers), request_log.log.level
+    handlers, level = list(records.log.handlers), records.log.level
     file = tmp_path / "requests.jsonl"
-    request_log.open_log(str(file))
+    records.open_log(str(file))
     yield lambda: [json.loads(line) for line in file.read_text().splitlines()]
-    for handler in set(request_log.log.handlers) - set(handlers):
-        request_log.log.removeHandler(handler)
+    for handler in set(records.log.handlers) - set(handlers):
+        records.log.removeHandler(handler)
         handler.close()
-    request_log.log.setLevel(level)
+    records.log.setLevel(level)
 
 
 def test_each_outcome_has_one_line(lines):
@@ -39,7 +38,7 @@ def test_each_outcome_has_one_line(lines):
         never = asyncio.Event()
         scripts = {"qwen": [None, None, (RuntimeError("it broke"),), never, never]}
         async with harness(qwen=4, scripts=scripts) as k:
-            request_log.request_id.set("req-1")
+            records.request_id.set("req-1")
             await k.chat("qwen", "one two three", x_client_id="bot")
             async for _ in (await k.chat("qwen", "one two", stream=True)).events:
                 k.clock.now += 0.5
@@ -103,7 +102,7 @@ def test_a_line_is_written_once_and_its_seconds_are_rounded(lines):
 
 
 async def test_without_the_setting_nothing_is_written():
-    assert not request_log.log.isEnabledFor(logging.INFO)
+    assert not records.log.isEnabledFor(logging.INFO)
     async with harness(qwen=4) as k:
         await k.chat("qwen")
 
@@ -125,12 +124,12 @@ def test_a_rotated_log_is_opened_again(lines, tmp_path):
     """SIGHUP creates the file at once. A line finds the new file also without SIGHUP."""
     file = tmp_path / "requests.jsonl"
     file.rename(tmp_path / "requests.1")
-    request_log.reopen_log()
+    records.reopen_log()
     assert lines() == []
-    request_log.log.info("{}")
+    records.log.info("{}")
     assert lines() == [{}]
     file.unlink()
-    request_log.log.info('{"a": 1}')
+    records.log.info('{"a": 1}')
     assert lines() == [{"a": 1}]
 
 
@@ -148,9 +147,9 @@ def test_what_is_no_file_is_refused_as_a_setting(tmp_path, kind):
     if kind == "a pipe":
         os.mkfifo(path)
     with pytest.raises(BadSetting, match=f"GPU_SERVE_LOG.*({kind}, not a file|Is {kind})"):
-        request_log.open_log(path)
+        records.open_log(path)
     with pytest.raises(BadSetting, match=f"GPU_CONFIG_FILE.*it is {kind}, not a file"):
         host_config.read(path)
     with pytest.raises(BadDocument, match=f"it is {kind}, not a file"):
-        tasks_file.read_serving_config(path)
-    assert request_log.log.level == logging.WARNING, "no line is written"
+        tasks.read_serving_config(path)
+    assert records.log.level == logging.WARNING, "no line is written"

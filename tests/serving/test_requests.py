@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving import requests
-from gpu_runtime.serving.prompt_size import MOST_CHARACTERS
-from gpu_runtime.serving.requests import KINDS, Call, Refused, read_call
+from gpu_runtime.serving.requests import KINDS, MOST_CHARACTERS, Call, Refused, read_call
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 ASKS = {

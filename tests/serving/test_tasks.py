@@ -9,19 +9,26 @@ from hypothesis import strategies as st
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import BadDocument, BadSetting
-from gpu_runtime.serving.choices import Choices
-from gpu_runtime.serving.health.costs import Costs
+from gpu_runtime.serving.choices import (
+    Choice,
+    Choices,
+    CloudGuard,
+    candidates,
+    chain,
+    cloud_of,
+    expected_seconds,
+    guarded,
+)
+from gpu_runtime.serving.records import Cost, Costs
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.routing.fallback import Choice, CloudGuard, chain, cloud_of, guarded
-from gpu_runtime.serving.routing.tasks import (
-    Cost,
+from gpu_runtime.serving.tasks import (
     Profile,
     ServingConfig,
     Task,
-    candidates,
-    expected_seconds,
+    TasksFile,
+    default_file,
+    read_serving_config,
 )
-from gpu_runtime.serving.routing.tasks_file import TasksFile, default_file, read_serving_config
 from tests.serving.harness import Clock
 
 LOCAL = ("a", "b", "c", "d:local")

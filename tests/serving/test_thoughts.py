@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime.serving.engines.chat_template import TAGS, Thoughts
 from gpu_runtime.serving.engines.registry import EchoAdapter
-from gpu_runtime.serving.engines.thoughts import TAGS, Thoughts
 from tests.serving.harness import harness
 
 LAST = "{{ messages[-1].content }}"  # a fake model answers with its prompt

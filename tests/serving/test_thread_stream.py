@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from gpu_runtime.serving.queue.thread_stream import in_thread, stream_from_thread
+from gpu_runtime.serving.thread_stream import in_thread, stream_from_thread
 from tests.serving.loops import until
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving import store as usages
 from gpu_runtime.serving.api.app import application
-from gpu_runtime.serving.api.jobs import Jobs
+from gpu_runtime.serving.api.openai import Jobs
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.store import KEPT_DAYS, Store, Usage
 from gpu_runtime.web.auth import Visitor

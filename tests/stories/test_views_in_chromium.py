@@ -27,9 +27,9 @@ from gpu_runtime.facts import Event
 from gpu_runtime.units import GIB
 from tests.faces import pasts, samples
 from tests.faces.polling import FixedRuntime
-from gpu_runtime.serving.api.jobs import Jobs
-from gpu_runtime.serving.health.breaker import BreakerState
-from gpu_runtime.serving.figures import served
+from gpu_runtime.serving.api.openai import Jobs
+from gpu_runtime.serving.breaker import BreakerState
+from gpu_runtime.serving.records import served
 from tests.serving.harness import chat, harness
 
 day = pasts.day(busy=1.5)

@@ -17,8 +17,8 @@ from fastapi.responses import Response
 from ..engines.tool_calls import arguments_of
 from ..requests import Json, Refused, Reply, bad
 from .openai import add_call, answered, body_schema
-from .translation import Writer, chat_fields, functions, require_object
-from .translation import named_event as _event
+from .routes import Writer, chat_fields, functions, require_object
+from .routes import named_event as _event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")

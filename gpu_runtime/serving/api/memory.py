@@ -34,10 +34,10 @@ from ...facts import (
 )
 from ...threads import Cancellation
 from ...units import MIB
-from ..queue.thread_stream import in_thread_until
 from ..requests import Json
+from ..thread_stream import in_thread_until
 from .openai import unless_gone
-from .strict_route import ACTS, StrictRoute
+from .routes import ACTS, StrictRoute
 
 if TYPE_CHECKING:
     from pandas import DataFrame

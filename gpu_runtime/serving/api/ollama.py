@@ -22,8 +22,8 @@ from ...facts import Evidence, Lease
 from ..choices import ModelFacts
 from ..engines.tool_calls import arguments_of
 from ..fields import SAMPLING
-from ..queue.thread_stream import in_thread
 from ..requests import LOAD, MAX_SECONDS, Json, Refused, Reply, bad
+from ..thread_stream import in_thread
 from .openai import (
     REFUSALS,
     add_call,
@@ -33,8 +33,7 @@ from .openai import (
     unless_gone,
     visitor_name,
 )
-from .strict_route import CALLS, StrictRoute
-from .translation import Writer, logprobs_of, require_object
+from .routes import CALLS, StrictRoute, Writer, logprobs_of, require_object
 
 _SAME = (
     *("repeat_penalty", "presence_penalty", "frequency_penalty"),

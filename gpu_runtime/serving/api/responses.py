@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ..engines.thoughts import TAGS
+from ..engines.chat_template import TAGS
 from ..requests import Json, Reply, bad
 from .openai import add_call, answered, body_schema
-from .translation import Writer, chat_fields, functions, logprobs_of, named_event
+from .routes import Writer, chat_fields, functions, logprobs_of, named_event
 
 # Fields of both formats.
 _SAME = (

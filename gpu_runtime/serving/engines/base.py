@@ -20,11 +20,22 @@ from msgspec.structs import replace
 
 from ...errors import GpuError
 from ...facts import ModelSpec
-from ..prompt_size import LONGEST_TOKEN, PIECE_CHARACTERS, characters, texts, tokens_if_too_many
-from ..queue.thread_stream import in_thread, in_thread_until
-from ..requests import LOAD, Call, Json, Refused, documents_of, prompts_of, texts_of_embeddings
-from ..routing.profiles import with_thinking
-from . import chat_template
+from ..requests import (
+    LOAD,
+    LONGEST_TOKEN,
+    PIECE_CHARACTERS,
+    Call,
+    Json,
+    Refused,
+    characters,
+    documents_of,
+    prompts_of,
+    texts,
+    texts_of_embeddings,
+    tokens_if_too_many,
+)
+from ..thread_stream import in_thread, in_thread_until
+from .chat_template import BadConversation, Thoughts, override, render, tags_of, with_thinking
 from .openai_format import (
     Header,
     Pieces,
@@ -35,7 +46,6 @@ from .openai_format import (
     wants_json,
     whole_answer,
 )
-from .thoughts import Thoughts, tags_of
 from .tool_calls import FORCED, Format, ToolCallReader, Tools, format_of, tools_of
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
@@ -233,7 +243,7 @@ class TextAdapter:
         tools = {"tools": list(tools_of(body).tools)} if tools_of(body).tools else {}
         require_tools(body, template, self.spec)
         try:
-            prompt = chat_template.render(
+            prompt = render(
                 template,
                 messages,
                 takes_images=self.takes_images and "image" in template,
@@ -241,7 +251,7 @@ class TextAdapter:
                 **tools,
                 **switches,
             )
-        except chat_template.BadConversation as error:
+        except BadConversation as error:
             raise Refused(400, "bad_conversation", str(error), param="messages") from None
         self._prompt_end = prompt[-64:].rstrip()
         return prompt
@@ -385,7 +395,7 @@ class TextAdapter:
 
     def _template(self) -> str:
         """The chat template that the catalogue sets, else the model's template; empty if there is none."""
-        return chat_template.override(self.spec.options) or self.template() or ""
+        return override(self.spec.options) or self.template() or ""
 
     def require_known(self, body: Json, size: int) -> None:
         """Refuses (400) a `body` whose `logit_bias` has a token outside the vocabulary of `size` tokens."""

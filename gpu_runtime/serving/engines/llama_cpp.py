@@ -14,12 +14,11 @@ from ...facts import ModelSpec, Value
 from ...model_fields import embedded_tokens
 from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
-from ..prompt_size import tokens_if_too_many
-from ..queue.thread_stream import Emit, emit_each, in_thread_until, stream_from_thread
+from ..requests import tokens_if_too_many
+from ..thread_stream import Emit, emit_each, in_thread_until, stream_from_thread
 from .base import TextAdapter, text_too_long, too_long, unit_vector
 from .json_answers import grammar_of, schema_of
-from .logprobs import Token, Unsent, count_of
-from .openai_format import TextPiece, max_tokens_of, stops_of
+from .openai_format import TextPiece, Token, Unsent, count_of, max_tokens_of, stops_of
 from .tool_calls import Tools, tools_of
 
 _ADDED_TOKENS = 4  # at most: those that begin and end a text, and a space before it

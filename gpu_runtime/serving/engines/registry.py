@@ -9,8 +9,8 @@ from typing import Any
 
 from ...facts import ModelSpec
 from ...threads import Cancellation
-from ..queue.thread_stream import Emit, emit_each, in_thread, stream_from_thread
 from ..requests import Json
+from ..thread_stream import Emit, emit_each, in_thread, stream_from_thread
 from .base import EngineAdapter, TextAdapter, cannot
 from .openai_format import TextPiece, max_tokens_of
 

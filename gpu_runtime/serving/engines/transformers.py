@@ -10,30 +10,26 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import inspect
 import io
+import re
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...facts import ModelSpec
 from ...stop_text import StopText
 from ..fields import SAMPLING, sampling
-from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
-from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from ..requests import Json, Refused, bad
+from ..requests import LONGEST_TOKEN, Json, Refused, bad, tokens_if_too_many
+from ..thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot, remember, text_too_long, too_long
-from .embedding import (
-    embed_in_batches,
-    most_tokens,
-    most_tokens_of_pair,
-    rank_in_batches,
-    recipe_of,
-)
 from .json_answers import ForcedTokens, grammar_of, schema_of
-from .logprobs import count_of
-from .openai_format import TextPiece, max_tokens_of, stops_of
-from .scored_tokens import ScoredTokens
+from .openai_format import Scored, TextPiece, Token, Unsent, count_of, max_tokens_of, stops_of
 from .tool_calls import Tools, tools_of
+
+if TYPE_CHECKING:
+    from ...backends.pytorch.sentence_modules import Recipe
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
 _PENALTIES = ("repeat_penalty", "repetition_penalty")
@@ -463,3 +459,282 @@ def _image(place: str, url: str) -> Any:
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError):
         raise bad(place, url, f"an image that can be read: {', '.join(FORMATS)}") from None
+
+
+# -- the probabilities of the tokens that a module writes
+
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte as SentencePiece writes it
+_SPACE = "▁"  # a space as SentencePiece writes it
+LOGITS_AT_ONCE = 1 << 24  # of a prompt; as float32, 64 MiB
+
+
+class ScoredTokens:
+    """Reads a module's logits while it writes an answer, and makes a `Token` of each written token."""
+
+    def __init__(self, tokenizer: Any, count: int) -> None:
+        """Stores with each written token the `count` most probable tokens at its position, read by `tokenizer`."""
+        self.unsent = Unsent()
+        self._count = count
+        self._vocabulary = Vocabulary(tokenizer)
+        self._logits: Any = None  # of the newest token, a float tensor of the shape (vocabulary,)
+
+    @contextlib.contextmanager
+    def reading(self, module: Any) -> Iterator[None]:
+        """Reads the logits of `module` in this block; those of other threads that run it are left out."""
+        thread = threading.get_ident()
+
+        def read(_: Any, __: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self._logits = output.logits[0, -1]
+
+        hook = module.register_forward_hook(read)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def add(self, number: int) -> None:
+        """Adds the token with this `number`, chosen from the newest logits, to the unsent tokens.
+
+        A special token, such as the one that ends an answer, is left out. So is a number without a token.
+        """
+        data = self._vocabulary.data(number)
+        if not data or self._vocabulary.is_special(number):
+            return
+        import torch
+
+        logprobs = torch.log_softmax(self._logits.detach().float(), dim=-1)
+        self.unsent.add(Token(data, float(logprobs[number]), self._top(logprobs)))
+
+    def of_prompt(self, module: Any, tokens: list[int]) -> tuple[Token, ...]:
+        """The prompt's `tokens` with the probabilities that `module` gives them. The first one has none.
+
+        A long prompt is computed in parts, so that only the logits of one part are held.
+        """
+        import torch
+
+        name = self._vocabulary.data
+        # transformers gave this parameter a new name in 5.24.
+        known = inspect.signature(module.forward).parameters
+        cache_field = "cache" if "cache" in known else "past_key_values"
+        found = [Token(name(tokens[0]), None)]
+        ids, cache, at = torch.tensor([tokens], device=module.device), None, 0
+        size = max(1, LOGITS_AT_ONCE // module.config.get_text_config().vocab_size)
+        with torch.inference_mode():
+            while at < len(tokens) - 1:
+                part = ids[:, at : at + size]
+                output = module(input_ids=part, use_cache=True, **{cache_field: cache})
+                cache = getattr(output, cache_field)
+                rows = torch.log_softmax(output.logits[0].float(), dim=-1)
+                for row, token in zip(rows, tokens[at + 1 :], strict=False):
+                    found.append(Token(name(token), float(row[token]), self._top(row)))
+                at += part.shape[1]
+        return tuple(found)
+
+    def _top(self, logprobs: Any) -> tuple[Scored, ...]:
+        """The most probable tokens. A model may have more logits than its tokenizer has tokens: these are left out."""
+        found: list[Scored] = []
+        wanted = self._count
+        while len(found) < self._count:
+            wanted = min(wanted, len(logprobs))
+            values, numbers = (one.tolist() for one in logprobs.topk(wanted))
+            named = zip(map(self._vocabulary.data, numbers), values, strict=True)
+            found = [(data, value) for data, value in named if data]
+            if wanted == len(logprobs):
+                break
+            wanted *= 2
+        return tuple(found[: self._count])
+
+
+class Vocabulary:
+    """The bytes of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._added = {number: text for text, number in tokenizer.get_added_vocab().items()}
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        # Tokenizers of this kind write each byte as one character.
+        is_by_byte = "ByteLevel" in str(decoder)
+        bytes_of = bytes_to_unicode() if is_by_byte else {}
+        self._bytes = {text: byte for byte, text in bytes_of.items()}
+
+    def is_special(self, number: int) -> bool:
+        """Whether the token with this `number` is a special token, which is no part of the text."""
+        return number in self._special
+
+    def data(self, number: int) -> bytes:
+        """The bytes of the token with this `number`; empty for a number without a token."""
+        if number in self._added:  # an added token is plain text, also where others are bytes
+            return self._added[number].encode()
+        token = self._tokenizer.convert_ids_to_tokens(number)
+        if token is None:
+            return b""
+        if self._bytes and all(letter in self._bytes for letter in token):
+            return bytes(self._bytes[letter] for letter in token)
+        one = _ONE_BYTE.fullmatch(token)
+        if one:
+            return bytes.fromhex(one[1])
+        return token.replace(_SPACE, " ").encode()
+
+
+# -- embeddings and scores of many texts, in batches
+#
+# Texts of similar length are computed together, since shorter texts are padded to the longest one of their batch. The
+# padding is masked, so a text has the same vector alone and among other texts.
+
+TEXTS_AT_ONCE = 32
+TOKENS_AT_ONCE = 16_384  # the padding counts too
+
+
+def recipe_of(module: Any, tokenizer: Any, model: str) -> Recipe | None:
+    """How `module` makes one vector of the vectors of a text's tokens. None is the mean.
+
+    If the load of the `model` did not attach it, it is read from the files beside its `tokenizer`. Raises Refused.
+    """
+    found = getattr(module, "sentence_recipe", None)
+    if found is not None:
+        return found
+    from ...backends.pytorch.sentence_modules import recipe_of as read
+
+    directory = folder_of(tokenizer)
+    try:
+        recipe = read(directory, tokenizer)
+    except ValueError as error:
+        raise cannot(model, str(error), "model") from None
+    if recipe is not None and next(recipe.parameters(), None) is not None:
+        why = (
+            f"sentence-transformers has saved weights in {directory} that were not loaded with it.\n"
+            f"  Load them too:  rt.forget({model!r}), then  "
+            f"rt.register({model!r}, {str(directory)!r}, model_type='embedding')"
+        )
+        raise cannot(model, why, "model")
+    return recipe
+
+
+def folder_of(tokenizer: Any) -> Path:
+    """The folder from which the `tokenizer` was loaded."""
+    return Path(str(getattr(tokenizer, "name_or_path", "")))
+
+
+def most_tokens_of_pair(module: Any, tokenizer: Any, model: str) -> int | None:
+    """The most tokens that the reranker `module` reads of a query and a document; None: no limit. Raises Refused."""
+    from ...backends.pytorch.sentence_modules import most_tokens_of_pair as read
+
+    try:
+        limits = [most_tokens(module), read(folder_of(tokenizer), tokenizer)]
+    except (OSError, ValueError) as error:
+        why = f"its files for sentence-transformers cannot be used: {error}"
+        raise cannot(model, why, "model") from None
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def most_tokens(module: Any) -> int | None:
+    """The largest number of tokens that `module` reads of one text; None if its config names no limit.
+
+    RoBERTa, XLM-R and MPNet number positions from the row after the padding token's row. So of their 514 positions
+    only 512 are for a text. A longer text is an index error, and on a real card it ends the CUDA context.
+    """
+    positions = getattr(module.config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    for name, part in module.named_modules():
+        if name.rpartition(".")[2] == "position_embeddings":
+            padding = getattr(part, "padding_idx", None)
+            return positions if padding is None else positions - padding - 1
+    return positions
+
+
+def batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Yields the indices of texts that are computed together; `lengths` are the texts' numbers of tokens.
+
+    >>> list(batches([3, 9000, 2, 9000]))
+    [[2, 0], [1], [3]]
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        size = lengths[index]  # the lengths ascend, so this text is the longest of its batch
+        is_longer = batch and size > 2 * lengths[batch[0]] and size > TEXTS_AT_ONCE
+        is_full = len(batch) == TEXTS_AT_ONCE or (len(batch) + 1) * size > TOKENS_AT_ONCE
+        if batch and (is_full or is_longer):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def embed_in_batches(
+    module: Any,
+    texts: list[list[int]],
+    recipe: Recipe | None,
+    cancelled: Callable[[], bool],
+    has_prompt: bool = False,
+) -> list[list[float]]:
+    """An embedding of length one by `module` of each of the `texts`, which are lists of tokens.
+
+    `has_prompt` is whether the texts begin with the prompt of the `recipe`. Once `cancelled()` is true, the texts that
+    are left get empty vectors.
+    """
+    import torch
+
+    rows: list[list[float]] = [[] for _ in texts]
+    with torch.inference_mode():
+        for batch in batches([len(text) for text in texts]):
+            if cancelled():
+                break
+            ids, mask = (part.to(module.device) for part in padded([texts[at] for at in batch]))
+            states = module(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+            if recipe is None:
+                weights = mask.unsqueeze(-1).to(states.dtype)
+                vectors = (states * weights).sum(dim=1) / weights.sum(dim=1)
+            else:
+                vectors = recipe(states, mask, has_prompt)
+            found = torch.nn.functional.normalize(vectors, dim=1).tolist()
+            for index, vector in zip(batch, found, strict=True):
+                rows[index] = vector
+    return rows
+
+
+def rank_in_batches(
+    module: Any, pairs: list[Any], model: str, cancelled: Callable[[], bool]
+) -> list[float]:
+    """A score from 0 to 1, by the `module` of `model`, for each of the `pairs` of a query and a document, tokenised.
+
+    Once `cancelled()` is true, the pairs that are left get the score 0. Raises Refused if the module gives more than
+    two figures for a pair.
+    """
+    import torch
+
+    scores = [0.0] * len(pairs)
+    with torch.inference_mode():
+        for batch in batches([len(pair["input_ids"]) for pair in pairs]):
+            if cancelled():
+                break
+            ids, mask = padded([pairs[index]["input_ids"] for index in batch])
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            if "token_type_ids" in pairs[0]:
+                inputs["token_type_ids"], _ = padded(
+                    [pairs[index]["token_type_ids"] for index in batch]
+                )
+            on_device = {name: tensor.to(module.device) for name, tensor in inputs.items()}
+            logits = module(**on_device).logits.float()
+            if logits.shape[1] > 2:
+                why = f"it sorts texts into {logits.shape[1]} classes, and gives no score"
+                raise cannot(model, why, "model")
+            found = logits[:, -1] - (logits[:, 0] if logits.shape[1] == 2 else 0.0)
+            for index, score in zip(batch, found.sigmoid().tolist(), strict=True):
+                scores[index] = score
+    return scores
+
+
+def padded(texts: list[list[int]]) -> tuple[Any, Any]:
+    """The tokens of `texts` as one tensor, filled up with zeros, and the mask of the real tokens."""
+    import torch
+
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    lengths = torch.tensor([len(text) for text in texts])
+    return ids, (torch.arange(longest) < lengths[:, None]).long()

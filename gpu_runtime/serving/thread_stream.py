@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
 from typing import Any
 
-from ...threads import Cancellation, start_short
+from ..threads import Cancellation, start_short
 
 Emit = Callable[[Any], None]
 

@@ -1,6 +1,22 @@
-"""Reads `tasks.yaml`, and reads it again when it has changed.
+"""`tasks.yaml`: its content, the file, and what it changes in a call.
 
-A mistake is reported with the file, the line and the name of the task.
+It has tasks, clients' profiles and stand-ins:
+
+    tasks:                                  # addressed as  model: "task:classify"
+      classify:
+        candidates: [qwen-4b, phi-4, claude:haiku]
+        keep_alive_s: 120                   # how long the model stays warm after a call
+        pin_primary: true                   # a warm candidate does not go before the first one
+        budget_s: 10                        # seconds for the whole answer
+    clients:                                # by x_client_id
+      bot: {system: "Be brief.", importance: low, thinking: false, defaults: {temperature: 0.2}, cooldown_s: 5}
+    fallback:                               # which models answer when one cannot; "*": for any other model
+      qwen-32b: [qwen-4b, claude:sonnet]
+    aliases: {gpt-4o: qwen-32b}             # further names of models and tasks
+    preload: [qwen-4b]                      # loaded when the server starts
+
+A mistake is reported with the file, the line and the name of the task. A field of a call's body overrides the profile,
+and the profile overrides the model's entry in the catalogue.
 """
 
 from __future__ import annotations
@@ -8,19 +24,75 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
-from ... import limited_files
-from ...catalog import documents
-from ...errors import BadDocument
-from ...facts import IMPORTANCE
-from ...private_paths import config_home
-from ..requests import Refused, check_numbers
-from .tasks import Profile, ServingConfig, Task
+from .. import limited_files
+from ..catalog import documents
+from ..errors import BadDocument
+from ..facts import IMPORTANCE, Value, parse_importance
+from ..private_paths import config_home
+from .fields import OTHER_NAMES
+from .requests import Call, Json, Refused, bad, check_numbers, prompts_of
+
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+class Task(Value, forbid_unknown_fields=True):
+    """A purpose such as `classify`, and the models that may serve it. The best model is first."""
+
+    candidates: Annotated[tuple[str, ...], Meta(min_length=1)]
+    keep_alive_s: Seconds | None = None
+    pin_primary: bool = False
+    budget_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    replicas: bool = False  # if true, the candidates are equal: the shortest queue goes first
+
+
+class Profile(Value, forbid_unknown_fields=True):
+    """Default values for the calls of one client. A value in the call itself overrides them."""
+
+    system: str = ""  # put before the conversation
+    model: str = ""  # for `model: "default"`
+    importance: int | str | None = None
+    thinking: bool | None = None
+    stay_warm_s: Seconds | None = None
+    cooldown_s: Seconds = 0.0
+    defaults: dict[str, Any] = {}  # values of other fields of the body, such as temperature
+
+
+class ServingConfig(Value, forbid_unknown_fields=True):
+    """The content of `tasks.yaml`."""
+
+    tasks: dict[str, Task] = {}
+    clients: dict[str, Profile] = {}
+    fallback: dict[str, tuple[str, ...]] = {}
+    aliases: dict[str, str] = {}
+    preload: tuple[str, ...] = ()
+
+    def stand_ins(self, model: str) -> tuple[str, ...]:
+        """The models that may answer when `model` cannot."""
+        return self.fallback.get(model, self.fallback.get("*", ()))
+
+    def named_models(self) -> Iterator[tuple[str, str]]:
+        """Yields the field and the name, for each name of a model, a cloud or a task in the file."""
+        for name, task in self.tasks.items():
+            yield from ((f"tasks.{name}.candidates", model) for model in task.candidates)
+        for name, profile in self.clients.items():
+            if profile.model:
+                yield f"clients.{name}.model", profile.model
+        for name, models in self.fallback.items():
+            own = () if name == "*" else (name,)
+            yield from ((f"fallback.{name}", model) for model in (*own, *models))
+        yield from ((f"aliases.{name}", model) for name, model in self.aliases.items())
+        yield from (("preload", model) for model in self.preload)
+
+
+# -- the file
 
 CHECK_SECONDS = 1.0  # the time between two checks of the file
 FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # a profile may not set them
@@ -186,3 +258,66 @@ class _TasksReader:
         except Refused as refused:
             field = refused.facts["param"]
             raise self._bad((*place, "defaults", field), refused.message) from None
+
+
+# -- the profile and the alias of a call
+
+
+def _after(system: str, prompt: str | list[int]) -> str:
+    """The `prompt` after the text `system`. Raises Refused (400) for a prompt that is a list of tokens."""
+    if not isinstance(prompt, str):
+        raise bad("prompt", prompt, "text: this client's profile adds a system text to it")
+    return f"{system}\n\n{prompt}"
+
+
+def apply_profile(call: Call, profile: Profile | None) -> Call:
+    """The `call`, in which each missing value is taken from the client's `profile`.
+
+    Its system text is always added to the prompt. Of two cooldowns the longer one applies.
+    """
+    if profile is None:
+        return call
+    given = {OTHER_NAMES.get(name) for name in call.body}
+    defaults = {name: value for name, value in profile.defaults.items() if name not in given}
+    body = {**defaults, **call.body}
+    if call.model == "default" and profile.model:
+        body["model"] = profile.model
+    if profile.system and call.kind == "chat":
+        body["messages"] = with_system(body["messages"], profile.system)
+    elif profile.system and call.kind == "completions":
+        prompts = [_after(profile.system, prompt) for prompt in prompts_of(body)]
+        body["prompt"] = prompts if len(prompts) > 1 else prompts[0]
+    importance = call.importance
+    if importance is None and profile.importance is not None:
+        importance = parse_importance(profile.importance)
+    return replace(
+        call,
+        body=body,
+        model=body["model"],
+        importance=importance,
+        thinking=profile.thinking if call.thinking is None else call.thinking,
+        stay_warm=profile.stay_warm_s if call.stay_warm is None else call.stay_warm,
+        cooldown=max(call.cooldown, profile.cooldown_s),
+    )
+
+
+def with_alias(call: Call, aliases: Mapping[str, str]) -> Call:
+    """The `call`, in which an alias is replaced by its model or task. `aliases` are the aliases of `tasks.yaml`."""
+    model = aliases.get(call.model)
+    return call if model is None else replace(call, model=model, body={**call.body, "model": model})
+
+
+def with_system(messages: list[Json], text: str) -> list[Json]:
+    """The conversation `messages` with `text` as a system message at its beginning, or in the one that it begins with.
+
+    Many templates allow only one system message, and only in the first place.
+
+    >>> with_system([{"role": "user", "content": "hi"}], "Be brief.")[0]
+    {'role': 'system', 'content': 'Be brief.'}
+    >>> with_system([{"role": "system", "content": "Speak French."}], "Be brief.")
+    [{'role': 'system', 'content': 'Be brief.\\n\\nSpeak French.'}]
+    """
+    first = messages[0]
+    if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
