@@ -222,9 +222,9 @@ def _empty_cards(_small_collections: None) -> Iterator[None]:
     assert sys.exc_info()[1] is None, "this module left an error that this thread still handles"
     simgpu = sys.modules.get("tests.simgpu")
     if simgpu is not None and any(map(simgpu.used_bytes, range(simgpu.CARDS))):
-        from gpu_runtime.backends.pytorch import fingerprint
+        from gpu_runtime.backends.pytorch import host_copies
 
-        fingerprint._on_cards.clear()  # it keeps 1 MiB on each card that it was used on
+        host_copies._on_cards.clear()  # it keeps 1 MiB on each card that it was used on
         gc.collect()
         left = simgpu.leftovers()
         if left:  # garbage that was frozen while it was in use: looking for it takes a second

@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Engine(NamedTuple):
     """The facts about an engine that no other module knows; its recipe starts its server."""
 
-    recipe: str  # the recipe's module in `backends/engines`
+    recipe: str  # the recipe's class in `backends/engines/recipes.py`
     # The fields of a model that this engine reads besides those of every engine; "llama.cpp": all of llama.cpp.
     takes: tuple[str, ...] = ()
     calls_at_once: int = 1  # unless the model's `sequences` is set
@@ -22,8 +22,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = {  # name of the backend -> its facts
-    "llama-server": Engine("llama_server", ("llama.cpp",), layered=True),
-    "vllm": Engine("vllm", ("dtype", "trust_remote_code"), 256, tensor_parallel=True),
-    "ollama": Engine("ollama", ("gpu_layers",)),
-    "diffusers": Engine("diffusers", ("dtype", "trust_remote_code", "allow_missing")),
+    "llama-server": Engine("LlamaServer", ("llama.cpp",), layered=True),
+    "vllm": Engine("Vllm", ("dtype", "trust_remote_code"), 256, tensor_parallel=True),
+    "ollama": Engine("Ollama", ("gpu_layers",)),
+    "diffusers": Engine("Diffusers", ("dtype", "trust_remote_code", "allow_missing")),
 }

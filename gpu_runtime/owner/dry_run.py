@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..backends.missing import AbsentBackend
+from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import file_backend, open_backend
 from ..catalog.entries import obstacle, source_absent
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize

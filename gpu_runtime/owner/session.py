@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from .. import forks, threads
 from ..backends.base import Backend
-from ..backends.missing import AbsentBackend
+from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import backend_names, open_backend
 from ..catalog.store import Catalogued
 from ..devices.probe import Probe

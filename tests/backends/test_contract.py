@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gpu_runtime.backends.base import Backend, is_out_of_memory
-from gpu_runtime.backends.engines.server import Server
-from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine
+from gpu_runtime.backends.engines.backend import Server
+from gpu_runtime.backends.llama_cpp.backend import LlamaEngine
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import CannotGovern

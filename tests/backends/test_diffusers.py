@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from gpu_runtime.backends.engines.ports import claim, ports
+from gpu_runtime.backends.engines.backend import claim, ports
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import LoadFailed, NotAModel

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_runtime.backends.engines.ports import claim
+from gpu_runtime.backends.engines.backend import claim
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import EngineDied, LoadFailed
@@ -33,7 +33,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 @pytest.fixture
 def unseen(monkeypatch):
     """Makes every port look free when this process chooses one, so that another process can listen already."""
-    monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
+    monkeypatch.setattr("gpu_runtime.backends.engines.backend._listened_on", lambda number: False)
 
 
 @pytest.fixture

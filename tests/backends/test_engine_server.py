@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.backends.base import is_out_of_memory
-from gpu_runtime.backends.engines.ports import claim, ports
+from gpu_runtime.backends.engines.backend import MOST_RESTARTS, Server, ServerState, claim, ports
 from gpu_runtime.backends.engines.recipe import LaunchOrder, recipe
-from gpu_runtime.backends.engines.server import MOST_RESTARTS, Server, ServerState
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
@@ -271,7 +270,7 @@ def test_a_claim_holds_for_all_processes():
     """The operating system ends a file lock with the last process that holds it."""
     held = claim(range(BASE + 30, BASE + 32), "a")
     trial = (
-        "from gpu_runtime.backends.engines.ports import claim; "
+        "from gpu_runtime.backends.engines.backend import claim; "
         f"print(claim(range({BASE + 30}, {BASE + 32}), 'b').number)"
     )
     other = subprocess.run(
@@ -298,7 +297,7 @@ def test_a_port_that_another_program_listens_on_is_skipped():
 
 def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(server, monkeypatch):
     """It claims no ports. The engine then fails to bind that port, and gets the next one."""
-    monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
+    monkeypatch.setattr("gpu_runtime.backends.engines.backend._listened_on", lambda number: False)
     with socket.create_server(("127.0.0.1", PORTS[0])):
         one = server()
         one.start()
@@ -397,7 +396,7 @@ def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
 
 def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(owner, monkeypatch):
     """The guard holds the claim's lock, too. Otherwise the next server would get a port in use."""
-    monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
+    monkeypatch.setattr("gpu_runtime.backends.engines.backend._listened_on", lambda number: False)
     process, guard, engine, port = owner
     os.kill(guard, signal.SIGSTOP)
     process.kill()

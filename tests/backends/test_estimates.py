@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpu_runtime.backends.formats import sources
-from gpu_runtime.backends.missing import AbsentBackend
+from gpu_runtime.backends.formats.sources import AbsentBackend
 from gpu_runtime.backends.registry import file_backend, open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.estimation import kv_cache

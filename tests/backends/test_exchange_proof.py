@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_runtime.backends.base import NotStill
-from gpu_runtime.backends.pytorch import fingerprint, kernel_memory, storages, swap
+from gpu_runtime.backends.pytorch import host_copies, kernel_memory, storages, swap
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import StillInUse
@@ -164,7 +164,7 @@ def test_small_tensors_on_a_card_are_digested_together(guards, monkeypatch):
 
     def counted(content: torch.Tensor) -> torch.Tensor:
         digests.append(content.nbytes)
-        return fingerprint.digest(content)
+        return host_copies.digest(content)
 
     monkeypatch.setattr(kernel_memory, "digest", counted)
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from gpu_runtime.backends.formats.file_guard import untouched
+from gpu_runtime.backends.pytorch.transformers_backend import untouched
 from gpu_runtime.errors import LoadFailed
 from tests import tiny_models
 from tests.clock import PATIENCE, scaled, until

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.backends.pytorch import fingerprint
-from gpu_runtime.backends.pytorch.fingerprint import WORDS, digest
+from gpu_runtime.backends.pytorch import host_copies
+from gpu_runtime.backends.pytorch.host_copies import WORDS, digest
 
 ROW = 4 * WORDS
 
@@ -64,6 +64,6 @@ def test_changes_that_plain_sums_miss_are_detected(edit):
 def test_both_ways_to_compute_the_sums_agree():
     """A card adds up products, while the CPU multiplies matrices. So a model keeps its fingerprint when it moves."""
     rows = content(4 * ROW).view(torch.int32).view(-1, WORDS)
-    keys = fingerprint._keys(torch.device("cpu"))
+    keys = host_copies._keys(torch.device("cpu"))
     products = torch.stack([(rows.long() * key).sum(1) for key in keys], dim=1)
     assert torch.equal(products, digest(content(4 * ROW)))

@@ -9,8 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from gpu_runtime.backends.llama_cpp import worker
-from gpu_runtime.backends.llama_cpp.backend import LlamaModel
-from gpu_runtime.backends.llama_cpp.rpc import Channel, LlamaEngine
+from gpu_runtime.backends.llama_cpp.backend import Channel, LlamaEngine, LlamaModel
 from gpu_runtime.serving.engines.transformers import Vocabulary
 from gpu_runtime.threads import Cancellation
 from tests import tiny_models

@@ -14,7 +14,7 @@ from gpu_runtime.backends.llama_cpp.options import (
     taken,
     waiting_environment,
 )
-from gpu_runtime.backends.processes.processes import card_environment
+from gpu_runtime.backends.processes.engine import card_environment
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.errors import BadSetting, LoadFailed
@@ -82,7 +82,7 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
-    from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, ThreadChannel
 
     engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_a_file_that_lacks_a_tensor_is_refused_with_its_name(tmp_path, monkeypat
 def test_an_absent_file_is_a_mistake_of_the_catalogue(tmp_path):
     """`gpu serve` opens no breaker for such errors."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, ThreadChannel
 
     engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
     with pytest.raises(LoadFailed, match="path does not exist") as error:

@@ -14,8 +14,8 @@ import pytest
 
 from gpu_runtime import EngineDied, Runtime
 from gpu_runtime.backends.processes import model_program
+from gpu_runtime.backends.processes.engine import MOST_RESTARTS, Child
 from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
-from gpu_runtime.backends.processes.processes import MOST_RESTARTS, Child
 from gpu_runtime.backends.processes.remote_calls import MessageSocket, pack, uncopied, unpack
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import GpuError, LoadFailed, NotResident

@@ -94,7 +94,7 @@ def test_vllm_makes_vectors_with_its_pooling_runner(installed):
 @given(st.integers(0, 200 * GIB), st.integers(1, 200 * GIB))
 def test_the_part_of_a_card_is_within_its_bounds_and_the_share(size, total):
     """The fraction of a card is clamped to 0.01–0.99. Between these bounds it never exceeds the share."""
-    from gpu_runtime.backends.engines.vllm import utilization
+    from gpu_runtime.backends.engines.recipes import utilization
 
     model, shares = ModelSpec("a", "vllm"), (Share("cuda:0", size),)
     one = LaunchOrder(model, shares, {"cuda:0": total}, "", 1, False, "")

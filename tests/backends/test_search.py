@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gpu_runtime.backends.pytorch import memory_owner
+from gpu_runtime.backends.pytorch import search
 from gpu_runtime.backends.pytorch import search as se
 from gpu_runtime.units import MIB
 
@@ -233,7 +233,7 @@ def reasons():
 @pytest.mark.parametrize("few", [0, 99], ids=["all-references", "referrers"])
 def test_a_tensor_stays_as_long_as_a_numpy_array_uses_it(use, few, holding, monkeypatch):
     """torch's mark of a shared storage stays for ever, so the mark alone does not decide."""
-    monkeypatch.setattr(memory_owner, "FEW", few)
+    monkeypatch.setattr(search, "FEW", few)
     holding(x=torch.ones(7))
     users = [use(held["x"]), use(held["x"])]
     assert reasons() == {"x": se.ARRAY}
@@ -246,7 +246,7 @@ def test_a_tensor_stays_as_long_as_a_numpy_array_uses_it(use, few, holding, monk
 
 def test_a_collection_in_the_middle_of_the_count_hides_no_array(holding, monkeypatch):
     """Objects that moved to the next generation were counted twice, and two arrays read freed memory."""
-    monkeypatch.setattr(memory_owner, "FEW", 0)
+    monkeypatch.setattr(search, "FEW", 0)
     holding(x=torch.ones(7))
     users = [memoryview(held["x"].numpy()) for _ in "two"]
     listed = gc.get_objects
@@ -318,9 +318,9 @@ def test_a_known_result_is_used_until_a_reference_changes(holding, monkeypatch):
     holding(x=torch.ones(7))
     held["x"].numpy()
     counted = []
-    count = memory_owner._counted
-    monkeypatch.setattr(memory_owner, "_counted", lambda g: counted.append(1) or count(g))
-    known: memory_owner.Known = {}
+    count = search._counted
+    monkeypatch.setattr(search, "_counted", lambda g: counted.append(1) or count(g))
+    known: search.Known = {}
     key = held["x"].untyped_storage()._cdata
 
     def stays():
@@ -334,7 +334,7 @@ def test_a_known_result_is_used_until_a_reference_changes(holding, monkeypatch):
 
 def test_a_layout_that_is_not_understood_makes_it_stay(holding, monkeypatch):
     """A future torch may lay out its storages in another way."""
-    monkeypatch.setattr(memory_owner, "_layout", lambda: None)
+    monkeypatch.setattr(search, "_layout", lambda: None)
     holding(x=torch.ones(7))
     held["x"].numpy()
     assert reasons() == {"x": se.FOREIGN}

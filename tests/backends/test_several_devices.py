@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gpu_runtime.backends.base import is_out_of_memory
-from gpu_runtime.backends.pytorch import fingerprint
-from gpu_runtime.backends.pytorch.pieces import cut, pieces
+from gpu_runtime.backends.pytorch import host_copies
 from gpu_runtime.backends.pytorch.storages import grouped, slots
+from gpu_runtime.backends.pytorch.torch_model import cut, pieces
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.errors import CannotGovern
@@ -52,7 +52,7 @@ def boxed(kind: str) -> Box:
         probe = simgpu.SimProbe()
         for card in range(simgpu.CARDS):
             # fingerprints need their keys on each card; they stay there
-            fingerprint._keys(torch.device("simgpu", card))
+            host_copies._keys(torch.device("simgpu", card))
     return Box(probe, kind, probe.used())
 
 

@@ -424,7 +424,7 @@ def test_the_refused_names_are_the_wrappers_real_names():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    from gpu_runtime.backends.pytorch.unsupported import _WRAPPERS
+    from gpu_runtime.backends.pytorch.torch_backend import _WRAPPERS
 
     for wrapper in (FSDPModule, FullyShardedDataParallel, DistributedDataParallel):
         assert wrapper.__name__ in _WRAPPERS

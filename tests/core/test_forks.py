@@ -11,7 +11,7 @@ from gpu_runtime import forks
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("gpu_runtime", "kernel_ext/gpu", "panels/gpu_panels")
 OTHERWISE = {
-    "gpu_runtime/backends/processes/processes.py": "it has a hook of its own",
+    "gpu_runtime/backends/processes/engine.py": "it has a hook of its own",
     "gpu_runtime/backends/llama_cpp/worker.py": "the worker is a process that never forks",
 }
 LOCKS = {"Lock", "RLock", "Condition", "allocate_lock"}

@@ -25,8 +25,8 @@ from gpu_runtime import (
     UnknownModel,
     cli,
 )
+from gpu_runtime.backends.processes.engine import MOST_RESTARTS
 from gpu_runtime.backends.processes.orphan_guard import descendants
-from gpu_runtime.backends.processes.processes import MOST_RESTARTS
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
 from gpu_runtime.scheduler.offers import shortlist

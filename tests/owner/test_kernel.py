@@ -28,7 +28,7 @@ from gpu_runtime import (
     samples,
 )
 from gpu_runtime.backends.pytorch import swap
-from gpu_runtime.backends.pytorch.memory_owner import ARRAY, FOREIGN
+from gpu_runtime.backends.pytorch.search import ARRAY, FOREIGN
 from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered

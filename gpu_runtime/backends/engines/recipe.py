@@ -1,9 +1,9 @@
 """Recipes: how an engine's server is started for a lease, when it is ready, and how requests reach it.
 
-A recipe starts no process. `server.py` starts the servers, checks their health, restarts them and
+A recipe starts no process. `backend.py` starts the servers, checks their health, restarts them and
 ends them, in the same way for all engines.
 
-To add an engine, write a module with its RECIPE (see `Recipe`), and one line in the registry
+To add an engine, write its class in `recipes.py` (see `Recipe`), and one line in the registry
 `ENGINES` in `gpu_runtime/facts/engines.py`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...facts import ENGINES, Evidence, ModelSpec, Shares
-from ..missing import AbsentBackend
+from ..formats.sources import AbsentBackend
 
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
@@ -193,7 +193,8 @@ def custom_template(spec: ModelSpec) -> str | None:
 
 def recipe(name: str) -> Recipe:
     """The recipe of the engine `name`. Raises KeyError if no engine has that name."""
-    return importlib.import_module(f".{ENGINES[name].recipe}", __package__).RECIPE
+    found: Recipe = getattr(importlib.import_module(".recipes", __package__), ENGINES[name].recipe)()
+    return found
 
 
 # -- the arguments that users add (`runtime_args`) ------------------------------------------------

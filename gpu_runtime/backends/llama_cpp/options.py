@@ -18,7 +18,7 @@ from ...errors import BadSetting, NotAModel
 from ...facts import Evidence, ModelSpec, Share, Shares, beside
 from ...model_fields import embedded_tokens
 from ..formats import gguf, sources
-from ..missing import AbsentBackend
+from ..formats.sources import AbsentBackend
 
 IN_PROCESS = "llama_cpp"  # the backend that uses llama-cpp-python; the other is llama-server
 MEAN_POOLING = 1  # LLAMA_POOLING_TYPE_MEAN. Source: llama.cpp, include/llama.h

@@ -29,9 +29,16 @@ from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
 from ..base import Backend, Progress
 from ..registry import open_backend
-from .engine import EngineBackend, EngineHandle, EngineModel, RestartedEngine
+from .engine import (
+    STOP_SECONDS,
+    EngineBackend,
+    EngineHandle,
+    EngineModel,
+    RestartedEngine,
+    guarded,
+    in_words,
+)
 from .orphan_guard import descendants
-from .processes import STOP_SECONDS, guarded, in_words
 from .remote_calls import MessageSocket, Packed, uncopied
 
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from ...torch_modes import outside_modes
-from .memory_owner import cpp_keeps_python, hidden_references
 from .search import (
     Found,
     Limit,
     constants_of,
+    cpp_keeps_python,
     gradient,
     graph,
+    hidden_references,
     packed_classes,
     plain_tensors,
     saved_by,

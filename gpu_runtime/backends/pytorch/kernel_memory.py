@@ -38,10 +38,9 @@ from ...units import MIB, show_bytes
 from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
 from . import storages as st
 from . import streams, swap
-from .fingerprint import digest, every_key, forget_keys, keys_on_cards
-from .memory_owner import FOREIGN, Known
-from .search import UNREADABLE, Found, Place, counted_on, search
-from .two_phases import ending
+from .host_copies import digest, every_key, forget_keys, keys_on_cards
+from .search import FOREIGN, UNREADABLE, Found, Known, Place, counted_on, search
+from .torch_model import ending
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
 _NEVER = 2**31 - 1  # a threshold of new objects that no process reaches, so no collection starts

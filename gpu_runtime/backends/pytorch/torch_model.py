@@ -1,27 +1,329 @@
 """`TorchModel`: the data that the PyTorch backends keep about one governed `nn.Module`.
 
-A TorchModel records the place of each storage of the model. The code here copies and allocates
-nothing; `torch_backend.py` and `storages.py` copy and allocate.
+A TorchModel records the place of each storage of the model, also over several cards. The code here
+copies and allocates nothing; `torch_backend.py` and `storages.py` copy and allocate.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, ModelSpec
+from ...threads import import_whole
 from ...torch_modes import outside_modes
 from ...units import MIB, show_bytes
 from . import storages as st
-from .device_hooks import Dispatch
-from .pieces import cut, holder, pieces
+from . import swap
+from .storages import Group
 from .swap import can_guard
+
+# -- divides a module into pieces, and assigns the pieces to several cards
+#
+# A piece is a part that must stay together: a layer, the embeddings, the head. Pieces have the order
+# of the module tree, and each card gets consecutive pieces. So a forward pass changes from each card
+# to the next only once. Parts that share a storage (tied weights, shared buffers) are one piece, at
+# the place of the first part, because a storage is on one card only.
+
+T = TypeVar("T")
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Piece(NamedTuple):
+    """Parts of a module that go to the same card."""
+
+    modules: tuple[str, ...]  # the paths of the parts, in order; the path of the root is empty
+    groups: tuple[Group, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its storages."""
+        return sum(group.nbytes for group in self.groups)
+
+
+class _Sets:
+    """Disjoint sets of numbers. The name of each set is its smallest number."""
+
+    def __init__(self, count: int) -> None:
+        self._parents = list(range(count))
+
+    def first(self, number: int) -> int:
+        while self._parents[number] != number:
+            number = self._parents[number]
+        return number
+
+    def join(self, one: int, other: int) -> None:
+        low, high = sorted((self.first(one), self.first(other)))
+        self._parents[high] = low
+
+
+def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
+    """The pieces of `module`, in order, each with its storages of `groups`; one if it cannot be cut.
+
+    With `runs=False`, no code calls the module while its pieces are on different devices. It is then
+    also cut where accelerate's hooks could not run it.
+    """
+    leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
+    if not leaves:
+        leaves = [("", module)]
+    sets = _Sets(len(leaves))
+    owners: dict[int, int] = {}  # storage -> the first leaf that has it
+    for index, (_, leaf) in enumerate(leaves):
+        if not any(p is not None for part in leaf.modules() for p in part._parameters.values()):
+            sets.join(index, 0)  # rotary angles and the like are needed before the first layer
+        for tensor in _tensors(leaf):
+            if tensor.nbytes:
+                storage = tensor.untyped_storage()._cdata
+                sets.join(index, owners.setdefault(storage, index))
+    indices = {path: index for index, (path, _) in enumerate(leaves)}
+    modules: dict[int, list[str]] = {}
+    held: dict[int, list[Group]] = {}
+    for path, index in indices.items():
+        modules.setdefault(sets.first(index), []).append(path)
+        held.setdefault(sets.first(index), [])
+    for group in groups:
+        leaf_index = owners.get(group.storage._cdata)
+        if leaf_index is None:  # a gradient or optimizer state: with its parameter
+            leaf_index = holder(group.slots[0].name, indices)
+        held[sets.first(leaf_index)].append(group)
+    return tuple(Piece(tuple(modules[first]), tuple(held[first])) for first in held)
+
+
+def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
+    """For each piece, the number of the share that gets the piece.
+
+    `sizes` are the bytes of the pieces, and `shares` those of the shares. Each share gets at least
+    one piece, and its pieces are consecutive. For example, if the first share has 40 % of the bytes
+    of all shares, it gets as nearly as possible 40 % of the bytes of all pieces. Raises ValueError
+    if there are fewer pieces than shares.
+
+    >>> cut([4, 2, 2, 2, 2], [60, 60])
+    [0, 0, 1, 1, 1]
+    >>> cut([10, 1, 1], [1, 1, 1])
+    [0, 1, 2]
+    """
+    if len(sizes) < len(shares):
+        raise ValueError(f"{len(sizes)} pieces for {len(shares)} shares")
+    ends = list(accumulate(sizes, initial=0))
+    total_bytes, share_bytes = sum(sizes), sum(shares) or 1
+    cuts: list[int] = []
+    start = 0
+    for number, running in enumerate(accumulate(shares[:-1]), 1):
+        # Leave at least one piece for each share after this one.
+        last = len(sizes) - (len(shares) - number)
+        start = min(
+            range(start + 1, last + 1),
+            key=lambda at: abs(ends[at] * share_bytes - running * total_bytes),
+        )
+        cuts.append(start)
+    return [sum(at >= cut for cut in cuts) for at in range(len(sizes))]
+
+
+def holder(name: str, table: Mapping[str, T]) -> T:
+    """The entry of `table`, whose keys are module paths, for the tensor `name`; else the first entry.
+
+    The innermost module with the tensor counts. A gradient or an optimizer state gets the entry of
+    its parameter.
+
+    >>> holder("layers.1.norm.weight:exp_avg", {"embed": "cuda:0", "layers.1": "cuda:1"})
+    'cuda:1'
+    """
+    path = name.partition(":")[0]
+    while path and path not in table:
+        path = path.rpartition(".")[0]
+    return table[path] if path in table else next(iter(table.values()))
+
+
+def _may_be_cut(module: nn.Module) -> bool:
+    """Whether hooks can run `module` in pieces.
+
+    Not if the root itself has parameters or persistent buffers, because no hook moves these between
+    cards, nor for a transformers model that does not declare which of its modules stay whole.
+    """
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    at_root = {name for name, tensor in tensors if tensor is not None}
+    if at_root - module._non_persistent_buffers_set:
+        return False
+    return bool(getattr(module, "_no_split_modules", True))
+
+
+def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of `module` that stay whole, in order, each with its path.
+
+    `module` is divided into its children. If it has a list `_no_split_modules`, a child whose class
+    is not in this list is divided further. A child that is a list of modules is always divided. A
+    child with tensors of its own, or without children, is never divided. Modules without tensors
+    are left out.
+    """
+    names = frozenset(getattr(module, "_no_split_modules", None) or ())
+
+    def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        # named_children is not used, because it lists each module once, even if it is used twice.
+        for name, child in parent._modules.items():
+            if child is None or next(_tensors(child), None) is None:
+                continue
+            child_path = f"{path}.{name}" if path else name
+            divisible = bool(names) and type(child).__name__ not in names
+            opens = isinstance(child, _LISTS) or divisible
+            if opens and child._modules and next(_own_tensors(child), None) is None:
+                yield from below(child, child_path)
+            else:
+                yield child_path, child
+
+    return below(module, "")
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of the `module` itself, without the tensors of its children."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    # `parameters()` is not used, because it may load the model of a governed module.
+    for part in module.modules():
+        yield from _own_tensors(part)
+
+
+# -- installs and removes accelerate's hooks, which run a module over several cards
+#
+# The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. It
+# changes the root module. All these changes except `hf_device_map` are undone, for two reasons. A
+# call of the root module must run the module's own `forward`, which pins the model
+# (`owner/governed_calls.py`). And a deep copy must not share attributes with the original.
+
+
+class Dispatch:
+    """The hooks of one module while it is on several cards."""
+
+    def __init__(self, module: nn.Module, device_map: Mapping[str, str]) -> None:
+        """Installs the hooks: each part of `module` runs on its device in `device_map`.
+
+        `device_map` maps the paths of modules to torch devices; inputs move to the first device.
+        The paths must cover all weights, otherwise accelerate raises ValueError. With a complete
+        map, accelerate uses no other card and plans no memory.
+        """
+        import_whole("accelerate")
+        from accelerate import dispatch_model
+
+        first_device = next(iter(device_map.values()))
+        self.module = module
+        self.transfer = _Transfer(first_device, _arguments_left_in_place(module))
+        self.hooks: dict[int, tuple[nn.Module, Any]] = {}
+        self.handles: list[Any] = []
+        own = dict(vars(module))
+        try:
+            skip = self.transfer.left_in_place
+            dispatch_model(module, dict(device_map), main_device=first_device, skip_keys=skip)
+            self._restore_root(own)
+            self._note_hooks()
+            enter, leave = self.transfer.enter, self.transfer.leave
+            before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            self.handles.append(before)
+            self.handles.append(module.register_forward_hook(leave))
+        except BaseException:
+            self._restore_root(own)
+            self._note_hooks()
+            self.remove()
+            raise
+
+    def _note_hooks(self) -> None:
+        hooked = [part for part in self.module.modules() if hasattr(part, "_hf_hook")]
+        self.hooks = {id(part): (part, part._hf_hook) for part in hooked}
+
+    def _restore_root(self, own: Mapping[str, Any]) -> None:
+        """Restores the attributes `own` of the root module, and removes new ones.
+
+        `hf_device_map` stays, because transformers expects it.
+        """
+        for name in vars(self.module).keys() - own.keys() - {"hf_device_map"}:
+            delattr(self.module, name)
+        if "forward" in own:
+            self.module.forward = own["forward"]
+
+    def owns(self, part: nn.Module) -> bool:
+        """Whether the hook on `part` was installed by this object."""
+        known = self.hooks.get(id(part))
+        return known is not None and known[1] is vars(part).get("_hf_hook")
+
+    def remove(self) -> None:
+        """Removes the hooks. The weights stay on their devices. A repeated call does nothing."""
+        import_whole("accelerate.hooks")
+        from accelerate.hooks import remove_hook_from_module
+
+        for handle in self.handles:
+            handle.remove()
+        for part, hook in self.hooks.values():
+            if vars(part).get("_hf_hook") is hook:
+                remove_hook_from_module(part)
+                restored = vars(part).get("forward")
+                function = getattr(restored, "__func__", None)
+                # A governed class wraps `forward`, see owner/governed_calls.py.
+                if function and inspect.unwrap(function) is inspect.unwrap(type(part).forward):
+                    del part.forward  # the same function as the class's
+        vars(self.module).pop("hf_device_map", None)
+        self.hooks, self.handles = {}, []
+
+
+class _Transfer:
+    """Moves inputs to the first card, and outputs back to the device of the inputs."""
+
+    def __init__(self, device: str, left_in_place: list[str] | None) -> None:
+        self.device, self.left_in_place = device, left_in_place
+        self.call = threading.local()  # several threads may use a model at once
+
+    def __deepcopy__(self, memo: Any) -> _Transfer:
+        return _Transfer(self.device, self.left_in_place)
+
+    def __reduce__(self) -> Any:
+        return _Transfer, (self.device, self.left_in_place)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Moves the arguments to the first card, and records the device where they were."""
+        import_whole("accelerate.utils")
+        from accelerate.utils import find_device, send_to_device
+
+        self.call.source = find_device([args, kwargs])
+        moved_args = send_to_device(args, self.device)
+        moved_kwargs = send_to_device(kwargs, self.device, skip_keys=self.left_in_place)
+        return moved_args, moved_kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Moves the output to the device of the inputs."""
+        import_whole("accelerate.utils")
+        from accelerate.utils import send_to_device
+
+        source = getattr(self.call, "source", None)
+        if source is None:
+            return output
+        return send_to_device(output, source, skip_keys=self.left_in_place)
+
+
+def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
+    """The names of arguments of `module` that no hook moves, such as a key/value cache.
+
+    The tensors of such an argument are on several cards.
+    """
+    names = getattr(module, "_skip_keys_device_placement", None)
+    if isinstance(names, str):
+        return [names]
+    return sorted(names) if names else None
+
+
+# -- the model
 
 # A smaller model leaves as a whole, because its copy takes less time than the other work of a move.
 LEAST_BYTES_IN_PARTS = 256 * MIB
@@ -289,3 +591,148 @@ def _in_parts(
             why=why,
         )
     return Destination((cards[0], host), [places[group.storage._cdata] for group in groups], {})
+
+
+# -- the second phase of a move: the storages of a model get the bytes that the first phase copied
+#
+# This module prepares the whole second phase as calls into C for `swap.at_once`. In the first phase,
+# `storages.copied` makes the copies.
+
+# Set when the interpreter ends. A drop then compares no weights and copies none for forked children:
+# it would take seconds for nothing.
+ending = threading.Event()
+atexit.register(ending.set)
+
+
+class TwoPhaseMove:
+    """The calls of the second phase of one move, and a way to undo them.
+
+    There are three cases. If a storage is on the same device as its copy, the two exchange their
+    bytes; bytes that leave a simulated card refuse writes. If the bytes of a storage leave a card
+    for host memory, a guard replaces them, and the copy is recorded in `away`. In all other cases,
+    and if this torch cannot exchange data pointers, the storage keeps its bytes, and its tensors
+    are rebound to the copy.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel,
+        groups: Sequence[st.Group],
+        going: Sequence[st.Group],
+        places: Sequence[Memory],
+        targets: list[Tensor],
+    ) -> None:
+        """Prepares the calls for a move of the storages `going`, of all `groups`, to `places`.
+
+        `targets` are the copies for `going`. This list is emptied, because a traceback with the
+        caller's frame would keep the copies alive.
+        """
+        self.exchange = swap.Exchange()
+        self.rebound: list[st.Group] = []
+        self.own = _staying(model.own, groups, going)
+        self.away = _staying(model.away, groups, going)
+        copies: list[Tensor] = []
+        for group, memory, target in zip(going, places, targets, strict=True):
+            storage, content = group.storage, target.untyped_storage()
+            if swap.can_swap() and storage.device == content.device:
+                leaves = memory.device == HOST and _was_on_card(model, group)
+                self.exchange.put(storage, content, refuses=target if leaves else None)
+                self.own[storage._cdata] = memory
+            elif memory.device == HOST and swap.can_guard(storage.device):
+                self.exchange.take(storage, away_sentence(model.spec.name))
+                self.own[storage._cdata], self.away[storage._cdata] = memory, target
+            else:
+                self._require_returnable(model, group, memory)
+                self.rebound.append(group)
+                copies.append(target)
+                self.own[content._cdata] = memory
+        self.calls = [*self.exchange.calls, *st.rebinding(self.rebound, copies)]
+        targets.clear()
+
+    def _require_returnable(self, model: TorchModel, group: st.Group, memory: Memory) -> None:
+        """Raises CannotGovern if a graph or a view needs the bytes of `group` on their old card."""
+        if group.storage._cdata not in model.away or not group.referenced_elsewhere:
+            return
+        name, card = model.spec.name, str(group.storage.device)
+        why = f"an autograd graph or a view of {group.slots[0].name} waits for it on {card}"
+        raise CannotGovern(
+            f"{name} cannot return to {memory.device}: {why}.\n"
+            f"  Delete what holds it, for example the loss of an unfinished step, or free {card}.",
+            name=name,
+            why=why,
+        )
+
+    def undo(self) -> None:
+        """Gives every storage and tensor its old bytes again. A repeated call does nothing."""
+        self.exchange.undo()
+        self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
+        while self.calls:
+            # If torch refuses to rebind a tensor here, it has also refused the first change of this
+            # tensor. So this tensor has nothing to undo.
+            with contextlib.suppress(RuntimeError):
+                self.calls.pop()()
+
+
+def _was_on_card(model: TorchModel, group: st.Group) -> bool:
+    """Whether the CPU storage of `group` was on a simulated card."""
+    return bool(model.memories) and model.place_of(group, {}).device != HOST
+
+
+def _staying(
+    table: Mapping[int, T], groups: Sequence[st.Group], going: Sequence[st.Group]
+) -> dict[int, T]:
+    """The entries of `table` for the storages of `groups` that are not in `going`."""
+    staying = {group.storage._cdata for group in groups}
+    staying -= {group.storage._cdata for group in going}
+    return {storage: table[storage] for storage in staying & table.keys()}
+
+
+def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
+    """Calls for `at_once` that give the module of `model`, which keeps them, its bytes in `host`."""
+    away = [
+        group
+        for group in model.groups()
+        if group.storage._cdata in model.away or swap.refuses_writes(group.bytes)
+    ]
+    return st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
+
+
+def _ordinary(content: Tensor, host: Memory) -> Tensor:
+    """The tensor `content`, in ordinary memory of this process: a copy if it is not there.
+
+    A write into pages that other processes share would end the process. A read of pages that forks
+    leave out would end a forked child, such as a worker of a DataLoader. Bytes that left a simulated
+    card refuse writes.
+    """
+    if swap.refuses_writes(content):
+        return content if ending.is_set() else content.clone()
+    address = content.data_ptr()
+    left_out = host.is_left_out_of_forks(address) and not ending.is_set()
+    return content.clone() if left_out or host.is_read_only(address) else content
+
+
+def away_sentence(name: str) -> str:
+    """The text of the error for an access to tensors of the model `name` that are in host memory."""
+    return (
+        f"the weights of {name} are in host memory (gpu-console). "
+        f"Bring them back:  with rt.use({name!r}) as model:"
+    )
+
+
+def dropped_sentence(name: str) -> str:
+    """The text of the error for an access to tensors of the model `name` after it was unloaded."""
+    return (
+        f"{name} is unloaded (gpu-console), and its weights are in its source. "
+        f"Load them again:  with rt.use({name!r}) as model:"
+    )
+
+
+def nowhere() -> dict[str, Any]:
+    """New attributes of a model's handle while the model is on no device."""
+    tables = ("own", "away", "noted", "layout", "shadow", "digests")
+    return {"memories": (), "dispatch": None, **{name: {} for name in tables}}
+
+
+def assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:
+    """Calls for `at_once` that set the attributes `values` of `model`."""
+    return [partial(setattr, model, name, value) for name, value in values.items()]
