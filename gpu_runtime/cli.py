@@ -193,11 +193,11 @@ def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
 
 def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
     """Prints the result `value`, and returns the exit code."""
-    from gpu_runtime.rendering import plain, render
+    from gpu_runtime.rendering import render
 
     value = render.with_titles(verb.name, value, rt)
     if args.json:
-        print(plain.as_json(value))
+        print(render.as_json(value))
     elif render.is_frame(value):
         print(_table(verb, value))
     else:

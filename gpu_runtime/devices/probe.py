@@ -24,7 +24,7 @@ from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
 from ..safe_text import quoted
 from ..units import GIB, KIB, parse_bytes
-from . import allocator_stats, drivers, torch_allocators
+from . import allocators, drivers
 from .drivers import Card, Listing
 from .process_memory import Memory
 from .sampler_client import Sampling
@@ -193,7 +193,7 @@ class Probe:
         if cuda is None:
             return
         for _, number in self._numbered():
-            torch_allocators.reset_peak(cuda, f"cuda:{number}")
+            allocators.reset_peak(cuda, f"cuda:{number}")
 
     def beyond_now(self, device: str) -> int | None:
         """Bytes by which torch's highest use of the `device` since `watch_peaks` is above the present
@@ -242,14 +242,14 @@ class Probe:
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             maps = [self._memories[id].map() for id in self._simulated()]
-        elif not torch_allocators.lists_blocks(cuda):
+        elif not allocators.lists_blocks(cuda):
             return ()
         else:
             snapshot = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
             maps = []
             for id, number in self._numbered():
                 stats = cuda.memory_stats(number)
-                maps.append(allocator_stats.of_torch(id, number, snapshot, stats))
+                maps.append(allocators.of_torch(id, number, snapshot, stats))
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
@@ -457,7 +457,7 @@ def _started_cuda():
     child of this process could use CUDA.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized() or not torch_allocators.counts_bytes(cuda):
+    if cuda is None or not cuda.is_initialized() or not allocators.counts_bytes(cuda):
         return None
     return cuda
 

@@ -16,10 +16,11 @@ import ctypes
 import itertools
 import mmap
 import os
+import stat
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +28,7 @@ from .. import forks
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
 from ..units import MIB, show_bytes
-from . import allocator_stats, simulated_allocator
+from . import allocators
 
 _keys = itertools.count(1)
 _TOUCH_BYTES = 64 * MIB  # bytes that one thread touches at a time
@@ -41,7 +42,7 @@ class Note(weakref.ref):
     The queue's own `append` is C code, which an interrupt cannot stop halfway.
     """
 
-    key = simulated_allocator.FREE  # replaced by a unique key when the block is made (`_watch`)
+    key = allocators.FREE  # replaced by a unique key when the block is made (`_watch`)
 
 
 class Block:
@@ -91,7 +92,7 @@ class Memory:
         self.torch = torch  # the number of a card can differ between processes
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
-        self._state = simulated_allocator.Segments()
+        self._state = allocators.Segments()
         self._regions: dict[int, Region] = {}
         self._sizes: dict[int, int] = {}  # segment id -> bytes, for the segment's region
         # Pages shared with other processes (`add_region`). They belong to no segment.
@@ -133,12 +134,12 @@ class Memory:
                 self._failures = max(0, self._failures - 1)
                 self._refuse(state, wanted, room)
             keys = [block.note.key for block in blocks]
-            state, spot, retried = simulated_allocator.allocate(state, sizes, keys, room)
+            state, spot, retried = allocators.allocate(state, sizes, keys, room)
             self.alloc_retries += retried
             offset = spot.offset
             for block in blocks:
                 block.segment, block.offset = spot.segment, offset
-                offset += simulated_allocator.rounded(block.size)
+                offset += allocators.rounded(block.size)
             self._settle(state)
         return blocks
 
@@ -155,7 +156,7 @@ class Memory:
         """The map of this memory's allocator. Do not call this method for a real card."""
         with self._lock:
             state = self._swept()
-        return allocator_stats.of_segments(self.device, state, self.alloc_retries, self.ooms)
+        return allocators.of_segments(self.device, state, self.alloc_retries, self.ooms)
 
     def pulse(self) -> tuple[object, ...]:
         """A value that changes when the map changes. Two equal values are compared at once."""
@@ -171,7 +172,7 @@ class Memory:
             return 0
         with self._lock:
             state = self._swept()
-            after = simulated_allocator.emptied(state)
+            after = allocators.emptied(state)
             self._settle(after)
             for segment in () if self.pinned else after.segments:
                 region = self._regions.get(segment.id)
@@ -222,7 +223,7 @@ class Memory:
         self._notes[note.key] = note
         return note
 
-    def _swept(self) -> simulated_allocator.Segments:
+    def _swept(self) -> allocators.Segments:
         """The state without the blocks whose notes are queued.
 
         A note leaves the queue only after that, so an interrupt leaves it to the next call.
@@ -230,13 +231,13 @@ class Memory:
         gone = tuple(self._freed)
         if gone:
             keys = frozenset(note.key for note in gone)
-            self._settle(simulated_allocator.release(self._state, keys))
+            self._settle(allocators.release(self._state, keys))
             for note in gone:
                 self._freed.popleft()
                 self._notes.pop(note.key, None)
         return self._state
 
-    def _settle(self, state: simulated_allocator.Segments) -> None:
+    def _settle(self, state: allocators.Segments) -> None:
         self._state = state  # one assignment, so an interrupt cannot leave a half-changed state
         alive = {segment.id: segment.span for segment in state.segments}
         self._sizes = alive
@@ -250,7 +251,7 @@ class Memory:
                 region = self._regions[segment] = _map_pages(self, self._sizes[segment])
             return region
 
-    def _refuse(self, state: simulated_allocator.Segments, wanted: int, room: int) -> None:
+    def _refuse(self, state: allocators.Segments, wanted: int, room: int) -> None:
         self.ooms += 1
         free = max(0, room - state.requested)
         unallocated = state.reserved - state.allocated
@@ -408,14 +409,14 @@ def _clear_error(torch: Any) -> None:
         torch.ones(1, device="cuda")
 
 
-def _return_free_pages(region: Region, segment: simulated_allocator.Segment) -> None:
+def _return_free_pages(region: Region, segment: allocators.Segment) -> None:
     """Returns the pages of free runs to the system. The next write to these runs gets new pages."""
     at = 0
     for run in segment.runs:
         start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         at += run.size
         end = at // mmap.PAGESIZE * mmap.PAGESIZE
-        if run.key <= simulated_allocator.FREE and end > start:
+        if run.key <= allocators.FREE and end > start:
             region.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
@@ -442,3 +443,136 @@ def _map_pages(memory: Memory, size: int) -> Region:
         region.leave_out_of_forks()
         pinned(region)
     return region
+
+
+# -- pages in host memory that several processes of one user share
+#
+# The pages are in a file in /dev/shm that has no name. A process opens the file through the
+# descriptor of another process that has the file open. The system frees the pages when the last of
+# these processes closes the file or dies, for whatever reason. So no process has to remove anything.
+
+DIRECTORY = "/dev/shm"
+
+
+class SharedPages:
+    """A file without a name in /dev/shm, open in this process."""
+
+    def __init__(self, file: int) -> None:
+        """`file` is the descriptor, which this object closes."""
+        self.file = file
+        found = os.fstat(file)
+        self.size, self.inode = found.st_size, found.st_ino
+        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+    @classmethod
+    def create(cls, size: int) -> SharedPages | None:
+        """New pages for `size` bytes; None if /dev/shm does not exist or has too little room."""
+        try:
+            file = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except (OSError, AttributeError):  # the system has no such files
+            return None
+        try:
+            # Every page is reserved now. Otherwise a write into a full /dev/shm ends the process.
+            os.posix_fallocate(file, 0, size)
+        except OSError:  # /dev/shm has no room; the caller keeps a copy of its own
+            os.close(file)
+            return None
+        return cls(file)
+
+    def write(self, at: int, content: memoryview) -> None:
+        """Writes `content` at the offset `at`. Raises OSError."""
+        done = 0
+        while done < len(content):
+            done += os.pwrite(self.file, content[done : done + (64 << 20)], at + done)
+
+    def seal(self) -> None:
+        """Ends the writing. `untouched` notices each later write. Raises OSError."""
+        os.utime(self.file, ns=(0, 0))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no process has written the pages since `seal`, which sets the file's time to 0.
+
+        A write sets this time to now, but one through a MAP_SHARED mapping only later. So a process
+        with a card, which alone makes such mappings, sets it to now before it makes one.
+        """
+        return os.fstat(self.file).st_mtime_ns == 0
+
+    def read(self, at: int, size: int) -> bytes:
+        """At most `size` bytes at the offset `at`. Raises OSError."""
+        return os.pread(self.file, size, at)
+
+    def blocks(self, memory: Memory, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """ctypes arrays over the pages at these `places`, pairs of offset and size.
+
+        The bytes of the arrays are counted in `memory`, which is the host's memory. The pages stay
+        mapped until the last array is gone. Raises OutOfMemory and OSError.
+        """
+        counted = memory.allocate_row([size for _, size in places])
+        region = self._mapped(memory)
+        self._blocks.update(counted)
+        return [_array(region, at, block) for (at, _), block in zip(places, counted, strict=True)]
+
+    def used_bytes(self) -> int:
+        """The bytes of the arrays from `blocks` that this process still has."""
+        return sum(block.size for block in self._blocks)
+
+    def _mapped(self, memory: Memory) -> Region:
+        # With a card, the pages are registered with the driver, so they must be the file's own
+        # pages (MAP_SHARED). No code can write such pages, because every access to offloaded
+        # weights raises an error. Without a card, the user can write the weights. In this case
+        # MAP_PRIVATE gives this process its own copy of each written page.
+        kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE
+        if memory.pinned:
+            os.utime(self.file)
+        region = Region(self.file, self.size, flags=kind)
+        region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
+        region.pages = self
+        if memory.pinned:
+            region.leave_out_of_forks()
+            pinned(region, touched=True)
+            region.make_writable(False)
+        memory.add_region(region)
+        return region
+
+
+def _array(region: Region, at: int, block: Block) -> Any:
+    array = (ctypes.c_ubyte * block.size).from_buffer(region, at)
+    array.block = block
+    return array
+
+
+def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
+    """The shared pages that the processes `pids` hold, if they are processes of this user.
+
+    An open file of a process counts only if this user owns the file, no other user may open the
+    file, and the file is in /dev/shm without a name.
+    """
+    for pid in pids:
+        directory = f"/proc/{pid}/fd"
+        try:
+            names = os.listdir(directory)
+        except OSError:  # the process has ended, or belongs to another user
+            continue
+        for name in names:
+            pages = _opened(f"{directory}/{name}")
+            if pages is not None:
+                yield pages
+
+
+def _opened(path: str) -> SharedPages | None:
+    try:
+        if not os.readlink(path).startswith(f"{DIRECTORY}/#"):
+            return None
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # the process has closed it, or it belongs to another user
+        return None
+    found = os.fstat(file)
+    ours = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
+    if not ours or found.st_mode & 0o077 or found.st_nlink:
+        os.close(file)
+        return None
+    return SharedPages(file)

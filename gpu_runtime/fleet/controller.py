@@ -20,8 +20,8 @@ from ..errors import GpuError
 from ..facts import THIS_PROCESS, HostRoom, Offer, PlanLevel
 from ..scheduler.offers import MOST_PLANNED, largest_first, may_serve, ranked, shortlist
 from ..threads import start
-from . import cluster, placing, wishes
-from .hosts import Hosts, on
+from . import cluster, wishes
+from .hosts import FleetAnswer, Hosts, attempts, on
 
 log = logging.getLogger("gpu_runtime")
 
@@ -235,7 +235,7 @@ class Controller:
         hosts = ", ".join(sorted(has))
         return f"{hosts} ({len(has)} of {wish.copies} copies; {why})" if why else hosts
 
-    def _place(self, name: str, has: set[str]) -> placing.FleetAnswer:
+    def _place(self, name: str, has: set[str]) -> FleetAnswer:
         """Loads one more copy of the wished model `name`, on a host that is not in `has`."""
         offers, revision = self.choose(name, has, for_wish=True)
         if has:  # copies are spread: of equal offers, the host with the most free memory is first
@@ -246,7 +246,7 @@ class Controller:
             call = on(agent, "load", "loads", name, revision, LOAD_SECONDS)
             return cluster.answer(call, None)
 
-        return placing.attempts(name, offers, load)
+        return attempts(name, offers, load)
 
     def _evict_everywhere(self, names: Iterable[str]) -> None:
         for name in names:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ..devices.allocator_stats import bounded
+from ..devices.allocators import bounded
 from ..devices.probe import Probe
 from ..facts import AllocatorMap, Book
 from ..ledgers.base import Ledger

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..devices.torch_allocators import Peak, counts_bytes
+from ..devices.allocators import Peak, counts_bytes
 from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, parse_importance
 from ..safe_text import LONGEST_NAME, printable
 from ..torch_modes import outside_modes

@@ -1,15 +1,36 @@
-"""Renders facts as HTML pages: a snapshot, a plan, and the other answers. This module is pure."""
+"""Renders facts as HTML: a snapshot, a plan, tables, the hosts of a fleet, and a load. This module is pure.
+
+Beside the HTML of a table, of the hosts and of a load is its text, with the same words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
-from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Replayed, Snapshot
-from gpu_runtime.units import show_bytes
-
+from ..facts import (
+    HOST,
+    KERNEL,
+    Applied,
+    Device,
+    Event,
+    Health,
+    Outcome,
+    Plan,
+    Replayed,
+    Schedule,
+    ScheduledModel,
+    Snapshot,
+    problems,
+)
+from ..owner.arrivals import LOADING, Arrival
+from ..threads import import_whole
+from ..units import show_bytes, show_rate, show_seconds
 from . import text, views
 from .elements import (
+    COLOURS,
     bar,
     code,
     devices,
@@ -19,13 +40,15 @@ from .elements import (
     pill,
     pre,
     simulated,
+    stretch,
     swatch,
     table,
     table_cell,
     td,
+    track,
     with_code,
 )
-from .views import clock
+from .views import clean, clock
 
 LONGEST_SHOWN = 30  # characters of a name in the table of holders
 
@@ -250,3 +273,401 @@ def _setting_row(row: Any) -> tuple[str, ...]:
 def preset(settings: Mapping[str, str]) -> str:
     """The `settings` as lines for a shell."""
     return page(pre(text.preset(settings)))
+
+
+# -- the tables of `%gpu models`, `%gpu who` and other verbs, in units for people, and of `%gpu next`
+#
+# A DataFrame keeps the raw numbers for code.
+
+Show = Callable[[Any], str]  # a DataFrame -> what is shown
+MOST_SHOWN = 60  # rows; of a longer table the first and the last rows are shown
+# Columns of the table of allocators that repeat other columns, or that few people need. They are
+# not shown, because about eight columns fit into a notebook. The DataFrame has them.
+_NOT_SHOWN = (
+    *("user", "pid", "notebook", "fragmentation_bytes", "fragmentation_percent"),
+    *("alloc_retries", "ooms"),
+)
+
+
+def for_people(frame: Any) -> Any:
+    """The DataFrame `frame`, displayed in units for people."""
+    return showing(frame, table_text, table_html)
+
+
+def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
+    """The DataFrame `frame`, displayed by these functions. Selections of it are plain DataFrames."""
+    shown = _class_that_shows(text_of, html_of)(frame)
+    shown.attrs = dict(frame.attrs)
+    return shown
+
+
+@functools.cache
+def _class_that_shows(text_of: Show, html_of: Show) -> type:
+    import_whole("pandas")
+    import pandas
+
+    class Table(pandas.DataFrame):
+        """A DataFrame with its own text and HTML."""
+
+        def __repr__(self) -> str:
+            return text_of(self)
+
+        def _repr_html_(self) -> str:
+            return html_of(self)
+
+    return Table
+
+
+def table_text(frame: Any) -> str:
+    """The table as aligned text, under the names of its columns."""
+    columns, rows, more = _rows(frame)
+    if not rows:
+        return "(no rows)"
+    numbers = [place for place, name in enumerate(columns) if text.is_number(name)]
+    lines = text.table(rows, columns, numbers)
+    if more:
+        middle = 1 + MOST_SHOWN // 2
+        lines[middle:middle] = [f"… {more} more rows …"]
+    return "\n".join(lines)
+
+
+def table_html(frame: Any) -> str:
+    """The table as HTML in the notebook's own style of tables."""
+    columns, rows, more = _rows(frame)
+    align = ["" if text.is_number(name) else ' style="text-align:left"' for name in columns]
+    head = "".join(f"<th>{esc(name)}</th>" for name in columns)
+    lines = []
+    for row in rows:
+        cells = zip(align, row, strict=True)
+        lines.append("<tr>" + "".join(f"<td{to}>{esc(cell)}</td>" for to, cell in cells))
+    if more:
+        note = f'<tr><td colspan="{len(columns)}">… {more} more rows …</td>'
+        lines.insert(MOST_SHOWN // 2, note)
+    return f'<table class="dataframe"><thead><tr>{head}</thead>{"".join(lines)}</table>'
+
+
+def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
+    """The names of the columns, the cells of the shown rows, and the number of the other rows."""
+    is_of_allocators = "reserved_bytes" in frame.columns
+    columns = [name for name in frame.columns if not (is_of_allocators and name in _NOT_SHOWN)]
+    more = max(0, len(frame) - MOST_SHOWN)
+    records = frame.to_dict("records")
+    if more:
+        half = MOST_SHOWN // 2
+        records = [*records[:half], *records[-half:]]
+    owners = frame.attrs.get("owners")
+    rows = [[text.cell(name, record[name], owners) for name in columns] for record in records]
+    return columns, rows, more
+
+
+WHO = ("NAME", "KIND", "DEVICE", "HOLDS", "FREES", "CELL", "WHAT")
+_PARTS = (  # key of the sums -> words
+    ("graph_bytes", "in autograd graphs"),
+    ("cached_bytes", "cached"),
+    ("unknown_bytes", "without a name"),
+    ("unseen_bytes", "that no tensor explains"),
+)
+
+
+def who(frame: Any) -> Any:
+    """The DataFrame `frame` of `rt.who()` as a table whose sizes are written for people."""
+    return showing(frame, _who_text, _who_html)
+
+
+def _who_text(frame: Any) -> str:
+    rows = _who_rows(frame)
+    lines = [*text.table(rows, WHO, right=(3, 4)), ""] if rows else [_nothing(frame.attrs)]
+    return "\n".join([*lines, *sentences(frame.attrs)])
+
+
+def _who_html(frame: Any) -> str:
+    rows = _who_rows(frame)
+    sums = "".join(line(esc(one), soft=True) for one in sentences(frame.attrs))
+    if not rows:
+        return page(line(_nothing(frame.attrs)), sums)
+    cells = [
+        [td(cell, "g-num" if n in (3, 4) else "g-wrap") for n, cell in enumerate(row)]
+        for row in rows
+    ]
+    return page(table([name.lower() for name in WHO], cells), sums)
+
+
+def _who_rows(frame: Any) -> list[list[str]]:
+    """The cells of the table. If all rows have the same device, the cells leave out the device."""
+    records = frame.to_dict("records")
+    several = len({record["device"] for record in records}) > 1
+    return [
+        [
+            record["name"],
+            record["kind"],
+            record["device"] if several else "",
+            show_bytes(int(record["bytes"])),
+            _frees(record),
+            record["cell"],
+            what(record),
+        ]
+        for record in records
+    ]
+
+
+def _frees(record: Mapping[str, Any]) -> str:
+    """What becomes free if only this name is deleted. Parked memory is in RAM."""
+    size = int(record["alone_bytes"])
+    return show_bytes(size) + (" of RAM" if size and record["device"] == HOST else "")
+
+
+def what(record: Mapping[str, Any]) -> str:
+    """The last cell of a row: what holds the memory, and how much of it cannot be parked."""
+    stays = f"{show_bytes(int(record['stays_bytes']))} stays" if record["stays"] else ""
+    return "; ".join(filter(None, [clean(record["what"]), stays]))
+
+
+def _nothing(sums: Mapping[str, Any]) -> str:
+    if sums.get("note"):
+        return "Nothing is listed."
+    if not sums.get("whole", True):
+        return "Nothing was found in the time allowed."
+    return "No variable or output holds memory on a device."
+
+
+def sentences(sums: Mapping[str, Any]) -> list[str]:
+    """Sentences under the table, made from `sums`, the attributes of the DataFrame of `rt.who()`."""
+    if not sums:
+        return []
+    lines = [f"{clean(sums['process'])} holds this."] if sums["process"] else []
+    if sums["held_bytes"] or not sums["parked_bytes"]:
+        parts = [f"{show_bytes(sums[key])} {words}" for key, words in _PARTS if sums[key]]
+        held = show_bytes(sums["held_bytes"])
+        explained = f"explained {show_bytes(sums['explained_bytes'])} of {held}"
+        lines.append("; ".join(filter(None, [explained, ", ".join(parts)])) + ".")
+    lines += [f"{clean(staying.words())}." for staying in sums["staying"]]
+    if sums["stays"]:
+        lines.append(f"It cannot be parked now: {clean(sums['stays'])}.")
+    if sums["parked_bytes"]:
+        parked = show_bytes(sums["parked_bytes"])
+        lines.append(f"{parked} is parked in RAM, until a cell needs it.")
+    if sums["left_out"]:
+        size = show_bytes(sums["left_out_bytes"])
+        lines.append(f"{sums['left_out']} more rows are not listed; they reach {size}.")
+    if sums["note"]:
+        lines.append(clean(sums["note"]))
+    if not sums["whole"]:
+        seconds = f"{sums['seconds']:.0f}"
+        lines.append(f"The search stopped after {seconds} s: the figures are partial.")
+    return lines
+
+
+SCHEDULE = ("MODEL", "FIRST USE", "WHERE", "STATE")
+NO_CELL_WAITS = "No cell waits that uses a model. Run All, then look again:  %gpu next"
+
+
+def schedule_text(schedule: Schedule) -> str:
+    if not schedule.models:
+        return "\n".join([NO_CELL_WAITS, *_table_notes(schedule)])
+    lines = text.table(_scheduled(schedule), SCHEDULE, longest=100)
+    return "\n".join([*lines, *_table_notes(schedule)])
+
+
+def schedule_html(schedule: Schedule) -> str:
+    notes = [line(esc(note), soft=True) for note in _table_notes(schedule)]
+    if not schedule.models:
+        return page(line(with_code(NO_CELL_WAITS)), *notes)
+    rows = [[td(cell, "g-wrap") for cell in row] for row in _scheduled(schedule)]
+    return page(table([name.lower() for name in SCHEDULE], rows), *notes)
+
+
+def _scheduled(schedule: Schedule) -> list[tuple[str, ...]]:
+    return [(model.name, model.cell, model.where, _state(model)) for model in schedule.models]
+
+
+def _state(model: ScheduledModel) -> str:
+    if model.running:
+        return "used by the running cell"
+    if model.ahead:
+        return "loaded ahead"
+    if model.where == "moving":
+        return "being moved"
+    if model.loading:
+        return "being loaded ahead"
+    if model.where not in ("disk", "host"):
+        return "on its device"
+    return f"not loaded ahead: {model.because}" if model.because else "not loaded yet"
+
+
+def _table_notes(schedule: Schedule) -> list[str]:
+    notes = []
+    if schedule.mode == "never":
+        notes.append("Look-ahead is off (GPU_PREFETCH=never).")
+    if schedule.loaded_ahead:
+        notes.append(
+            f"Loaded ahead so far: {schedule.loaded_ahead}; "
+            f"{schedule.used} used, {schedule.unused} not used."
+        )
+    return notes
+
+
+# -- the hosts of a fleet: one bar for each host
+
+NOTHING = "No host has joined the fleet. On each host:  gpu fleet join"
+
+
+def fleet_text(hosts: Sequence[Snapshot]) -> str:
+    """Text with one bar for each of the `hosts`, its models, and its number of waiting requests."""
+    if not hosts:
+        return NOTHING
+    width = max(len(clean(one.host)) for one in hosts)
+    lines = []
+    for one in hosts:
+        drawn, legend = text.draw(_bar(one))
+        lines.append(
+            f"{clean(one.host):{width}}  {drawn}  {_fill(one):>19}  "
+            f"{views.worst_level(one):8}  {_host_notes(one)}".rstrip()
+        )
+        if legend:
+            lines.append(f"{'':{width}}  {legend}")
+    return "\n".join(lines)
+
+
+def fleet_html(hosts: Sequence[Snapshot]) -> str:
+    """HTML with one bar for each of the `hosts`, its models, and its number of waiting requests."""
+    if not hosts:
+        return page(line(with_code(NOTHING)))
+    rows = [
+        (
+            f"<b>{esc(one.host)}</b>",
+            bar(_bar(one)),
+            esc(_fill(one)),
+            f"{pill(views.worst_level(one))} {esc(_host_notes(one))}",
+        )
+        for one in hosts
+    ]
+    return page(devices(rows))
+
+
+def as_chooser(
+    hosts: Sequence[Snapshot], silent: Mapping[str, float], *, chosen: str, tab: str = ""
+) -> str:
+    """One bar for each of the `hosts`, whose name is a link to its page in the console, on the tab `tab`.
+
+    `silent` maps each host that does not answer to the time, in epoch seconds, since which it has not
+    answered; its figures are grey. `chosen` is the host whose page is open.
+    """
+    rows = []
+    for one in hosts:
+        query = urlencode({"host": one.host} | ({"tab": tab} if tab else {}))
+        here = ' aria-current="page"' if one.host == chosen else ""
+        drawn, fill, notes = bar(_bar(one)), esc(_fill(one)), esc(_host_notes(one))
+        if one.host in silent:
+            since = clock(silent[one.host])
+            drawn, fill = (f'<div class="g-old">{part}</div>' for part in (drawn, fill))
+            notes = f"no answer since {since}"
+        elif count := len(problems(one)):
+            notes = f"<b>{count} problem{'s' if count != 1 else ''}</b>, {notes}"
+        name = f'<a href="?{esc(query)}"{here}>{esc(one.host)}</a>'
+        rows.append((name, drawn, fill, notes))
+    return page(f'<nav class="g-hosts" aria-label="Hosts">{devices(rows)}</nav>')
+
+
+def _bar(snapshot: Snapshot) -> views.Bar:
+    """One bar for all cards of a host. A model on several cards has only one segment in the bar."""
+    cards = [card for card in views.bars(snapshot) if not card.device.is_host]
+    merged: dict[tuple[str, str, str], views.BarSegment] = {}
+    for card in cards:
+        for segment in card.segments:
+            key = segment.label, segment.kind, segment.lease
+            before = merged.get(key)
+            size = segment.bytes + (before.bytes if before else 0)
+            merged[key] = segment._replace(bytes=size)
+    total = sum(card.device.total_bytes for card in cards)
+    limit = sum(card.limit_bytes for card in cards)
+    return views.Bar(Device(snapshot.host, total), tuple(merged.values()), limit)
+
+
+def _fill(snapshot: Snapshot) -> str:
+    card = _bar(snapshot)
+    return f"{show_bytes(card.used_bytes)} of {show_bytes(card.device.total_bytes)}"
+
+
+def _host_notes(snapshot: Snapshot) -> str:
+    cards = views.cards(snapshot)
+    notes = [f"{len(cards)} card{'s' if len(cards) != 1 else ''}"]
+    if snapshot.simulated:
+        notes.append("simulated")
+    if any(view.drained for view in cards):
+        notes.append("drained")
+    if waiting := len(snapshot.tickets):
+        notes.append(f"{waiting} waiting")
+    if snapshot.degraded:
+        notes.append(snapshot.degraded)
+    return ", ".join(notes)
+
+
+# -- two lines about a load or a restore: its progress, and what stays after its end
+
+STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
+
+
+def subject(name: str) -> str:
+    """The model `name`, or the words for the memory of the notebook itself."""
+    return "this notebook" if name == KERNEL else clean(name)
+
+
+def running(arrival: Arrival, seconds: float, stop: str) -> str:
+    """The line of an `arrival` after `seconds`: bar, bytes, rate, time left, and how to `stop` it."""
+    title = f"{arrival.verb} {subject(arrival.name)}"
+    filled = "█" * round(_part(arrival, seconds) * text.BAR_CELLS)
+    return f"{title}  {filled:·<{text.BAR_CELLS}}  {note(arrival, seconds, stop)}"
+
+
+def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
+    """The line of `running` as HTML, with a drawn bar."""
+    title, words = f"{arrival.verb} {subject(arrival.name)}", esc(note(arrival, seconds, stop))
+    part = _part(arrival, seconds)
+    drawn = track(stretch(part, COLOURS[2]) if part else "", note(arrival, seconds, stop))
+    return page(devices([(f"<b>{esc(title)}</b>", drawn, words, "")]))
+
+
+def note(arrival: Arrival, seconds: float, stop: str) -> str:
+    """The text after the bar: `6.0 GiB of 14.0 GiB · 2.1 GB/s · 4 s left · Ctrl-C stops it`."""
+    size = show_bytes(arrival.all_bytes)
+    if arrival.done_bytes:
+        size = f"{show_bytes(arrival.done_bytes)} of {size}"
+    left = seconds_left(arrival, seconds)
+    figures = (
+        size,
+        show_rate(arrival.done_bytes, seconds),
+        "" if left is None else f"{show_seconds(max(1.0, left))} left",
+        stop,
+    )
+    return " · ".join(figure for figure in figures if figure)
+
+
+def seconds_left(arrival: Arrival, seconds: float) -> float | None:
+    """The seconds until the `arrival` ends, which began `seconds` ago; None if they are unknown.
+
+    A restore does not report its bytes: it is expected to take as long as the model's last restore.
+    """
+    if arrival.done_bytes:
+        left_bytes = max(0, arrival.all_bytes - arrival.done_bytes)
+        return left_bytes * seconds / arrival.done_bytes
+    left = arrival.expected_seconds - seconds
+    return left if left > 0 else None
+
+
+def _part(arrival: Arrival, seconds: float) -> float:
+    """The part of the `arrival` that is done, from 0 to 1. An estimate from time is at most 0.95."""
+    if arrival.done_bytes and arrival.all_bytes:
+        return min(1.0, arrival.done_bytes / arrival.all_bytes)
+    return min(0.95, seconds / arrival.expected_seconds) if arrival.expected_seconds else 0.0
+
+
+def summary(arrival: Arrival, waited_seconds: float) -> str:
+    """The line that stays after the `arrival`: `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`."""
+    waited = f"waited {show_seconds(waited_seconds)}, " if waited_seconds else ""
+    took = show_seconds(arrival.seconds)
+    if arrival.failed:
+        return f"{subject(arrival.name)}: {waited}{arrival.verb} stopped after {took}"
+    done = "loaded" if arrival.verb == LOADING else "restored"
+    rate = show_rate(arrival.all_bytes, arrival.seconds)
+    figures = f" ({rate})" if rate else ""
+    return f"{subject(arrival.name)}: {waited}{done} in {took}{figures}"

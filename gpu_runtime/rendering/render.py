@@ -1,17 +1,28 @@
-"""Wraps the result of a verb, so that Jupyter shows it as HTML and a terminal as text. Pure."""
+"""Wraps the result of a verb, so that Jupyter shows it as HTML and a terminal as text, or turns it into JSON. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from gpu_runtime.facts import Applied, Health, Outcome, Plan, Replayed, Schedule, Snapshot
-from gpu_runtime.owner.doctor import Report
-from gpu_runtime.safe_text import lines
-
-from . import allocator_map, elements, fleet, html, tables, text
+from ..facts import (
+    Applied,
+    DeviceView,
+    Health,
+    Lease,
+    Outcome,
+    Plan,
+    Replayed,
+    Schedule,
+    Snapshot,
+    Ticket,
+    Value,
+)
+from ..owner.doctor import Report
+from ..safe_text import lines
+from . import allocator_map, elements, html, text, views
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -90,7 +101,7 @@ def shown(
             lambda hosts: "".join(map(html.host, hosts)),
         )
     if verb == "fleet" and isinstance(value, tuple):
-        return Shown(value, fleet.as_text, fleet.as_html)
+        return Shown(value, html.fleet_text, html.fleet_html)
     if verb == "why" and value and isinstance(value[0], Replayed):
         return Shown(value, text.replays, html.replays)
     if verb == "why":
@@ -109,7 +120,7 @@ def shown(
 _BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
     Health: (text.health, html.health),
     Outcome: (text.outcome, html.outcome),
-    Schedule: (tables.schedule_text, tables.schedule_html),
+    Schedule: (html.schedule_text, html.schedule_html),
     Applied: (text.applied, html.applied),
     allocator_map.Mapped: (allocator_map.as_text, allocator_map.as_html),
     Report: (lambda report: report.text, lambda report: elements.page(elements.pre(report.text))),
@@ -119,9 +130,9 @@ _BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
     """The `value` of a `verb` with the titles of maps from `rt`, and with tables in units for people."""
     if verb == "who":
-        return tables.who(value)
+        return html.who(value)
     if is_frame(value):
-        return tables.for_people(value)
+        return html.for_people(value)
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value
@@ -160,3 +171,130 @@ def frame_text(frame: Any) -> str:
     """The DataFrame `frame` as an aligned table for people."""
     owners = frame.attrs.get("owners")
     return text.frame(frame.to_dict("records"), list(frame.columns), owners)
+
+
+# -- plain values for JSON
+#
+# Every field is present; a missing value is null. Bytes are numbers, and times are epoch seconds.
+
+
+def as_json(value: Any) -> str:
+    """The result `value` as indented JSON."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False)
+    if text.replace("\n", "").isprintable():
+        return text
+    # Characters that could control a terminal are written as escapes; JSON readers decode them.
+    return "".join(
+        one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text
+    )
+
+
+def plain(value: Any) -> Any:
+    """The result `value` as dicts, lists, strings and numbers."""
+    if isinstance(value, Snapshot):
+        return status(value)
+    if isinstance(value, Value):
+        return _fact(value)
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):  # a DataFrame, without pandas
+        rows = value.to_dict("records")
+        plain_rows = [{name: plain(cell) for name, cell in row.items()} for row in rows]
+        return {"rows": plain_rows, **plain(value.attrs)} if value.attrs else plain_rows
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain(cell) for key, cell in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(cell) for cell in value]
+    return _scalar(value)
+
+
+def _fact(value: Value) -> dict[str, Any]:
+    """The fields of `value`. For a step of a plan, the field `step` names its kind."""
+    fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if not value.__struct_config__.tag:
+        return fields
+    return {"step": type(value).__name__.lower(), **fields}
+
+
+def _scalar(value: Any) -> Any:
+    if value is None or value != value:  # NaN or NaT (they differ from themselves), not in JSON
+        return None
+    if hasattr(value, "timestamp"):
+        return value.timestamp()
+    if hasattr(value, "item"):  # a NumPy number
+        return value.item()
+    return value if isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def status(snapshot: Snapshot) -> dict[str, Any]:
+    """The `snapshot` for programs. Percents are numbers such as 12.5; a pressure can exceed 100."""
+    return {
+        "time": snapshot.wall,
+        "simulated": snapshot.simulated,
+        "governed": snapshot.governed,
+        "degraded": snapshot.degraded or None,
+        "ledger": snapshot.ledger,
+        "pressure_level": str(views.worst_level(snapshot)),
+        "devices": [_device(view) for view in snapshot.devices],
+        "leases": [_lease(snapshot, lease) for lease in snapshot.leases()],
+        "waiting": [_ticket(snapshot, ticket) for ticket in snapshot.tickets],
+        "registered": [spec.name for spec in snapshot.specs],
+        "totals": dict(snapshot.totals),
+        "last_event": plain(snapshot.events[-1]) if snapshot.events else None,
+    }
+
+
+def _device(view: DeviceView) -> dict[str, Any]:
+    return {
+        "id": view.device.id,
+        "name": view.device.name,
+        "uuid": view.device.uuid,
+        "total_bytes": view.device.total_bytes,
+        "limit_bytes": view.limit_bytes,
+        "claimed_bytes": view.claimed_bytes,
+        "measured_bytes": view.measured_bytes,
+        "residue_bytes": view.residue_bytes,
+        "pressure_percent": round(view.pressure * 100, 1),
+        "level": str(view.level),
+        "drained_by": view.drained.by if view.drained else None,
+        "utilisation_percent": view.sample.utilisation_percent if view.sample else None,
+        "temperature_celsius": view.sample.temperature_celsius if view.sample else None,
+        "power_watts": view.sample.power_watts if view.sample else None,
+        "simulated": view.device.simulated,
+    }
+
+
+def _lease(snapshot: Snapshot, lease: Lease) -> dict[str, Any]:
+    owner = snapshot.sections[lease.owner].owner
+    presence = snapshot.presences.get(lease.owner)
+    return {
+        "name": lease.name,
+        "kind": lease.kind,
+        "where": lease.where,
+        "bytes": lease.bytes,
+        "shares": {share.device: share.bytes for share in lease.shares},
+        "phase": str(lease.phase),
+        "pins": lease.pins,
+        "idle_seconds": round(lease.idle_seconds(snapshot.now), 3),
+        "uses": lease.uses,
+        "importance": lease.importance,
+        "keep": lease.keep,
+        "owner": owner.label,
+        "owner_state": presence.state.value if presence else None,
+        "pid": owner.pid,
+        "user": owner.user,
+        "notebook": owner.notebook,
+    }
+
+
+def _ticket(snapshot: Snapshot, ticket: Ticket) -> dict[str, Any]:
+    section = snapshot.sections.get(ticket.owner)
+    return {
+        "verb": ticket.verb,
+        "name": ticket.name,
+        "importance": ticket.importance,
+        "need": {share.device: share.bytes for share in ticket.need},
+        "waited_seconds": round(max(0.0, snapshot.now - ticket.arrived), 3),
+        "owner": section.owner.label if section else "",
+        "because": ticket.because,
+    }

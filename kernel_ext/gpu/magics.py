@@ -133,7 +133,7 @@ class GpuMagics(Magics):
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
         """The result of `verb` in the form that is displayed."""
-        from gpu_runtime.rendering import plain, render
+        from gpu_runtime.rendering import render
 
         if verb.name in IN_NOTEBOOK:
             return IN_NOTEBOOK[verb.name](self._runtime())
@@ -141,7 +141,7 @@ class GpuMagics(Magics):
         assert verb.act is not None  # only the verbs of IN_NOTEBOOK have no act
         value = render.with_titles(verb.name, verb.act(rt, args), rt)
         if args.json:
-            return render.Json(plain.as_json(value))
+            return render.Json(render.as_json(value))
         if render.is_frame(value):
             if value.empty and verb.name != "who":
                 self._show(render.hint(render.nothing(verb.name)))

@@ -21,7 +21,7 @@ from gpu_runtime.facts import Snapshot
 from gpu_runtime.fleet import cluster
 from gpu_runtime.fleet.hosts import FarRuntime
 from gpu_runtime.rendering import elements
-from gpu_runtime.rendering import fleet as rendering
+from gpu_runtime.rendering import html as rendering
 from gpu_runtime.web.auth import Visitor
 
 from . import console, poller

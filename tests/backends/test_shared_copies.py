@@ -12,9 +12,9 @@ import torch
 
 from gpu_runtime.backends.pytorch import host_copies, storages, transformers_backend
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
-from gpu_runtime.devices import shared_pages
+from gpu_runtime.devices import process_memory
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.devices.shared_pages import SharedPages, held_by
+from gpu_runtime.devices.process_memory import SharedPages, held_by
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests import simgpu
 from tests.backends.test_shadows import content, move, same
@@ -334,9 +334,9 @@ def test_without_room_in_dev_shm_the_copy_is_private(llama, monkeypatch, where):
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(shared_pages.os, "posix_fallocate", full)
+        monkeypatch.setattr(process_memory.os, "posix_fallocate", full)
     else:
-        monkeypatch.setattr(shared_pages, "DIRECTORY", where)
+        monkeypatch.setattr(process_memory, "DIRECTORY", where)
     backend, model = kernel(llama)
     assert model.shadow_bytes and files() == set()
     before = content(model)

@@ -7,11 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.devices import nvml
-from gpu_runtime.devices.allocator_stats import bounded, of_segments, of_torch
+from gpu_runtime.devices.allocators import (
+    FREE,
+    HOLE,
+    Run,
+    Segment,
+    Segments,
+    bounded,
+    of_segments,
+    of_torch,
+)
 from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.devices.process_memory import Memory
-from gpu_runtime.devices.simulated_allocator import FREE, HOLE, Run, Segment, Segments
 from gpu_runtime.facts import (
     AllocatorBlock,
     AllocatorMap,

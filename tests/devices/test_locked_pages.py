@@ -13,8 +13,7 @@ import weakref
 
 import pytest
 
-from gpu_runtime.devices.process_memory import Memory
-from gpu_runtime.devices.shared_pages import SharedPages
+from gpu_runtime.devices.process_memory import Memory, SharedPages
 from gpu_runtime.units import MIB
 from tests.page_rights import writable
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from gpu_runtime.devices.allocators import FREE, HOLE
 from gpu_runtime.devices.process_memory import Memory
-from gpu_runtime.devices.simulated_allocator import FREE, HOLE
 from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.units import KIB, MIB
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.devices.allocator_stats import bounded
+from gpu_runtime.devices.allocators import bounded
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from gpu_runtime.rendering import allocator_map, render

@@ -17,7 +17,7 @@ from gpu_panels.poller import PollResult
 from gpu_panels.tabs.fragmentation import FragmentationTab, MapFetcher
 from msgspec.structs import replace
 
-from gpu_runtime.devices.allocator_stats import bounded
+from gpu_runtime.devices.allocators import bounded
 from gpu_runtime.facts import AllocatorMap
 from gpu_runtime.rendering.allocator_map import picture
 from gpu_runtime.units import GIB, MIB

@@ -89,13 +89,10 @@ def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label)
 
 def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
     """The registry of engines is written by hand. The test compares it with their recipes."""
-    parallel = {name for name in ENGINES if "--tensor-parallel-size" in source_of(recipe(name))}
+    flag = "--tensor-parallel-size"
+    parallel = {name for name in ENGINES if flag in inspect.getsource(type(recipe(name)))}
     assert parallel == {name for name, engine in ENGINES.items() if engine.tensor_parallel}
     assert cards_label((Share("cuda:0", 1), Share("cuda:1", 1)), "fake") == "GPUs: 0,1"
-
-
-def source_of(engine):
-    return inspect.getsource(inspect.getmodule(type(engine)))
 
 
 @pytest.mark.parametrize("words", ["(TP:", '"this process"', 'else "warm"'])

@@ -1,7 +1,7 @@
 """The schedule of waiting cells and their models, shown as text and as HTML."""
 
 from gpu_runtime.facts import CellModels, Schedule, ScheduledModel
-from gpu_runtime.rendering import render, tables
+from gpu_runtime.rendering import html, render
 
 CELLS = (CellModels("cell 4", ("a",), ("a",), True), CellModels("cell 5", ("b", "c"), ("b", "c")))
 FULL = Schedule(
@@ -19,7 +19,7 @@ FULL = Schedule(
 
 
 def test_each_model_has_its_first_use_its_place_and_its_state():
-    assert tables.schedule_text(FULL).splitlines() == [
+    assert html.schedule_text(FULL).splitlines() == [
         "MODEL  FIRST USE  WHERE  STATE", "a      cell 4     sim:0  used by the running cell",
         "b      cell 5     sim:0  loaded ahead", "c      cell 5     disk   being loaded ahead",
         "d      cell 6     sim:0  on its device",
@@ -29,11 +29,11 @@ def test_each_model_has_its_first_use_its_place_and_its_state():
 
 
 def test_without_cells_it_says_what_to_do_and_names_are_escaped():
-    assert tables.schedule_text(Schedule()) == tables.NO_CELL_WAITS
-    assert "GPU_PREFETCH=never" in tables.schedule_text(Schedule("never"))
-    assert "<code>%gpu next</code>" in tables.schedule_html(Schedule())
+    assert html.schedule_text(Schedule()) == html.NO_CELL_WAITS
+    assert "GPU_PREFETCH=never" in html.schedule_text(Schedule("never"))
+    assert "<code>%gpu next</code>" in html.schedule_html(Schedule())
     evil = Schedule(models=(ScheduledModel("<b>x", "cell 1", False, "disk", because="<i>"),))
     shown = render.shown("next", evil)
     assert set(shown._repr_mimebundle_()) == {"text/plain", "text/html"}
-    html = shown._repr_mimebundle_()["text/html"]
-    assert "&lt;b&gt;x" in html and "&lt;i&gt;" in html and "<b>x" not in html
+    page = shown._repr_mimebundle_()["text/html"]
+    assert "&lt;b&gt;x" in page and "&lt;i&gt;" in page and "<b>x" not in page

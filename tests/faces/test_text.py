@@ -25,7 +25,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.owner.status import health
 from gpu_runtime.presets import preset
-from gpu_runtime.rendering import html, plain, render, text, views
+from gpu_runtime.rendering import html, render, text, views
 from gpu_runtime.settings import Settings
 
 from . import samples
@@ -244,12 +244,12 @@ def test_no_text_face_can_control_the_terminal():
         *(repr(render.shown("status", value)) for value in (found, done, health)),
         repr(render.shown("why", (event,), subject=_spoiled("qwen"))),
         *(str(value) for value in (found, event, done, health)),
-        *(plain.as_json(value) for value in (found, event, done)),
+        *(render.as_json(value) for value in (found, event, done)),
         waiting.sentence(_spoiled("qwen"), wait, 2.0),
         text.status(samples.hostile),
     ):
         assert shown.replace("\n", "").isprintable(), shown
-    assert json.loads(plain.as_json(done))["name"] == _spoiled("qwen")
+    assert json.loads(render.as_json(done))["name"] == _spoiled("qwen")
 
 
 @pytest.mark.parametrize("cells", [8, 16, 32])
@@ -329,7 +329,7 @@ def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
     assert "measured" not in line, "the driver and the book agree"
     assert "drained by ann since" in html.status(seen)
-    assert plain.status(seen)["devices"][1]["drained_by"] == "ann"
+    assert render.status(seen)["devices"][1]["drained_by"] == "ann"
     event = Event(9, samples.busy.wall, "giant", "refused", "request", "giant needs 50.0 GiB")
     owner = next(iter(samples.busy.sections))
     seen = replace(samples.busy, events=(replace(event, owner=owner),))
@@ -339,7 +339,7 @@ def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
 
 def test_json_has_every_field_and_plain_values():
     """Empty fields are included. Times are seconds since the epoch, and idle times are seconds before now."""
-    status = plain.status(samples.busy)
+    status = render.status(samples.busy)
     assert status["devices"][0] == {
         "id": "sim:0", "name": "", "uuid": "", "total_bytes": 24 * GIB,
         "limit_bytes": int(24 * GIB * 0.9), "claimed_bytes": 18 * GIB, "measured_bytes": 18 * GIB,
@@ -350,5 +350,5 @@ def test_json_has_every_field_and_plain_values():
     assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
     step = {"step": "load", "lease": f"{samples.ME.id}/gemma", "because": ""}
     shares = [{"device": "sim:0", "bytes": 12 * GIB}]
-    assert plain.plain(samples.fits)["steps"][1] == step | {"shares": shares}
-    assert plain.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}
+    assert render.plain(samples.fits)["steps"][1] == step | {"shares": shares}
+    assert render.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}

@@ -4,7 +4,7 @@ import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
-from gpu_runtime.fleet.holds import FleetHold, FleetHolds
+from gpu_runtime.fleet.agent import FleetHold, FleetHolds
 from gpu_runtime.threads import start
 from tests.clock import PATIENCE, until
 

@@ -8,7 +8,7 @@ import pytest
 from gpu_runtime import Busy, DoesNotFit, LoadFailed
 from gpu_runtime.facts import Offer, PlanLevel
 from gpu_runtime.fleet.cluster import Gone
-from gpu_runtime.fleet.placing import attempts, refusal
+from gpu_runtime.fleet.hosts import attempts, refusal
 
 ROOM, NEVER = PlanLevel.ROOM, PlanLevel.NEVER
 

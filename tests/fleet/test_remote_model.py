@@ -9,8 +9,8 @@ import pytest
 
 from gpu_runtime import EngineDied, NodeLost
 from gpu_runtime.backends.processes import remote_calls
-from gpu_runtime.fleet import cluster, remote_model
-from gpu_runtime.fleet.remote_model import MOST_CALLS, MOST_HOSTS, FleetUse
+from gpu_runtime.fleet import client, cluster
+from gpu_runtime.fleet.client import MOST_CALLS, MOST_HOSTS, FleetUse
 
 
 class Notes:
@@ -34,7 +34,7 @@ class World:
         self.dies_with: BaseException | None = None  # the next call ends with it
         monkeypatch.setattr(cluster, "answer", lambda reference, timeout=None: reference())
         monkeypatch.setattr(cluster, "ray", lambda: SimpleNamespace(cloudpickle=pickle))
-        monkeypatch.setattr(remote_model, "on", self._on)
+        monkeypatch.setattr(client, "on", self._on)
 
     def _on(self, model: Notes, method: str, group: str, *args: Any) -> Any:
         def answer() -> Any:

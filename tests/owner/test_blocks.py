@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from gpu_runtime.devices.torch_allocators import reset_peak
+from gpu_runtime.devices.allocators import reset_peak
 from gpu_runtime.facts import Device, Lease, Share
 from gpu_runtime.owner.blocks import LeasedBlock
 from gpu_runtime.units import GIB

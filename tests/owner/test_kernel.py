@@ -33,7 +33,7 @@ from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance, operations
-from gpu_runtime.rendering import tables, views
+from gpu_runtime.rendering import html, views
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests.clock import PATIENCE, until
 
@@ -993,7 +993,7 @@ def test_what_stays_has_a_row_and_a_name_everywhere(started, variables):
     table = rt.who()
     [x] = [row for row in table.to_dict("records") if row["name"] == "x"]
     assert (x["stays"], x["stays_bytes"]) == (FOREIGN, 16 * MIB)
-    text = repr(tables.who(table))
+    text = repr(html.who(table))
     assert "Tensor; 16.0 MiB stays" in text and f"16.0 MiB stays on sim:0: {FOREIGN}." in text
 
 

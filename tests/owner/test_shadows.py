@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.backends.pytorch import host_copies
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
-from gpu_runtime.devices.shared_pages import held_by
+from gpu_runtime.devices.process_memory import held_by
 from gpu_runtime.facts import HOST
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner import shadows as own_shadows

@@ -21,7 +21,7 @@ import torch
 from gpu_runtime.backends.pytorch import host_copies, torch_model
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.devices.shared_pages import held_by
+from gpu_runtime.devices.process_memory import held_by
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests import soak, tiny_models
 from tests.backends.test_interrupts import interrupted_at

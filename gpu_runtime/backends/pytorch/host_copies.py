@@ -19,8 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...devices.process_memory import Memory
-from ...devices.shared_pages import SharedPages, held_by
+from ...devices.process_memory import Memory, SharedPages, held_by
 from ...facts import HOST
 from ..base import is_out_of_memory
 from ..formats.safetensors import Checkpoint

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ... import threads
-from ...devices import torch_allocators
+from ...devices import allocators
 from ...tracked_objects import instances
 from ..base import NotStill
 from .search import subclasses
@@ -59,7 +59,7 @@ def segments(device: torch.device | str) -> Segments:
     module = module_of(device)
     if module is None or not hasattr(module, "memory_snapshot"):
         return ()
-    if not torch_allocators.lists_blocks(module):
+    if not allocators.lists_blocks(module):
         raise NotStill("torch uses another allocator on the card, which does not list its blocks")
     return module.memory_snapshot()
 
@@ -78,14 +78,14 @@ def allocated_bytes(device: torch.device | str, peak: bool = False) -> int:
 def _counting(device: torch.device | str) -> Any:
     """The module of `device`, as in `module_of`; None if its allocator counts no bytes."""
     module = module_of(device)
-    return module if module is not None and torch_allocators.counts_bytes(module) else None
+    return module if module is not None and allocators.counts_bytes(module) else None
 
 
 def reset_peak(device: torch.device | str) -> None:
     """Sets the allocator's peak on `device` to the bytes that are allocated now."""
     module = _counting(device)
     if module is not None:
-        torch_allocators.reset_peak(module, str(device))
+        allocators.reset_peak(module, str(device))
 
 
 def release_cached(device: torch.device | str) -> None:

@@ -25,7 +25,7 @@ from gpu_runtime.facts import (
     Snapshot,
     Stranger,
 )
-from gpu_runtime.rendering import tables
+from gpu_runtime.rendering import html
 from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, clean, clock, strangers_bytes
 from gpu_runtime.units import show_bytes
@@ -453,7 +453,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
         Cell(show_bytes(size), size),
         Cell(show_bytes(alone), alone),
         Cell(clean(record["cell"]), kind="soft"),
-        Cell(tables.what(record), kind="soft"),
+        Cell(html.what(record), kind="soft"),
     )
 
 
@@ -464,4 +464,4 @@ def sums(answer: Variables) -> str:
     if answer.frame is None:
         return ""
     known = {**answer.frame.attrs, "process": ""}  # the heading names the process already
-    return "".join(f'<div class="soft">{esc(line)}</div>' for line in tables.sentences(known))
+    return "".join(f'<div class="soft">{esc(line)}</div>' for line in html.sentences(known))
