@@ -193,7 +193,8 @@ def custom_template(spec: ModelSpec) -> str | None:
 
 def recipe(name: str) -> Recipe:
     """The recipe of the engine `name`. Raises KeyError if no engine has that name."""
-    found: Recipe = getattr(importlib.import_module(".recipes", __package__), ENGINES[name].recipe)()
+    recipes = importlib.import_module(".recipes", __package__)
+    found: Recipe = getattr(recipes, ENGINES[name].recipe)()
     return found
 
 
