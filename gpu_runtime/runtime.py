@@ -44,9 +44,11 @@ from .owner import (
     checkpoints,
     closing,
     console_hook,
+    dataframes,
     defragment,
     doctor,
     drain,
+    dry_run,
     holdings,
     kernel,
     loading,
@@ -55,6 +57,7 @@ from .owner import (
     notebooks,
     opening,
     operations,
+    other_holdings,
     past_decisions,
     registry,
     status,
@@ -512,7 +515,7 @@ class Runtime:
 
     def _plan_wished(self, name: str) -> Plan:
         """A dry run of `_load_wished`. Raises the errors of `plan`."""
-        return status.plan(self._session, name, None, {}, None, for_wish=True)
+        return dry_run.plan(self._session, name, None, {}, None, for_wish=True)
 
     def _load_wished(self, name: str, timeout: float) -> str:
         """Loads a wished model and returns its devices; see `operations.load_wished`."""
@@ -542,22 +545,22 @@ class Runtime:
     @checked
     def models(self) -> DataFrame:
         """A table of every model that is registered here, held anywhere, or in the catalogue."""
-        return status.models(self._session)
+        return dataframes.models(self._session)
 
     @checked
     def leases(self) -> DataFrame:
         """A table of leases: owner, model, device and bytes, with one row for each share."""
-        return status.leases(self._session)
+        return dataframes.leases(self._session)
 
     @checked
     def events(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events with their reasons. The newest event is last."""
-        return status.events(recorded_events(self._session, limit))
+        return dataframes.events(recorded_events(self._session, limit))
 
     @checked
     def evictions(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events in which a model left its device or host memory."""
-        return status.events(recorded_events(self._session, limit, actions=books.LEFT))
+        return dataframes.events(recorded_events(self._session, limit, actions=books.LEFT))
 
     @checked
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
@@ -579,7 +582,7 @@ class Runtime:
     @checked
     def fragmentation(self) -> DataFrame:
         """A table of each process's allocator on each card. Missing figures are empty."""
-        return status.fragmentation(self._session)
+        return dataframes.fragmentation(self._session)
 
     @checked
     def who(self, who: str = "") -> DataFrame:
@@ -588,7 +591,7 @@ class Runtime:
         If `who` is another notebook's file name or process id, the table is of the other process. A
         search takes about 3 s at most. Raises GpuError, NotAllowed, Busy.
         """
-        return status.who(self._session, who)
+        return dataframes.holders(other_holdings.who(self._session, who))
 
     @checked
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
@@ -596,7 +599,7 @@ class Runtime:
 
         Another process usually publishes its map within 2 s of a change.
         """
-        return status.allocator_maps(self._session)
+        return self._session.maps.all(self._session.read_book())
 
     @checked
     def health(self) -> Health:
@@ -622,7 +625,7 @@ class Runtime:
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
         given = {option: value for option, value in options.items() if value is not None}
-        return status.plan(self._session, name_or_size, source, given, timeout)
+        return dry_run.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
     def why(self, name: str = "", *, replay: bool = False) -> tuple[Event | Replayed, ...]:
@@ -689,7 +692,7 @@ class Runtime:
     @checked
     def catalog(self) -> DataFrame:
         """A table of the catalogue's models. Raises CatalogUnavailable, BadDocument."""
-        return status.catalog(self._session)
+        return dataframes.catalog(self._catalogue.catalog.specs())
 
     @checked
     def catalog_names(self) -> tuple[str, ...]:

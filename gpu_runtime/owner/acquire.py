@@ -18,6 +18,7 @@ from ..backends.base import Progress, is_out_of_memory
 from ..catalog.entries import require_loadable
 from ..errors import NotResident
 from ..facts import (
+    Book,
     Candidate,
     Footprint,
     Grant,
@@ -26,13 +27,18 @@ from ..facts import (
     Refuse,
     Request,
     Step,
+    Verdict,
     Wait,
+    World,
     encode_uses,
     parse_importance,
 )
 from ..scheduler import admission, explain
+from ..scheduler.admission import admit
+from ..scheduler.plan import is_new, recorded
 from ..torch_modes import outside_modes
 from ..units import parse_seconds
+from ..version import VERSION
 from . import (
     demand,
     failures,
@@ -42,7 +48,6 @@ from . import (
     parts,
     presence,
     release,
-    replays,
     requests,
     ungoverned,
 )
@@ -312,7 +317,7 @@ def _verdicts(
             stage_bytes=stage_bytes,
             under_way=departures.under_way(),
         )
-        verdict = replays.admitted(session, request, compared)
+        verdict = _admitted(session, request, compared)
         if isinstance(verdict, Grant):
             if verdict.steps:
                 yield verdict
@@ -339,6 +344,29 @@ def _verdicts(
         _ring_blockers(session, verdict, rung_at)
         requests.pause(session, verdict, deadline)
         checked_for_dead = False
+
+
+def _admitted(
+    session: Session, request: Request, compared: tuple[Candidate, ...]
+) -> Grant | Wait | Refuse:
+    """Decides the request in one transaction, and records the decision. Memory is measured first.
+
+    `compared` are the ways to make room that the caller has compared before. They only add details
+    to the journal; see `explain.with_runners_up`.
+    """
+    in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
+
+    def decide(book: Book, world: World) -> tuple[Book, tuple[Verdict, Book, Book, World]]:
+        after, verdict = admit(book, request, world, session.rank)
+        return after, (verdict, book, after, world)
+
+    verdict, book, after, world = session.decide(
+        decide, fresh=True, in_full=lambda events, answer: in_full(events, answer[0])
+    )
+    if is_new(book, after, request, verdict):
+        rule = session.settings.gpu_policy
+        session.journal.record(recorded(book, request, world, verdict, rule, VERSION))
+    return verdict
 
 
 class _Departures:

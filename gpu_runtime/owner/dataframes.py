@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..catalog.entries import state
+from ..errors import GpuError
 from ..facts import (
     AllocatorMap,
     DeviceView,
@@ -27,6 +28,8 @@ from ..facts import (
 )
 from ..safe_text import lines
 from ..threads import import_whole
+from . import permissions, status
+from .session import Session
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -45,39 +48,42 @@ FRAGMENTATION = (
 ).split()
 
 
-def models(
-    specs: Iterable[ModelSpec],
-    sections: Mapping[str, Section],
-    me: str,
-    sizes: Mapping[str, int],
-    now: float,
-    catalogued: Iterable[ModelSpec] = (),
-) -> DataFrame:
-    """Every model that is registered here (`specs`), held by any owner, or in the catalogue.
+def models(session: Session) -> DataFrame:
+    """Every model that is registered here, held by any owner, or in the catalogue. Columns: MODELS.
 
-    `sections` are the sections of the book by owner id. `me` is the id of this owner. `sizes` maps
-    the names of models to bytes. `now` is in seconds of CLOCK_BOOTTIME. If an owner holds a model
-    of the catalogue (`catalogued`), the table has only that owner's row for the model. Columns:
-    MODELS.
+    If an owner holds a model of the catalogue, the table has only that owner's row for the model.
     """
+    book, world = session.look()
+    residents = list(session.residents.values())
+    sizes = {}
+    for resident in residents:
+        try:
+            sizes[resident.spec.name] = resident.footprint().bytes
+        except GpuError:  # the source was deleted after the registration, so the size is unknown
+            continue
+    registered = [
+        resident.spec
+        for resident in residents
+        if not resident.catalogued and resident.lease.kind == "model"
+    ]
     held = {
         (section.owner.id, lease.name): (section.owner, lease)
-        for section in sections.values()
+        for section in book.sections.values()
         for lease in section.leases
         if lease.kind == "model"
     }
     rows = []
-    for spec in specs:
-        owner_and_lease = held.pop((me, spec.name), None)
+    for spec in registered:
+        owner_and_lease = held.pop((session.me, spec.name), None)
         if owner_and_lease:
-            rows.append(_held(*owner_and_lease, now))
+            rows.append(_held(*owner_and_lease, world.now))
         else:
             rows.append(_on_disk(spec, sizes.get(spec.name), "me"))
     for owner, lease in held.values():
-        is_mine = owner.id == me
-        rows.append(_held(owner, lease, now, mine=is_mine))
+        is_mine = owner.id == session.me
+        rows.append(_held(owner, lease, world.now, mine=is_mine))
     names = {row[0] for row in rows}
-    for spec in catalogued:
+    for spec in session.catalogue.specs():
         if spec.name not in names:
             rows.append(_on_disk(spec, sizes.get(spec.name, spec.size), "catalogue"))
     return _frame(rows, MODELS, {"bytes": "Int64"})
@@ -125,16 +131,14 @@ def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
     return _frame(rows, CATALOG, {"bytes": "Int64", "context_length": "Int64"})
 
 
-def leases(sections: Mapping[str, Section], now: float) -> DataFrame:
-    """The leases as a table with one row for each share. Columns: LEASES.
-
-    `sections` are the sections of the book by owner id. `now` is in seconds of CLOCK_BOOTTIME.
-    """
+def leases(session: Session) -> DataFrame:
+    """All leases as a table with one row for each share. Columns: LEASES."""
+    book, world = session.look()
     rows = [
         row
-        for section in sections.values()
+        for section in permissions.proven_sections(session, book).values()
         for lease in section.leases
-        for row in _shares(section.owner, lease, now)
+        for row in _shares(section.owner, lease, world.now)
     ]
     return _frame(rows, LEASES, {"bytes": "int64", "pid": "int64", "pins": "int64"})
 
@@ -185,20 +189,19 @@ def events(rows: Iterable[Event]) -> DataFrame:
     return frame
 
 
-def fragmentation(
-    maps: Iterable[AllocatorMap], sections: Mapping[str, Section], views: Iterable[DeviceView]
-) -> DataFrame:
+def fragmentation(session: Session) -> DataFrame:
     """The memory that each process's allocator holds on each card. Columns: FRAGMENTATION.
 
-    `maps` are the allocator maps that processes publish. `sections` are the sections of the book by
-    owner id. `views` are the devices. A process that publishes no map has a row in which the
-    columns about its allocator are empty.
+    A process that publishes no map has a row in which the columns about its allocator are empty.
 
     The column `fragmentation_bytes` has the bytes that an allocator reserved and did not allocate.
     Three columns describe these bytes. The process itself can use `inactive_bytes` again. Other
     processes can use `releasable_bytes` after `defrag`. `largest_free_bytes` is the largest single
     piece.
     """
+    book, _ = session.look()
+    sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
+    views = status.snapshot(session).devices
     cards = {view.device.id: view for view in views if not view.device.is_host}
     known: dict[tuple[str, str], AllocatorMap | None] = {
         (id, share.device): None
@@ -206,7 +209,7 @@ def fragmentation(
         for lease in section.leases
         for share in lease.shares
     }
-    known |= {(map.owner, map.device): map for map in maps}
+    known |= {(map.owner, map.device): map for map in session.maps.all(book)}
     rows = []
     for (id, device), map in known.items():
         if id not in sections or device not in cards:

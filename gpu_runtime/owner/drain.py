@@ -8,7 +8,7 @@ from ..facts import Book, Device, Lease, Outcome, World
 from ..scheduler import relief as drains
 from ..scheduler.victims import MOVE_FAILED
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import maintenance, permissions
+from . import permissions, release
 from .session import Session
 
 LOOK_SECONDS = 0.1  # the pause between two checks which leases are still on the card
@@ -78,11 +78,32 @@ def _wait_until_left(session: Session, device: Device, timeout: float) -> list[t
     """
     deadline = session.clock() + timeout
     while True:
-        maintenance.vacate(session)
+        vacate(session)
         staying = drains.staying(session.ledger.read(), device.id, session.world())
         if all(why for _, why in staying) or session.clock() >= deadline:
             return staying
         session.ledger.wait(LOOK_SECONDS)
+
+
+def vacate(session: Session) -> None:
+    """Moves idle models off cards that are drained."""
+    book = session.ledger.read()
+    if not book.drained or not drains.has_leases_on_drained(book, session.me, session.world()):
+        return
+    key = session.new_key("drain")
+    try:
+        steps = session.decide(
+            lambda book, world: drains.vacate(
+                book,
+                session.me,
+                world,
+                key.text,
+            )
+        )
+        for step in steps:
+            release.step_aside(session, step, key)
+    finally:
+        session.done_with(key.note)
 
 
 def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:

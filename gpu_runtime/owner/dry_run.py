@@ -17,12 +17,29 @@ from ..backends.registry import file_backend, open_backend
 from ..catalog.entries import obstacle, source_absent
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
-from ..facts import NORMAL, Declared, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
+from ..facts import (
+    NORMAL,
+    Declared,
+    Footprint,
+    Lease,
+    ModelSpec,
+    Owner,
+    Part,
+    PlacementRules,
+    Plan,
+    PlanLevel,
+    Request,
+    lease_title,
+)
 from ..kinds import read
 from ..model_fields import FIELDS, read_options
 from ..scheduler import placement
+from ..scheduler import transitions as books
+from ..scheduler.plan import MOST_LOADS, interference
+from ..scheduler.plan import plan as plan_request
 from ..units import parse_room, show_bytes
-from . import demand, loading
+from . import demand, kernel_names, loading, registry
+from .history import recorded_events
 from .loading import Described
 from .resident import Resident
 from .session import Session
@@ -31,6 +48,60 @@ from .session import Session
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
 PLACED = ("devices", "layout")  # if given with a size, the size is placed like a model
 _LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d._,]+\s*[a-zA-Z]{0,3}\s*$")
+
+
+def plan(
+    session: Session,
+    name_or_size: str | int,
+    source: Any,
+    given: dict[str, Any],
+    timeout: float | None,
+    for_wish: bool = False,
+) -> Plan:
+    """The result of a dry run, which changes nothing; see Runtime.plan and `demand.placement`."""
+    subject = _subject(session, name_or_size, source, given)
+    rules = subject.rules
+    if for_wish:
+        rules = replace(rules, spared=session.wished.get(str(name_or_size), 0))
+    book = session.read_book()
+    world = session.world()
+    book = books.publish(book, session.truth(), world)
+    request = Request("plan", subject.wanted, subject.footprint, world.now, rules, wait=False)
+    found = plan_request(book, request, world, session.rank)
+    typed = given if timeout is None else {**given, "timeout": timeout}
+    if subject.wanted.kind == "block" and is_placed(given):
+        command = ""
+    elif subject.wanted.kind == "block":
+        size = name_or_size if isinstance(name_or_size, str) else f"{name_or_size}B"
+        command = " ".join(["".join(size.split()), *loading.flags(typed)])
+    else:
+        command = loading.command(str(name_or_size), source, typed)
+    if found.level in (PlanLevel.ROOM, PlanLevel.EVICT):
+        loads = recorded_events(session, MOST_LOADS, found.name, ("loaded",))
+        found = replace(found, because=f"{found.because} {interference(loads)}".rstrip())
+    title = lease_title(subject.wanted, book.owner(subject.wanted.owner))
+    return replace(found, name=title, obstacle=subject.obstacle, command=command)
+
+
+def _subject(session: Session, words: str | int, source: Any, given: dict[str, Any]) -> Subject:
+    """The subject that `words` name: a model of any owner, a size of bytes, or a source."""
+    name = str(words)
+    described = loading.described(session, name, source, given)
+    if described is not None:
+        return of_described(described, session)
+    size = size_in(words)
+    if size is not None:
+        return of_bytes(size, session, given)
+    try:
+        target = kernel_names.resolve(session, name, loadable=True)
+        section = session.ledger.read().sections[target.owner]
+        lease = section.lease(target.name) or Lease(*target)
+        declared = session.ledger.names().get(target.owner, {}).get(target.name)
+        return of_lease(lease, section.owner, given, declared)
+    except (UnknownModel, KeyError):  # the answer lists the known names
+        known, all_names = registry.known_names(session), registry.addresses(session)
+        found = unregistered(name, known, all_names, session, given)
+        return of_nobody(found, session)
 
 
 class Subject(NamedTuple):

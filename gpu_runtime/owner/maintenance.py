@@ -23,6 +23,7 @@ from ..scheduler.recall import Order
 from ..units import show_bytes
 from . import (
     defragment,
+    drain,
     earlier_uses,
     kernel,
     migrate,
@@ -64,7 +65,7 @@ def tick(session: Session, notebook: str = "") -> float:
     log_overstays(session)
     requests.follow_up(session)
     session.journal.flush()
-    vacate(session)
+    drain.vacate(session)
     kernel.look_after(session)
     give_back(session)
     if session.activity.running:
@@ -169,27 +170,6 @@ def quiet(session: Session, book: Book) -> bool:
     if book.drained and relief.has_leases_on_drained(book, session.me, world):
         return False
     return books.publish(book, session.truth(), world) is book
-
-
-def vacate(session: Session) -> None:
-    """Moves idle models off cards that are drained."""
-    book = session.ledger.read()
-    if not book.drained or not relief.has_leases_on_drained(book, session.me, session.world()):
-        return
-    key = session.new_key("drain")
-    try:
-        steps = session.decide(
-            lambda book, world: relief.vacate(
-                book,
-                session.me,
-                world,
-                key.text,
-            )
-        )
-        for step in steps:
-            release.step_aside(session, step, key)
-    finally:
-        session.done_with(key.note)
 
 
 def give_back(session: Session) -> None:

@@ -33,11 +33,15 @@ HIDDEN = "Names are shown to {user} only (GPU_WHO_NAMES)."
 
 
 def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Holdings:
-    """The device memory that another `process` holds, listed by the names of its variables.
+    """The device memory that `process` holds, listed by the names of its variables.
 
-    `process` is a notebook's file name, a process id or an owner's id. Waits `seconds` at most.
-    Raises GpuError, NotAllowed, Busy.
+    `process` is a notebook's file name, a process id or an owner's id; empty: this process. Waits
+    `seconds` at most. Raises GpuError, NotAllowed, Busy.
     """
+    if session.guest and not process:
+        raise GpuError("a command holds no memory. Name a notebook or a process:  gpu who NOTEBOOK")
+    if not process:
+        return own(session)
     book = session.ledger.read()
     owner = stopped.owner_named(book, process)
     if owner.id == session.me:

@@ -1,41 +1,14 @@
-"""Decides requests, records the decisions, and decides recorded requests again."""
+"""Decides recorded requests again."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from ..facts import Book, Candidate, Decided, Grant, Refuse, Replayed, Request, Verdict, Wait, World
-from ..scheduler import explain
-from ..scheduler.admission import admit
-from ..scheduler.plan import is_new, recorded, replayed
+from ..facts import Decided, Replayed
+from ..scheduler.plan import replayed
 from ..telemetry.journal import KEPT_DECISIONS
 from ..version import VERSION
 from .session import Session
 
 MOST = 20  # at most so many recorded decisions on a model are decided again
-
-
-def admitted(
-    session: Session, request: Request, compared: tuple[Candidate, ...]
-) -> Grant | Wait | Refuse:
-    """Decides the request in one transaction, and records the decision. Memory is measured first.
-
-    `compared` are the ways to make room that the caller has compared before. They only add details
-    to the journal; see `explain.with_runners_up`.
-    """
-    in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
-
-    def decide(book: Book, world: World) -> tuple[Book, tuple[Verdict, Book, Book, World]]:
-        after, verdict = admit(book, request, world, session.rank)
-        return after, (verdict, book, after, world)
-
-    verdict, book, after, world = session.decide(
-        decide, fresh=True, in_full=lambda events, answer: in_full(events, answer[0])
-    )
-    if is_new(book, after, request, verdict):
-        rule = session.settings.gpu_policy
-        session.journal.record(recorded(book, request, world, verdict, rule, VERSION))
-    return verdict
 
 
 def again(session: Session, name: str, process: str = "") -> tuple[Replayed, ...]:

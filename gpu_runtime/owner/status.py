@@ -9,41 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ..errors import BadSetting, GpuError, UnknownModel
+from ..errors import BadSetting
 from ..facts import (
-    AllocatorMap,
     Book,
     Declared,
-    Event,
     Health,
     History,
-    Lease,
     Level,
     Outcome,
-    Plan,
-    PlanLevel,
-    Request,
-    Section,
     Snapshot,
     World,
-    lease_title,
     problems,
 )
 from ..scheduler import recall
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room_and_blind, stranger_bytes, strangers, views
-from ..scheduler.plan import MOST_LOADS, interference
-from ..scheduler.plan import plan as plan_request
 from ..scheduler.queue import queue
 from ..telemetry.recorder import moments_of
 from ..units import parse_seconds
-from . import dry_run, kernel_names, loading, permissions, presence, registry
+from . import presence
 from .history import recorded_events
 from .session import Session
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from ..ledgers.redis.connection import HostPage
 
 HEALTH_MESSAGES = {
@@ -189,80 +177,6 @@ def specs(session: Session) -> tuple[Any, ...]:
     return tuple(resident.spec for resident in residents if resident.lease.kind == "model")
 
 
-# -- tables; the first table imports pandas
-
-
-def models(session: Session) -> DataFrame:
-    """A table of every model that is registered here, held by any owner, or in the catalogue."""
-    from . import dataframes
-
-    book, world = session.look()
-    residents = list(session.residents.values())
-    sizes = {}
-    for resident in residents:
-        try:
-            sizes[resident.spec.name] = resident.footprint().bytes
-        except GpuError:  # the source was deleted after the registration, so the size is unknown
-            continue
-    registered = [
-        resident.spec
-        for resident in residents
-        if not resident.catalogued and resident.lease.kind == "model"
-    ]
-    return dataframes.models(
-        registered, book.sections, session.me, sizes, world.now, session.catalogue.specs()
-    )
-
-
-def catalog(session: Session) -> DataFrame:
-    """A table of the models of the catalogue. Raises CatalogUnavailable, BadDocument."""
-    from . import dataframes
-
-    return dataframes.catalog(session.catalogue.catalog.specs())
-
-
-def who(session: Session, process: str = "") -> DataFrame:
-    """A table of the names that hold device memory in `process`, or in this process if empty."""
-    from . import dataframes, other_holdings
-
-    if session.guest and not process:
-        raise GpuError("a command holds no memory. Name a notebook or a process:  gpu who NOTEBOOK")
-    found = other_holdings.who(session, process) if process else other_holdings.own(session)
-    return dataframes.holders(found)
-
-
-def leases(session: Session) -> DataFrame:
-    """A table of all leases, with one row for each share."""
-    from . import dataframes
-
-    book, world = session.look()
-    return dataframes.leases(permissions.proven_sections(session, book), world.now)
-
-
-def events(found: tuple[Event, ...]) -> DataFrame:
-    """The events as a table."""
-    from . import dataframes
-
-    return dataframes.events(found)
-
-
-def fragmentation(session: Session) -> DataFrame:
-    """A table of the memory that each process's allocator holds on each card.
-
-    The figures of a process that publishes no map are empty.
-    """
-    from . import dataframes
-
-    book, _ = session.look()
-    sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
-    return dataframes.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
-
-
-def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:
-    """The allocator maps of all owners."""
-    return session.maps.all(session.read_book())
-
-
 # -- history
 
 
@@ -275,65 +189,6 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
     now = moments_of(found.devices, found.sections.values(), found.wall)
     before = session.record.between(since, found.wall, points - 1) if session.record else ()
     return History((*before, *now), recorded_events(session, since=since), span)
-
-
-# -- dry runs
-
-
-def plan(
-    session: Session,
-    name_or_size: str | int,
-    source: Any,
-    given: dict[str, Any],
-    timeout: float | None,
-    for_wish: bool = False,
-) -> Plan:
-    """The result of a dry run, which changes nothing; see Runtime.plan and `demand.placement`."""
-    subject = _subject(session, name_or_size, source, given)
-    rules = subject.rules
-    if for_wish:
-        rules = replace(rules, spared=session.wished.get(str(name_or_size), 0))
-    book = session.read_book()
-    world = session.world()
-    book = books.publish(book, session.truth(), world)
-    request = Request("plan", subject.wanted, subject.footprint, world.now, rules, wait=False)
-    found = plan_request(book, request, world, session.rank)
-    typed = given if timeout is None else {**given, "timeout": timeout}
-    if subject.wanted.kind == "block" and dry_run.is_placed(given):
-        command = ""
-    elif subject.wanted.kind == "block":
-        size = name_or_size if isinstance(name_or_size, str) else f"{name_or_size}B"
-        command = " ".join(["".join(size.split()), *loading.flags(typed)])
-    else:
-        command = loading.command(str(name_or_size), source, typed)
-    if found.level in (PlanLevel.ROOM, PlanLevel.EVICT):
-        loads = recorded_events(session, MOST_LOADS, found.name, ("loaded",))
-        found = replace(found, because=f"{found.because} {interference(loads)}".rstrip())
-    title = lease_title(subject.wanted, book.owner(subject.wanted.owner))
-    return replace(found, name=title, obstacle=subject.obstacle, command=command)
-
-
-def _subject(
-    session: Session, words: str | int, source: Any, given: dict[str, Any]
-) -> dry_run.Subject:
-    """The subject that `words` name: a model of any owner, a size of bytes, or a source."""
-    name = str(words)
-    described = loading.described(session, name, source, given)
-    if described is not None:
-        return dry_run.of_described(described, session)
-    size = dry_run.size_in(words)
-    if size is not None:
-        return dry_run.of_bytes(size, session, given)
-    try:
-        target = kernel_names.resolve(session, name, loadable=True)
-        section = session.ledger.read().sections[target.owner]
-        lease = section.lease(target.name) or Lease(*target)
-        declared = session.ledger.names().get(target.owner, {}).get(target.name)
-        return dry_run.of_lease(lease, section.owner, given, declared)
-    except (UnknownModel, KeyError):  # the answer lists the known names
-        known, all_names = registry.known_names(session), registry.addresses(session)
-        found = dry_run.unregistered(name, known, all_names, session, given)
-        return dry_run.of_nobody(found, session)
 
 
 # -- the catalogue

@@ -8,7 +8,7 @@ from gpu_runtime.facts import HOST
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import maintenance, other_holdings, permissions
+from gpu_runtime.owner import holdings, maintenance, other_holdings, permissions
 from gpu_runtime.owner.other_holdings import MOST_LETTERS, MOST_ROWS
 from gpu_runtime.scheduler import recall
 from gpu_runtime.scheduler.recall import Order
@@ -57,7 +57,7 @@ def test_while_a_cell_runs_its_variables_are_not_searched(pair, monkeypatch):
     asks, other = pair
     loaded(other, qwen="4GiB")
     other._session.activity.began("a cell")
-    monkeypatch.setattr(other_holdings.holdings, "who", pytest.fail)
+    monkeypatch.setattr(holdings, "who", pytest.fail)
     frame = asks.who(other._session.me)
     assert table(frame) == {"qwen": 4096} and frame.attrs["note"] == other_holdings.BUSY
 
@@ -69,9 +69,9 @@ def test_a_search_ends_when_a_cell_begins(pair, monkeypatch):
     def who(session, stop):
         other._session.activity.began("a cell")
         stops.append(stop())
-        return other_holdings.holdings.Holdings(())
+        return holdings.Holdings(())
 
-    monkeypatch.setattr(other_holdings.holdings, "who", who)
+    monkeypatch.setattr(holdings, "who", who)
     loaded(other, qwen="4GiB")
     asks.who(other._session.me)
     assert stops == [True]
@@ -104,7 +104,7 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
     """Another user, such as an operator, gets only what the book has: figures and the names of models."""
     _, other = pair
     session = other._session
-    mine = other_holdings.holdings.Holder
+    mine = holdings.Holder
     rows = (
         mine("secret", "variable", "sim:0", 5, 5, "In [1]", "Tensor"),
         mine("m", "model", "sim:0", 3, 3),
@@ -131,7 +131,7 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
 
 def test_the_answer_is_bounded():
     many = tuple(
-        other_holdings.holdings.Holder("x" * 1000, "variable", "sim:0", 1, 1, "", "y" * 1000)
+        holdings.Holder("x" * 1000, "variable", "sim:0", 1, 1, "", "y" * 1000)
         for _ in range(MOST_ROWS + 5)
     )
     short = other_holdings._shortened(other_holdings.Holdings(many))
