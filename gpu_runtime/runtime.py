@@ -39,39 +39,28 @@ from .model_fields import KEYWORDS
 from .notebook import notebook_path
 from .owner import (
     acquire,
-    backtests,
+    arrivals,
     blocks,
+    cards,
     checkpoints,
-    closing,
-    console_hook,
     dataframes,
-    defragment,
     doctor,
-    drain,
-    dry_run,
+    history,
     holdings,
     kernel,
+    lifetime,
     loading,
-    loads,
     maintenance,
-    notebooks,
-    opening,
     operations,
-    other_holdings,
-    past_decisions,
     registry,
     status,
-    stopped,
-    unproven_owners,
-    waits,
 )
-from .owner.history import recorded_events
+from .owner.history import DEVICES, HOSTS, POLICIES, recorded_events
 from .owner.kernel import Kernel
-from .owner.monitor import Monitor
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place
-from .owner.session import Session
+from .owner.session import Monitor, Session
 from .scheduler import transitions as books
 from .scheduler.placement import check_policy
 from .settings import Settings
@@ -130,7 +119,7 @@ class Runtime:
         _runtimes.add(self)
 
     def _open(self) -> None:
-        self._opened = opening.open_session(
+        self._opened = lifetime.open_session(
             self.settings, self.probe, self._catalogue, clock=self._clock, wall=self._wall
         )
         if self._wants_monitor:
@@ -152,7 +141,7 @@ class Runtime:
                 self._open()
                 self._is_inherited = False
         if self._opened.closed:
-            raise closing.closed_error(self._opened)
+            raise lifetime.closed_error(self._opened)
         return self._opened
 
     @property
@@ -400,8 +389,8 @@ class Runtime:
         NotAllowed, GpuError.
         """
         if lost:
-            return unproven_owners.evict(self._session, str(name), force=force)
-        return notebooks.evict(self._session, name, timeout=timeout, wait=wait, drop=drop)
+            return operations.evict_lost(self._session, str(name), force=force)
+        return operations.evict(self._session, name, timeout=timeout, wait=wait, drop=drop)
 
     @checked
     def cancel(self, name: str | LeaseId, *, timeout: str | float | None = ASK_SECONDS) -> Outcome:
@@ -411,7 +400,7 @@ class Runtime:
         Only the request's user and operators may end its wait. Raises GpuError, AmbiguousName,
         NotAllowed, Busy.
         """
-        return waits.cancel(self._session, name, timeout)
+        return operations.cancel(self._session, name, timeout)
 
     @checked
     def move(
@@ -457,7 +446,7 @@ class Runtime:
     @checked
     def resume(self, process: str) -> Outcome:
         """Continues a stopped `process`: a pid or a notebook's file name. Raises NotAllowed."""
-        return stopped.resume(self._session, process)
+        return operations.resume(self._session, process)
 
     @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:
@@ -471,7 +460,7 @@ class Runtime:
         `process` selects one process by its pid, its owner id, or its model (`qwen@4121`). The
         `timeout` is for all processes together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
         """
-        return defragment.defrag(self._session, process, timeout)
+        return cards.defrag(self._session, process, timeout)
 
     @checked
     def free(self, name: str | None = None) -> Outcome:
@@ -490,7 +479,7 @@ class Runtime:
         A drain applies to all processes of the ledger until it is undone or the machine restarts.
         Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
         """
-        return drain.drain(self._session, device, undo=undo, timeout=timeout)
+        return cards.drain(self._session, device, undo=undo, timeout=timeout)
 
     @checked
     def tell_waits(
@@ -515,7 +504,7 @@ class Runtime:
 
     def _plan_wished(self, name: str) -> Plan:
         """A dry run of `_load_wished`. Raises the errors of `plan`."""
-        return dry_run.plan(self._session, name, None, {}, None, for_wish=True)
+        return loading.plan(self._session, name, None, {}, None, for_wish=True)
 
     def _load_wished(self, name: str, timeout: float) -> str:
         """Loads a wished model and returns its devices; see `operations.load_wished`."""
@@ -591,7 +580,7 @@ class Runtime:
         If `who` is another notebook's file name or process id, the table is of the other process. A
         search takes about 3 s at most. Raises GpuError, NotAllowed, Busy.
         """
-        return dataframes.holders(other_holdings.who(self._session, who))
+        return dataframes.holders(holdings.who(self._session, who))
 
     @checked
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
@@ -625,7 +614,7 @@ class Runtime:
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
         given = {option: value for option, value in options.items() if value is not None}
-        return dry_run.plan(self._session, name_or_size, source, given, timeout)
+        return loading.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
     def why(self, name: str = "", *, replay: bool = False) -> tuple[Event | Replayed, ...]:
@@ -633,7 +622,7 @@ class Runtime:
 
         The newest is first. With `replay`, the recorded decisions are made again; `name` may be a decision's number.
         """
-        return past_decisions.why(self._session, name, replay)
+        return history.why(self._session, name, replay)
 
     @checked
     def backtest(
@@ -642,10 +631,10 @@ class Runtime:
         models: str | os.PathLike[str] | None = None,
         *,
         days: float | None = None,
-        policy: str | Iterable[str] = backtests.POLICIES,
+        policy: str | Iterable[str] = POLICIES,
         engine: str | Iterable[str] = "full",
-        device: str | Iterable[str] = backtests.DEVICES,
-        host: str | Iterable[str] = backtests.HOSTS,
+        device: str | Iterable[str] = DEVICES,
+        host: str | Iterable[str] = HOSTS,
     ) -> DataFrame:
         """Replays a history, and shows how long users wait with each policy, card and RAM.
 
@@ -656,7 +645,7 @@ class Runtime:
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
         choices |= {"device": device, "host": host}
-        return backtests.backtest(self._session, requests, models, **choices)
+        return history.backtest(self._session, requests, models, **choices)
 
     @checked
     def schedule(self) -> Schedule:
@@ -671,7 +660,7 @@ class Runtime:
     @checked
     def console(self) -> Any:
         """The operator's console, a Panel object, live in a notebook. Raises GpuError."""
-        return console_hook.console(self)
+        return status.console(self)
 
     @property
     def simulated(self) -> bool:
@@ -730,15 +719,15 @@ class Runtime:
             if self._opened.closed:
                 return
             self._opened.closed = True
-        closing.close(self._opened)
+        lifetime.close(self._opened)
 
     def _stop_loads(self, why: str) -> None:
         """Ends the loads that run now with an error that says `why`."""
-        loads.stop_all(self._session, why)
+        arrivals.stop_all_loads(self._session, why)
 
     def _leave_load(self, thread: int, why: str) -> None:
         """Ends the wait of `thread` for a model, or the load if no other request waits for it."""
-        loads.leave_thread(self._session, thread, why)
+        arrivals.leave_request(self._session, thread, why)
 
     def __enter__(self) -> Runtime:
         return self
@@ -756,4 +745,4 @@ class Runtime:
             resident.leave_to_parent()
 
 
-_runtimes = closing.remembered_until_exit()
+_runtimes = lifetime.remembered_until_exit()

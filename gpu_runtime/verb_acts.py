@@ -150,11 +150,11 @@ def backtest(rt: Any, args: argparse.Namespace) -> Any:
 
     If `args` have no files of a history and `rt` is None, opens the runtime and closes it again.
     """
-    from .owner import backtests
+    from .owner import history
 
     choices = given(args, "days", "policy", "engine", "device", "host")
     if args.requests or args.models:
-        return backtests.backtest(None, args.requests, args.models, **choices)
+        return history.backtest(None, args.requests, args.models, **choices)
     if rt is not None:
         return rt.backtest(**choices)
     from gpu_runtime import runtime

@@ -1,13 +1,15 @@
 """Gets memory for a model or a block of code: requests it, and waits for the grant.
 
-After the grant, the module `granted` loads or restores the model.
+`Use` is the block of `rt.use`, and `obtain` its request: the wanted lease and the rules for its
+cards, then one decision after the other until the grant. `arrivals.perform` loads or restores then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,9 +25,11 @@ from ..facts import (
     Footprint,
     Grant,
     Lease,
+    Load,
     PlacementRules,
     Refuse,
     Request,
+    Share,
     Step,
     Verdict,
     Wait,
@@ -37,22 +41,12 @@ from ..scheduler import admission, explain
 from ..scheduler.admission import admit
 from ..scheduler.plan import is_new, recorded
 from ..torch_modes import outside_modes
-from ..units import parse_seconds
+from ..units import parse_seconds, show_seconds
+from ..user_frames import shorten_interrupt
 from ..version import VERSION
-from . import (
-    demand,
-    failures,
-    granted,
-    interrupts,
-    loads,
-    parts,
-    presence,
-    release,
-    requests,
-    ungoverned,
-)
+from . import arrivals, failures, release, requests
 from .pins import AnchorRef, Held
-from .resident import Place, Resident
+from .resident import NONE_RETURNED, Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 log = logging.getLogger("gpu_runtime")
@@ -165,13 +159,13 @@ def obtain(
     if anchor is not None and resident.pauses:
         _let_others_pass(session, resident, limit)
     requested = session.wall()
-    with interrupts.in_one_line(session, partial(interrupts.outcome_of, session, resident)):
+    with in_one_line(session, partial(outcome_of, session, resident)):
         if session.settings.enable_memory_governor:
             _obtain_governed(
                 session, resident, anchor, rank, alive, for_wish, limit, progress, with_load
             )
         else:
-            ungoverned.load(session, resident, anchor, progress)
+            _load_ungoverned(session, resident, anchor, progress)
     if anchor is not None:
         # Not the time of the grant: all callers that waited for one load would count as one use.
         resident.note_uses(encode_uses([requested]))
@@ -203,18 +197,18 @@ def _obtain_governed(
     with_load: bool,
 ) -> None:
     deadline = session.clock() + timeout if with_load and timeout is not None else None
-    attempts, returned, spec = 0, parts.NOTHING, resident.spec
+    attempts, returned, spec = 0, NONE_RETURNED, resident.spec
 
     def wishes() -> tuple[Lease, Footprint, PlacementRules]:
         """What to request. This reads the model's source if the model is not loaded."""
-        rules = demand.placement(session, resident, for_wish)
-        wanted = demand.wanted_lease(session, resident, importance, keep_alive)
+        rules = placement(session, resident, for_wish)
+        wanted = wanted_lease(session, resident, importance, keep_alive)
         return wanted, resident.footprint(), rules
 
     if resident.handle is not None:
         wanted, footprint, rules = wishes()
     else:
-        wanted, footprint, rules = loads.read(session, spec.name, wishes, deadline)
+        wanted, footprint, rules = arrivals.read_source(session, spec.name, wishes, deadline)
 
     def is_here() -> bool:
         if anchor is None:
@@ -225,12 +219,12 @@ def _obtain_governed(
     # release.
     key = session.new_key(f"use {resident.spec.name}")
     try:
-        stage = parts.STAGE_BYTES
+        stage = release.STAGE_BYTES
         for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here, stage):
             step = verdict.steps[0]
             attempts += 1
             try:
-                further = granted.perform(
+                further = arrivals.perform(
                     session, resident, verdict, anchor, key, progress, returned, deadline
                 )
                 if further is None:
@@ -246,7 +240,7 @@ def _obtain_governed(
         # this thread is interrupted again.
         session.done_with(key.note)
         session.withdraw(key)
-        loads.stop_unwanted(session, resident.spec.name)
+        arrivals.stop_unwanted_load(session, resident.spec.name)
 
 
 # -- waiting for a grant
@@ -335,7 +329,9 @@ def _verdicts(
             departures.start(step, wait=not (returns and returns.piece_bytes))
         if verdict.steps:
             continue
-        verdict = loads.explained(session, wanted.name, presence.explained(session, verdict))
+        verdict = arrivals.with_stopped_load(
+            session, wanted.name, requests.explained(session, verdict)
+        )
         because = verdict.because
         if deadline is not None and session.clock() >= deadline:
             waited = session.clock() - began
@@ -414,3 +410,154 @@ def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -
     due = {owner for owner in owners if now - rung_at.get(owner, -math.inf) >= POLL_SECONDS}
     rung_at.update(dict.fromkeys(due, now))
     session.ledger.ring(due - {session.me})
+
+
+# -- the request for a model: the wanted lease, and the rules for its cards
+
+
+def wanted_lease(
+    session: Session,
+    resident: Resident,
+    importance: int | None = None,
+    keep_alive: float | None = None,
+) -> Lease:
+    """The lease to request for a model.
+
+    `importance` and `keep_alive` (seconds) default to the values of the registration.
+    """
+    spec = resident.spec
+    return Lease(
+        session.me,
+        spec.name,
+        importance=spec.importance if importance is None else importance,
+        wished=session.wished.get(spec.name, 0),
+        keep=spec.keep,
+        keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
+        movable=resident.backend.can_move,
+        recent_uses=resident.recent_uses,
+        reload_seconds=resident.lease.reload_seconds,
+        restore_seconds=resident.lease.restore_seconds,
+        source=resident.content,
+        backend=spec.backend,
+        model_type=spec.model_type,
+        quantization=spec.quantization,
+        kind="kernel" if spec.backend == "kernel" else "model",
+    )
+
+
+def placement(session: Session, resident: Resident, for_wish: bool = False) -> PlacementRules:
+    """Rules for where the model may be placed and how it may be divided.
+
+    The model's own rules override the settings. If `for_wish` is true, the model is loaded because
+    the fleet wishes it, and not for a use. Models that are wished as much stay then.
+    """
+    splits = resident.backend.can_split and len(resident.pieces()) != 1
+    layout = resident.spec.layout if splits else "single"
+    if layout == "auto":
+        layout = resident.backend.layout  # an engine may require a layout
+    devices = allowed_devices(session, resident)
+    rules = replace(session.settings.placement(), devices=devices, layout=layout)
+    rules = replace(rules, **resident.spec.placement)
+    if for_wish:
+        rules = replace(rules, spared=session.wished.get(resident.spec.name, 0))
+    return _bound_to(resident.must_return_to(), rules)
+
+
+def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
+    """Returns the `rules`, changed to take from each card exactly the bytes in `cards`.
+
+    `cards` maps ids of cards to bytes. Memory that left several cards for host memory returns to
+    each card with the bytes that it had there. With less than two cards, or with unknown bytes, the
+    rules are unchanged.
+    """
+    if len(cards) < 2 or not all(cards.values()):
+        return rules
+    return replace(
+        rules,
+        layout="proportional",
+        card_bytes=dict(cards),
+        least_cards=len(cards),
+        most_cards=len(cards),
+        margin_bytes=0,
+    )
+
+
+def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
+    """Ids of the cards on which the model may be placed. Empty means any card.
+
+    The model's own list overrides the card that INFERENCE_GPU_INDEX names. Memory that a live
+    autograd graph holds returns only to the card that it left.
+    """
+    if bound := resident.must_return_to():
+        return tuple(bound)
+    index = session.settings.inference_gpu_index
+    if resident.spec.devices or index is None:
+        return resident.spec.devices
+    cards = [device for device in session.probe.devices if not device.is_host]
+    return tuple(card.id for card in cards if card.index == index)
+
+
+# -- a request that the stop button interrupts
+
+
+@contextlib.contextmanager
+def in_one_line(
+    session: Session, outcome: Callable[[], str] = lambda: "nothing is held"
+) -> Iterator[None]:
+    """A `with` block that shows a KeyboardInterrupt as one line: the seconds and the `outcome`.
+
+    After an interrupt, `outcome` is called at the end of the block. By then the code in the block
+    must have released its request.
+    """
+    began = session.clock()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        waited = show_seconds(session.clock() - began)
+        shorten_interrupt(error, f"Interrupted after {waited}; {outcome()}.")
+        raise
+
+
+def outcome_of(session: Session, resident: Resident) -> str:
+    """The state of the model after an interrupted request for it.
+
+    The text is the end of a sentence.
+    """
+    if load := session.loads.get(resident.spec.name):
+        return arrivals.load_state(session, load)
+    if resident.place is not Place.HERE:
+        return "nothing is held"
+    return f"{resident.spec.name} is on {resident.lease.where}, and not in use by this request"
+
+
+# -- without a governor (ENABLE_MEMORY_GOVERNOR=0): no ledger, and nothing is evicted
+
+
+def _load_ungoverned(
+    session: Session, resident: Resident, anchor: AnchorRef | None, progress: Progress | None
+) -> None:
+    """Loads the model onto the first allowed card. `anchor` and `progress` are as in `obtain`."""
+    allowed = allowed_devices(session, resident)
+    cards = [device.id for device in session.probe.devices if not device.is_host]
+    share = Share(
+        next(id for id in cards if not allowed or id in allowed), resident.footprint().bytes
+    )
+    try:
+        handle, shares, seconds = resident.load((share,), progress)
+    except Exception as error:
+        raise failures.load_error(session, resident, Load("", (share,)), error) from error
+    known = wanted_lease(session, resident)
+    lease = replace(
+        resident.lease,
+        shares=shares,
+        reload_seconds=seconds,
+        movable=known.movable,
+        droppable=resident.backend.droppable(handle),
+        importance=known.importance,
+        keep=known.keep,
+        keep_alive=known.keep_alive,
+        backend=known.backend,
+        model_type=known.model_type,
+        quantization=known.quantization,
+    )
+    resident.install(handle, lease, anchor)

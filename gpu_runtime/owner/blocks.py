@@ -18,7 +18,7 @@ from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, par
 from ..safe_text import LONGEST_NAME, printable
 from ..torch_modes import outside_modes
 from ..units import parse_room, parse_seconds, show_bytes
-from . import acquire, failures, interrupts
+from . import acquire, failures
 from .pins import AnchorRef, Held
 from .session import Session
 
@@ -132,7 +132,7 @@ class _Block(Held):
     def _start(self, anchor: AnchorRef) -> LeasedBlock:
         session = self._session
         session.start_monitor()
-        with interrupts.in_one_line(session):
+        with acquire.in_one_line(session):
             lease = _lease_block(session, self._name, anchor, *self._wanted)
         id = lease.shares[0].device
         device = next(device for device in session.probe.devices if device.id == id)

@@ -13,19 +13,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import psutil
 
 from ..devices import checkpoint, drivers
 from ..devices.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, CallFailed
 from ..errors import Busy, GpuError, NotAllowed, ProbeFailed
-from ..facts import HOST, Lease, Outcome, Share, where
-from ..ledgers.liveness import name_of, start_ticks
+from ..facts import HOST, Lease, Outcome, Share, Value, where
+from ..ledgers.access import local_state
+from ..ledgers.liveness import boot_id, name_of, start_ticks
+from ..private_paths import make_directory, replace_file, weak_step
 from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted
 from ..units import GIB, show_bytes
-from . import kernel, parked_processes, permissions
+from . import kernel, requests
 from .blocks import RoomForProcess
-from .parked_processes import ParkedProcess
 from .session import Session
 
 LEAST_DRIVER = 570
@@ -175,7 +177,7 @@ def look(pid: int) -> Target | None:
 def _require_allowed(session: Session, target: Target) -> None:
     """Raises NotAllowed unless this user runs the process `target` or is an operator."""
     mine = session.owner.user
-    if target.user == mine or permissions.asker(session, mine).operator:
+    if target.user == mine or requests.asker(session, mine).operator:
         return
     because = f"{mine} may not park {target.label}: only {target.user} or an operator may"
     raise NotAllowed(f"{because}.", name=str(target.pid), because=because, user=mine)
@@ -310,7 +312,7 @@ def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
         held = _held(session, target)  # measured again: the locked process can take no more
         uuids = {device.id: device.key for device in session.probe.devices}
         cards = {uuids[share.device]: share.bytes for share in held}
-        parked_processes.note(ParkedProcess(target.pid, target.started, cards))
+        note_parked(ParkedProcess(target.pid, target.started, cards))
         _call("checkpoint", target, size=sum(share.bytes for share in held))
     except GpuError as error:
         raise _unlocked(target, error) from None
@@ -325,7 +327,7 @@ def _unlocked(target: Target, error: GpuError) -> GpuError:
     try:
         if _call("state", target) == LOCKED:
             _call("unlock", target)
-            parked_processes.forget(target.pid, target.started)
+            forget_parked(target.pid, target.started)
             return GpuError(f"{error} It runs on, with its memory in place.")
     except GpuError as second:
         error = GpuError(f"{error} {second}")
@@ -338,7 +340,7 @@ def _restore(session: Session, target: Target, held: tuple[Share, ...]) -> None:
     """Moves the bytes `held` back to the cards, for which the caller has leased room."""
     _call("restore", target, size=sum(share.bytes for share in held))
     _call("unlock", target)
-    parked_processes.forget(target.pid, target.started)
+    forget_parked(target.pid, target.started)
     session.world(fresh=True)
 
 
@@ -402,7 +404,7 @@ def _seconds(size: int) -> float:
 
 def _noted(session: Session, target: Target) -> tuple[Share, ...]:
     """The bytes that the parked process needs on each card. Raises GpuError for unknown bytes."""
-    note = parked_processes.noted(target.pid, target.started)
+    note = noted_parked(target.pid, target.started)
     ids = {device.key: device.id for device in session.probe.devices}
     if note is None or set(note.cards) - set(ids):
         raise GpuError(
@@ -419,3 +421,51 @@ def _journal(
     lease = Lease(session.me, f"pid {target.pid}", shares=held)
     size = sum(share.bytes for share in held)
     session.note(lease, verb, verb, because, fresh=True, size=size, by=session.owner.user)
+
+
+# -- notes on parked processes
+#
+# The driver does not report how much memory a parked process needs for its return. So each one has
+# a file in a directory of this user, which is valid until the machine boots again.
+
+MOST_BYTES = 1 << 16
+
+
+class ParkedProcess(Value):
+    """A process that was parked, and the bytes that it held."""
+
+    pid: int
+    started: int  # clock ticks after the boot: a pid is used again
+    cards: dict[str, int]  # UUID -> bytes
+
+
+def note_parked(process: ParkedProcess) -> None:
+    """Stores the note on `process`. Raises GpuError on failure: unparking needs the note."""
+    path = _note_path(process.pid, process.started)
+    try:
+        make_directory(path.parent)
+        if weak := weak_step(path.parent):
+            raise GpuError(f"the notes on parked processes are not private: {weak}.")
+        replace_file(path, msgspec.json.encode(process))
+    except OSError as error:
+        raise GpuError(f"{path} cannot be written ({error.strerror}).") from None
+
+
+def noted_parked(pid: int, started: int) -> ParkedProcess | None:
+    """The note on the process `pid` that began at `started`. None if this user has no such note."""
+    path = _note_path(pid, started)
+    try:
+        if weak_step(path.parent) or path.stat().st_size > MOST_BYTES:
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=ParkedProcess)
+    except (OSError, msgspec.MsgspecError):  # there is no note, or it cannot be read
+        return None
+
+
+def forget_parked(pid: int, started: int) -> None:
+    """Removes the note on the process `pid` that began at `started`, if there is a note."""
+    _note_path(pid, started).unlink(missing_ok=True)
+
+
+def _note_path(pid: int, started: int) -> Path:
+    return local_state() / "parked" / boot_id() / f"{pid}-{started}.json"

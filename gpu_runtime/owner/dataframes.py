@@ -28,7 +28,7 @@ from ..facts import (
 )
 from ..safe_text import lines
 from ..threads import import_whole
-from . import permissions, status
+from . import requests, status
 from .session import Session
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def leases(session: Session) -> DataFrame:
     book, world = session.look()
     rows = [
         row
-        for section in permissions.proven_sections(session, book).values()
+        for section in requests.proven_sections(session, book).values()
         for lease in section.leases
         for row in _shares(section.owner, lease, world.now)
     ]
@@ -200,7 +200,7 @@ def fragmentation(session: Session) -> DataFrame:
     piece.
     """
     book, _ = session.look()
-    sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
+    sections = {session.me: Section(session.owner)} | requests.proven_sections(session, book)
     views = status.snapshot(session).devices
     cards = {view.device.id: view for view in views if not view.device.is_host}
     known: dict[tuple[str, str], AllocatorMap | None] = {

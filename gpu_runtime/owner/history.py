@@ -1,12 +1,34 @@
-"""Events from the journal and from the book."""
+"""The past: recorded events, the last decisions and their replay, and back-tests."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
-from ..errors import LedgerUnavailable
-from ..facts import Event
+from ..backtest import (
+    DEVICES,
+    HOSTS,
+    USE_SECONDS,
+    BacktestRow,
+    UseHistory,
+    compare,
+    journal_history,
+    read_history,
+    split_words,
+)
+from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
+from ..facts import Decided, Event, Replayed, notebook_has_name
+from ..scheduler.plan import replayed
+from ..telemetry.journal import KEPT_DECISIONS
+from ..threads import import_whole
+from ..units import show_bytes
+from ..version import VERSION
+from . import operations, registry
 from .session import Session
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 def recorded_events(
@@ -40,3 +62,220 @@ def recorded_events(
         return tuple(merged)
     first = max(0, len(merged) - limit)
     return tuple(merged[first:])
+
+
+# -- the last decisions on a model or a notebook
+
+FEW = 8  # events that `why` returns without a name, among the last MOST_RECENT
+MOST_RECENT = 500
+MOST_OF_ONE = 20  # events that `why` returns about one name
+
+
+def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ...]:
+    """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
+
+    Without a `name`, the last decisions that concern this process. In a terminal, the last ones on
+    this host. Raises UnknownModel if there is no decision on `name` and no model has this name, and
+    GpuError if no notebook has it. With `replay`, the recorded decisions are made again.
+    """
+    if replay:
+        return _replays(session, name)
+    if not name:
+        recent = _recent(session)
+        mine = [event for event in recent if session.guest or event.owner == session.me]
+        return (*_staying(session, session.me), *mine[-FEW:][::-1])
+    bare, process = registry.split_address(name)
+    resident = registry.by_key(session, bare)
+    found = recorded_events(
+        session, None if process else MOST_OF_ONE, resident.spec.name if resident else bare
+    )
+    if process:
+        found = _of_process(session, found, process)[-MOST_OF_ONE:]
+    if not found and resident is None and session.catalogue.spec(bare) is None:
+        found = _on_kernel(session, bare)
+    return found[::-1]
+
+
+def _recent(session: Session) -> list[Event]:
+    """The last events. A model that its process releases at its end is no decision.
+
+    With these events, a process that ends with eight models would displace all decisions.
+    """
+    recent = recorded_events(session, MOST_RECENT)
+    return [event for event in recent if event.action != "released"]
+
+
+def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
+    """Those of the `events` that the `process` recorded: its notebook, pid or owner's id."""
+    sections = session.ledger.read().sections.values()
+    owners = {one.owner.id for one in sections if process in one.owner.names}
+    owners |= {one.owner for one in events if notebook_has_name(one.notebook, process)}
+    return tuple(
+        event
+        for event in events
+        if event.owner in owners or process in (event.owner, event.owner.partition(".")[0])
+    )
+
+
+def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
+    """The last decisions on the kernel `who`; see `registry.find_kernel`. Raises UnknownModel, GpuError.
+
+    If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
+    """
+    of_all = recorded_events(session, model=registry.NAME)
+    try:
+        owner = registry.find_kernel(session, who, leased=False).owner
+    except AmbiguousName:
+        raise
+    except GpuError:
+        owners = [one.owner for one in of_all if notebook_has_name(one.notebook, who)]
+        if not owners and registry.is_notebook(session, who):
+            return _on_models_of(session, who)
+        if not owners:
+            raise UnknownModel(who, registry.addresses(session)) from None
+        owner = owners[-1]
+    found = [event for event in of_all if event.owner == owner]
+    return (*found[-MOST_OF_ONE:], *_staying(session, owner))
+
+
+def _staying(session: Session, owner_id: str) -> tuple[Event, ...]:
+    """An event for each part of the memory of the process `owner_id` that cannot leave its card now."""
+    section = session.ledger.read().sections.get(owner_id)
+    if section is None:
+        return ()
+    now = session.wall()
+    return tuple(
+        Event(
+            seq=0,
+            wall=now,
+            model=registry.NAME,
+            action="stays",
+            reason="shared",
+            because=f"{show_bytes(one.bytes)} on {one.device}: {one.why}",
+            owner=owner_id,
+            notebook=section.owner.notebook,
+        )
+        for one in section.staying
+    )
+
+
+def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
+    """The last decisions on the models of the `notebook`. Raises GpuError, AmbiguousName."""
+    found = [event for event in _recent(session) if notebook_has_name(event.notebook, notebook)]
+    paths = tuple(sorted({event.notebook for event in found}))
+    if len(paths) > 1:
+        raise AmbiguousName(notebook, paths)
+    if not found:
+        operations.sections_of_notebook(
+            session, notebook
+        )  # raises GpuError if no notebook has the name
+    return tuple(found[-FEW:])
+
+
+def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
+    """Decides the recorded decisions on the model or notebook `name` again; see Runtime.why.
+
+    `name` may be the number of one decision. Raises UnknownModel if no decision is recorded and no
+    model has this name, and GpuError if no notebook has it.
+    """
+    bare, process = registry.split_address(name)
+    is_notebook = registry.is_notebook(session, name)
+    if is_notebook:
+        bare, process = registry.NAME, name
+    resident = registry.by_key(session, bare)
+    found = decided_again(session, resident.spec.name if resident else bare, process)
+    if not found and is_notebook:
+        operations.sections_of_notebook(
+            session, name
+        )  # raises GpuError if no notebook has the name
+    elif not found and resident is None and session.catalogue.spec(bare) is None:
+        numbers = "No recorded decision has this number. See the numbers:  gpu why NAME --replay"
+        advice = numbers if bare.isdecimal() else ""
+        raise UnknownModel(bare, registry.addresses(session), advice=advice)
+    return found
+
+
+# -- recorded decisions, decided again
+
+MOST = 20  # at most so many recorded decisions on a model are decided again
+
+
+def decided_again(session: Session, name: str, process: str = "") -> tuple[Replayed, ...]:
+    """Decides the recorded decisions on the model `name` again. The newest decision is first.
+
+    `name` may also be the number of a single decision in the journal. If `process` is the pid, the
+    id or the notebook of an owner, only the decisions of this owner are made again.
+    """
+    decided = session.journal.decided(name, KEPT_DECISIONS if process else MOST)
+    mine = [one for one in decided if not process or _is_by(process, one)]
+    return tuple(replayed(one, VERSION) for one in mine[:MOST])
+
+
+def _is_by(process: str, decided: Decided) -> bool:
+    """Whether the owner with the name `process` made the request of the decision `decided`."""
+    owner = decided.book.owner(decided.request.lease.owner)
+    return owner is not None and process in owner.names
+
+
+# -- back-tests: a history of uses with other policies, cards and host memory
+
+DAY = 86_400.0  # seconds
+DAYS = 7.0
+POLICIES = "lru,cost_aware,keep_score"
+Words = str | Iterable[str]
+
+
+def backtest(
+    session: Session | None,
+    requests: str | os.PathLike[str] | None = None,
+    models: str | os.PathLike[str] | None = None,
+    *,
+    days: float | None = None,
+    policy: Words = POLICIES,
+    engine: Words = "full",
+    device: Words = DEVICES,
+    host: Words = HOSTS,
+) -> DataFrame:
+    """A table of the waiting that each choice of policy, engine, card and host memory would cause.
+
+    The history is read from the CSV files `requests` and `models`; without them, from the journal
+    of the last `days` days (7). `policy`, `engine`, `device` and `host` are each a list of
+    words, or one string of words with commas. The words of `device` and `host` are sizes such as
+    `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
+    `backtest.Row`. Raises BadSetting, GpuError.
+    """
+    import_whole("pandas")
+    from pandas import DataFrame
+
+    if (requests is None) != (models is None):
+        raise GpuError(
+            "a trace has two files, and only one was given.\n"
+            "  Type both:  gpu backtest --requests FILE --models FILE"
+        )
+    if requests is not None and models is not None:
+        if days is not None:
+            raise BadSetting("days", days, "left out beside a trace, which is replayed in full")
+        history = read_history(os.fspath(requests), os.fspath(models))
+        note = ""
+    else:
+        assert session is not None, "only a runtime has a journal"
+        history = _recorded(session, DAYS if days is None else days)
+        note = f"The journal does not know how long uses took: each counts as {USE_SECONDS:g} s."
+    rows = compare(
+        history,
+        policies=split_words(policy),
+        engines=split_words(engine),
+        devices=split_words(device),
+        hosts=split_words(host),
+    )
+    frame = DataFrame(list(rows), columns=list(BacktestRow._fields))
+    if note:
+        frame.attrs["note"] = note
+    return frame
+
+
+def _recorded(session: Session, days: float) -> UseHistory:
+    """The history of the last `days` days, from the journal and the current leases."""
+    wall = session.wall()
+    events = recorded_events(session, since=wall - days * DAY)
+    return journal_history(events, session.ledger.read().leases(), wall)

@@ -1,21 +1,27 @@
-"""The lease of a kernel, handled as a model that leaves its cards and returns to them as a whole.
+"""The memory of a kernel, handled as a model that leaves its cards and returns to them as a whole.
 
 A cell can need more memory than the kernel holds. The kernel's lease then claims this memory too,
-as the lease of a model claims working memory.
+as the lease of a model claims working memory. The memory returns for a cell, or for a message that
+may read it although no cell runs. The notebook shows the return as a line, or as an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from ..backends.base import NotStill
-from ..errors import StillInUse
-from ..facts import HOST, KERNEL, Footprint, Lease, ModelSpec, Part, Share, Shares
+from ..errors import GpuError, StillInUse, WaitEnded, rebuilt
+from ..facts import HOST, KERNEL, Footprint, Lease, ModelSpec, Part, Share, Shares, lease_title
+from ..units import show_bytes, show_seconds
+from . import acquire
+from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place, Resident
-from .session import Session
+from .session import Session, log
 
 NAME = KERNEL
 SPEC = ModelSpec(NAME, NAME, model_type="kernel")
@@ -204,3 +210,162 @@ def governed_shares(session: Session) -> Iterator[Share]:
             yield from resident.lease.filled or resident.lease.shares
         else:
             yield from resident.backend.measure(resident.handle)
+
+
+# -- what a notebook shows about the return
+
+LEAST_WAIT_SECONDS = 0.1  # a shorter wait for space is not mentioned
+LEAST_PART = (
+    0.5  # if the last holder had the card for a smaller part of the time, both times are named
+)
+
+# Cells that need no card. The front end runs them while the memory is parked, or above a cap.
+WAYS_OUT = "del NAME      %gpu free NAME      torch.save(NAME, 'name.pt')"
+
+
+class Return:
+    """One return of a kernel's memory, from the request until the memory is on its cards."""
+
+    def __init__(self, session: Session, resident: KernelResident) -> None:
+        """To be made before the return of `resident` is requested."""
+        self._session, self._resident = session, resident
+        self._began = session.clock()
+        self._away_since = resident.lease.away_since
+        self._other, self._since = self._who_had_the_cards()
+
+    def news(self) -> str:
+        """The sentence for the user, after the return. Empty if the memory was not away.
+
+        The sentence has the time of the wait for space and the time of the move, because only the
+        move depends on this notebook.
+        """
+        if not self._away_since:
+            return ""
+        lease, now = self._resident.lease, self._session.clock()
+        moved_seconds = lease.restore_seconds
+        waited_seconds = now - self._began - moved_seconds
+        size, moved = show_bytes(lease.own_bytes), show_seconds(moved_seconds)
+        came = f"{size} came back from RAM in {moved}"
+        if waited_seconds >= LEAST_WAIT_SECONDS:
+            waited = show_seconds(waited_seconds)
+            came = f"{size} came back from RAM: waited {waited} for space, moved in {moved}"
+        until = self._began + max(0.0, waited_seconds)
+        away_seconds, other_seconds = until - self._away_since, until - self._since
+        away, other = show_seconds(away_seconds), show_seconds(other_seconds)
+        if not self._other:
+            return f"{came}; it was away for {away}."
+        if other_seconds >= LEAST_PART * away_seconds:
+            return f"{came}; {self._other} had the card for {other}."
+        return (
+            f"{came}; it was away for {away}, and {self._other} had the card for the last {other}."
+        )
+
+    def _who_had_the_cards(self) -> tuple[str, float]:
+        """The name of the largest holder that used the cards while the memory was away, or "".
+
+        The second value is the time since when this holder had the cards meanwhile.
+        """
+        book, me = self._session.ledger.read(), self._session.me
+        cards = set(self._resident.must_return_to())
+        found = [
+            lease
+            for lease in book.leases()
+            if lease.owner != me
+            and (lease.pins or lease.last_used >= self._away_since)
+            and any(share.device in cards for share in (*lease.shares, *lease.target))
+        ]
+        if not found:
+            return "", 0.0
+        largest = max(found, key=lambda lease: lease.bytes)
+        owner = book.owner(largest.owner)
+        # A holder with a notebook is named by the notebook's file, even if the lease is a model's.
+        named = owner is not None and owner.notebook
+        title = lease_title(replace(largest, kind=NAME) if named else largest, owner)
+        return title, max(self._away_since, largest.settled_at)
+
+
+def interrupted() -> WaitEnded:
+    """The error of a cell whose wait the user has stopped."""
+    why = "You stopped the wait. To wait again, run the cell again."
+    return WaitEnded(why, name=NAME, by="you", because="")
+
+
+def refusal(why: Exception, parked_bytes: int = 0) -> GpuError:
+    """The error of a cell that must not run because of `why`, with the class of `why`.
+
+    `parked_bytes` are the bytes of the notebook's memory that are in host memory.
+    """
+    parked = f": {show_bytes(parked_bytes)} of its memory is parked in host memory"
+    message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
+    if parked_bytes and not isinstance(why, WaitEnded):
+        message += f"\n  These cells run while it is parked:  {WAYS_OUT}"
+    if isinstance(why, GpuError):
+        return rebuilt(type(why), message, why.facts)
+    return GpuError(message)
+
+
+# -- the return for a cell, or for a message
+#
+# Completion, inspection and a debugger's view of variables read tensors. For such a message the wait
+# is short, because the message has no line in the notebook that shows a wait. If the memory does not
+# return, the message is handled without the memory, and each access to the memory raises.
+
+WAIT_SECONDS = 5.0  # the longest wait for room; cells that are sent meanwhile wait too
+ATTEMPTS = 40  # the most attempts while another thread prevents the return
+AGAIN_SECONDS = 0.05  # the pause between two attempts
+PAUSE_SECONDS = 60.0  # after a failed wait, messages are handled without a wait for this time
+
+
+def bring_back(
+    session: Session, resident: KernelResident, anchor: AnchorRef, timeout: float | None = None
+) -> None:
+    """Brings the kernel's memory onto its cards, and pins it with `anchor`.
+
+    Just after the bytes have left, the thread that moved them still runs for a moment and prevents
+    their return. So the return is tried again for two seconds. Each wait for room takes at most
+    `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return acquire.obtain(session, resident, anchor, timeout=timeout)
+        except StillInUse:  # a thread prevented the return: try again after a pause
+            time.sleep(AGAIN_SECONDS)
+    return acquire.obtain(session, resident, anchor, timeout=timeout)
+
+
+class Reading:
+    """Brings the memory of one kernel back for messages that may read it."""
+
+    def __init__(self, session: Session, returned: Callable[[], None]) -> None:
+        """Serves the kernel of `session`. Calls `returned` after each return of the memory."""
+        self._session = session
+        self._returned = returned
+        self._again_at = 0.0
+
+    def hold(self, seconds: float = 0.0) -> Anchor | None:
+        """Keeps the memory on its cards for as long as the caller keeps the returned object.
+
+        The result is None if the kernel has no lease, or if its memory did not return in time: in
+        `seconds`, or for a message in WAIT_SECONDS. After such a failure of a message, no return is
+        tried for other messages for PAUSE_SECONDS.
+        """
+        resident = self._session.residents.get(NAME)
+        if not isinstance(resident, KernelResident):
+            return None
+        anchors = [new_anchor()]  # empty once this method has ended: see pins.py
+        pin = weakref.ref(anchors[0])
+        if resident.enter(pin):
+            return anchors.pop()
+        clock = self._session.clock
+        if clock() < self._again_at and not seconds:
+            return None
+        try:
+            bring_back(self._session, resident, pin, seconds or WAIT_SECONDS)
+        except Exception as error:  # the message is handled in any case
+            log.debug("a message is handled while the kernel's memory is away: %s", error)
+            self._again_at = clock() + PAUSE_SECONDS
+            anchors.clear()
+            return None
+        self._again_at = 0.0
+        self._returned()
+        return anchors.pop()

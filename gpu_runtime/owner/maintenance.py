@@ -21,19 +21,7 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import (
-    defragment,
-    drain,
-    earlier_uses,
-    kernel,
-    migrate,
-    operations,
-    other_holdings,
-    permissions,
-    release,
-    requests,
-    waits,
-)
+from . import cards, holdings, kernel, operations, release, requests
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Session
@@ -65,14 +53,14 @@ def tick(session: Session, notebook: str = "") -> float:
     log_overstays(session)
     requests.follow_up(session)
     session.journal.flush()
-    drain.vacate(session)
+    cards.vacate(session)
     kernel.look_after(session)
     give_back(session)
     if session.activity.running:
         session.ledger.give_sign()  # a cell that blocks the interpreter ends these signs
     session.maps.publish()
     session.publish_names()
-    earlier_uses.read_book(session, book)
+    release.read_uses_in_book(session, book)
     nothing_to_write = quiet(session, book)
     if not (nothing_to_write or book.tickets):
         _start_orders(session)
@@ -268,7 +256,7 @@ def relieve(session: Session) -> None:
 
 
 def _log_pressure(session: Session) -> None:
-    """Logs pressure with the exact lines of the Semantik governor; see the module `seed_log`."""
+    """Logs pressure with the exact lines of the Semantik governor; see `session.log_event`."""
     for view in views(session.ledger.read(), session.world()):
         if view.device.is_host:
             continue
@@ -297,7 +285,7 @@ def obey(session: Session) -> tuple[Order, ...]:
     def decision(
         book: Book, world: World
     ) -> tuple[Book, tuple[tuple[Move | Drop | Shed, ...], tuple[Order, ...]]]:
-        askers = permissions.askers(session, book)
+        askers = requests.askers(session, book)
         rank = session.rank
         after, steps, orders = recall.obey(book, session.me, world, key.text, askers, rank)
         return after, (steps, orders)
@@ -345,15 +333,15 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.refused:
         raise NotAllowed(order.refused, name=order.name, user=order.by, because=order.refused)
     if order.verb == "cancel":
-        return waits.obey(session, order)
+        return operations.obey_cancel(session, order)
     if order.name and order.name not in session.residents:
         # The name comes from another process. It may select a model of this process, but never load
         # another.
         raise UnknownModel(order.name, tuple(session.residents))
     if order.verb == "who":
-        return other_holdings.answer(session, order)
+        return holdings.answer(session, order)
     if order.verb == "defrag":
-        freed = defragment.empty_cache(session)
+        freed = cards.empty_cache(session)
         return Outcome(
             verb="defrag",
             name="",
@@ -366,7 +354,7 @@ def _perform(session: Session, order: Order) -> Outcome:
         return operations.preload(session, target, timeout=ASK_SECONDS)
     if order.verb == "move":
         resident = session.residents[order.name]
-        return migrate.move(session, resident, order.places, by=order.who)
+        return operations.move_own(session, resident, order.places, by=order.who)
     return operations.set_keep(session, target, order.verb)
 
 

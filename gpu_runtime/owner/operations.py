@@ -1,45 +1,66 @@
-"""The verbs on models: preload, move, evict, pin, unpin.
+"""The verbs on models and notebooks: preload, move, evict, pin, unpin, cancel, resume.
 
 A verb on a model of another owner becomes a request to the model's owner.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
+from functools import partial
 
 from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Progress
 from ..backends.formats import sources
-from ..errors import Busy, GpuError, NotAllowed, StillInUse
+from ..errors import (
+    AmbiguousName,
+    BadSetting,
+    Busy,
+    DoesNotFit,
+    GpuError,
+    NotAllowed,
+    NotResident,
+    StillInUse,
+    UnknownDevice,
+)
 from ..facts import (
+    EVICTED,
+    HOST,
     KERNEL,
+    THIS_PROCESS,
+    Book,
     Evidence,
     Grant,
     Lease,
     LeaseId,
     Move,
     Outcome,
+    Owner,
+    PlacementRules,
     Refuse,
+    Section,
+    Ticket,
     Wait,
+    World,
+    held_on_cards,
     lease_title,
+    notebook_has_name,
+    of_notebook,
+    where,
 )
-from ..scheduler.recall import DISK
+from ..ledgers.liveness import Sight, end_of
+from ..safe_text import quoted
+from ..scheduler import explain, recall, relief
+from ..scheduler import transitions as books
+from ..scheduler.explain import first_line
+from ..scheduler.recall import DISK, Order
+from ..scheduler.victims import PERSON, reason_to_stay
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import (
-    acquire,
-    interrupts,
-    kernel_names,
-    migrate,
-    permissions,
-    registry,
-    release,
-    requests,
-    stopped,
-)
+from . import acquire, kernel_resident, registry, release, requests
 from .resident import Place, Resident
-from .session import Session, log
+from .session import Key, Session, log
 
 ASK_SECONDS = 30.0  # default time-out for a request to another owner
 
@@ -57,7 +78,7 @@ def preload(
         if registry.by_key(session, name) is None and session.catalogue.spec(name):
             # A model of the catalogue counts as registered in this process.
             name = registry.find(session, name).spec.name
-    target = kernel_names.resolve(session, name, loadable=True)
+    target = registry.resolve(session, name, loadable=True)
     if target.owner != session.me:
         return ask_owner(session, "preload", target, timeout, wait)
     resident = registry.find(session, target.name)
@@ -119,13 +140,13 @@ def move(
     timeout: str | float | None,
 ) -> Outcome:
     """Moves an idle model to other cards; see Runtime.move."""
-    target = kernel_names.resolve(session, name)
-    kernel_names.require_model(session, "move", name, target)
-    cards = migrate.cards(session, target.name, device)
+    target = registry.resolve(session, name)
+    registry.require_model(session, "move", name, target)
+    cards = cards_named(session, target.name, device)
     if target.owner != session.me:
         return ask_owner(session, "move", target, timeout, places=cards)
     resident = registry.find(session, target.name)
-    return migrate.move(session, resident, cards, by=requests.person(session))
+    return move_own(session, resident, cards, by=requests.person(session))
 
 
 def _preload_later(session: Session, resident: Resident, timeout: str | float | None) -> Outcome:
@@ -148,7 +169,7 @@ def _preload_later(session: Session, resident: Resident, timeout: str | float | 
     )
 
 
-def evict(
+def evict_lease(
     session: Session,
     name: str | LeaseId,
     *,
@@ -157,7 +178,7 @@ def evict(
     drop: bool = False,
 ) -> Outcome:
     """Evicts a model; see Runtime.evict."""
-    target = registry.resolve(session, name)
+    target = registry.resolve_model(session, name)
     if target.owner != session.me:
         places = (DISK,) if drop else ()
         return ask_owner(session, "evict", target, timeout, wait, places=places)
@@ -197,13 +218,13 @@ def evict(
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     """Keeps a model on its device if `verb` is "pin"; allows its eviction if `verb` is "unpin"."""
-    target = kernel_names.resolve(session, name, loadable=True)
-    kernel_names.require_model(session, verb, name, target)
+    target = registry.resolve(session, name, loadable=True)
+    registry.require_model(session, verb, name, target)
     if target.owner != session.me:
         return ask_owner(session, verb, target, ASK_SECONDS)
     resident = registry.find(session, target.name)
     keep = verb == "pin"
-    permissions.require_within_cap(session, target.name, resident.spec.importance, keep)
+    requests.require_within_cap(session, target.name, resident.spec.importance, keep)
     resident.spec = replace(resident.spec, keep=keep)
     resident.lease = replace(resident.lease, keep=keep)
     session.publish()
@@ -249,14 +270,14 @@ def ask_owner(
     """
     book = session.ledger.read()
     owner = book.owner(target.owner)
-    if because := permissions.refusal_of_request(session, verb, owner, target.name):
+    if because := requests.refusal_of_request(session, verb, owner, target.name):
         requests.decline(session, verb, target, because)
         raise NotAllowed(f"{because}.", name=target.name, because=because, user=session.owner.user)
     session.start_monitor()
     before = book.lease(target.owner, target.name)
     title = lease_title(before, owner) if before else target.name
     seconds = None if timeout is None else parse_seconds(timeout)
-    with interrupts.in_one_line(session, lambda: "the request was withdrawn"):
+    with acquire.in_one_line(session, lambda: "the request was withdrawn"):
         verdict = requests.request(session, verb, target, timeout=seconds, wait=wait, places=places)
     if isinstance(verdict, Grant):
         where = verdict.lease.where if verdict.lease.shares else ""
@@ -298,7 +319,7 @@ def _moved_bytes(verb: str, before: Lease | None, done: Grant) -> int:
 def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:
     because = verdict.because.rstrip(".") + "."
     if verdict.kind in ("in use", "kept"):
-        because += stopped.hint(session, target.owner)
+        because += hint_if_stopped(session, target.owner)
         return StillInUse(because, name=target.name, lease=str(target), owner=target.owner)
     return GpuError(because, name=target.name)
 
@@ -320,3 +341,506 @@ def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
         f"  {advice} Watch:  %gpu status",
         **facts,
     )
+
+
+# -- evict, by the name of a model or a notebook, or `*` for all idle models
+
+ALL_IDLE = "*"  # in place of a name: every idle model
+
+
+def evict(
+    session: Session,
+    name: str | LeaseId,
+    *,
+    timeout: str | float | None,
+    wait: bool = True,
+    drop: bool = False,
+) -> Outcome:
+    """Evicts a model, all leases of a notebook, or all idle models; see Runtime.evict."""
+    evict_one = partial(evict_lease, session, timeout=timeout, wait=wait, drop=drop)
+    if name == ALL_IDLE:
+        targets = _idle(session, drop)
+    elif registry.is_notebook(session, name):
+        targets = held_on_cards(sections_of_notebook(session, str(name)))
+    else:
+        return evict_one(name)
+    if not targets and name != ALL_IDLE:
+        return registry.in_ram_already(session, "evict", str(name), _in_ram(session, str(name)))
+    freed, left, later, stays = 0, [], "", []
+    for id in targets:
+        is_own_code = id.name == kernel_resident.NAME
+        try:
+            if is_own_code and id.owner == session.me and session.kernel is not None:
+                done = session.kernel.park()  # at the end of the running cell, if there is one
+            else:
+                done = evict_one(id)
+        except GpuError as error:
+            stays.append(error)
+            continue
+        freed += done.bytes
+        if is_own_code and not done.bytes:
+            later = f". {done.because}"
+        else:
+            left.append("its own memory" if is_own_code else id.name)
+    if stays and not (left or later):
+        raise stays.pop(0)
+    because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free{later}"
+    for reason in stays:
+        because += f". {first_line(reason).rstrip('.')}"
+    return Outcome("evict", str(name), not stays, because, freed)
+
+
+def _idle(session: Session, drop: bool) -> list[LeaseId]:
+    """The idle models on cards, if they may be evicted. `drop` adds the models in host memory."""
+    book, world = session.look()
+    found = []
+    for lease in book.leases():
+        stays = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
+        if lease.kind == "model" and not stays and (lease.on_device or drop):
+            found.append(LeaseId(lease.owner, lease.name))
+    return found
+
+
+def _in_ram(session: Session, notebook: str) -> list[Lease]:
+    """The leases of the `notebook` in host memory."""
+    sections = of_notebook(session.ledger.read().sections.values(), notebook)
+    leases = [lease for section in sections for lease in section.leases]
+    return [lease for lease in leases if lease.kind in EVICTED and lease.on_host]
+
+
+def sections_of_notebook(session: Session, notebook: str) -> list[Section]:
+    """The sections of the notebook with the file name or path `notebook`: one for each of its kernels.
+
+    Raises GpuError if no notebook of this name holds memory; the message lists the notebooks that
+    do. Raises AmbiguousName if several notebooks have the name.
+    """
+    sections = session.ledger.read().sections.values()
+    found = of_notebook(sections, notebook)
+    if not found:
+        names = sorted({section.owner.file for section in sections} - {""})
+        those = f"Notebooks that hold memory: {', '.join(names) or 'none'}."
+        raise GpuError(
+            f"no notebook {quoted(notebook)} holds memory. {those}\n  All holders:  %gpu leases",
+            name=notebook,
+        )
+    return found
+
+
+# -- move: reserves room on other cards, and moves an idle model of this process there
+
+
+def cards_named(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:
+    """The ids in the book of the cards that `wanted` names by id or UUID.
+
+    `name` is the model to move, for the messages. Raises UnknownDevice, BadSetting.
+    """
+    book = session.read_book()
+    devices = (*book.devices, *session.world().devices)
+    known = {device.id: device for device in devices if not device.is_host}
+    by_name = known | {device.uuid: device for device in known.values() if device.uuid}
+    found: list[str] = []
+    words = wanted if isinstance(wanted, str) else ",".join(wanted)
+    for word in relief.parse_cards(words):
+        if word == HOST:
+            hint = f"a card; to move it to host memory:  %gpu evict {name}"
+            raise BadSetting("device", word, hint)
+        if word not in by_name:
+            raise UnknownDevice(word, tuple(known))
+        found.append(by_name[word].id)
+    if not found:
+        raise UnknownDevice(str(wanted), tuple(known))
+    return tuple(dict.fromkeys(found))
+
+
+def _move_rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
+    """Placement rules that allow exactly the cards `wanted`.
+
+    Raises DoesNotFit if the model cannot be split, or may not be placed on the cards `wanted`.
+    """
+    name, own = resident.spec.name, acquire.placement(session, resident)
+    size = resident.lease.bytes
+    if len(wanted) > 1 and own.layout == "single":
+        raise DoesNotFit(
+            f"{name} stays on one card: it cannot be split, or was registered with "
+            f"layout='single'.",
+            name=name,
+            need_bytes=size,
+            device=wanted[0],
+        )
+    outside = [card for card in wanted if own.devices and card not in own.devices]
+    if outside:
+        raise DoesNotFit(
+            f"{name} may not go to {', '.join(outside)}: it was registered for "
+            f"{', '.join(own.devices)}.",
+            name=name,
+            need_bytes=size,
+            device=outside[0],
+        )
+    if len(wanted) == 1:
+        layout = "single"
+    else:
+        layout = "auto" if own.layout == "whole" else own.layout
+    count = len(wanted)
+    return replace(own, devices=wanted, layout=layout, least_cards=count, most_cards=count)
+
+
+def move_own(
+    session: Session, resident: Resident, wanted: tuple[str, ...], *, by: str = ""
+) -> Outcome:
+    """Moves a model of this process to the cards `wanted`.
+
+    `by` is the person who requested the move, or empty for this process's user. Raises NotResident,
+    StillInUse, and DoesNotFit if the cards have no room. After an error, the model is where it was.
+    """
+    name, began = resident.spec.name, session.clock()
+    rules = _move_rules(session, resident, wanted)
+    release.try_again_now(resident)
+    key = session.new_key(f"move {name}")
+    try:
+        step = _reserve_move(session, resident, rules, key, by)
+        while step is not None and not release.carry_out(session, step, key, by):
+            # The model was used meanwhile, or its bytes have changed: decide again.
+            step = _reserve_move(session, resident, rules, key, by)
+    finally:
+        session.done_with(key.note)
+    there = resident.lease.where
+    if step is None:
+        return Outcome(
+            verb="move",
+            name=name,
+            done=True,
+            because=f"{name} is on {there} already",
+            bytes=0,
+            where=there,
+        )
+    because = f"{name} moved from {where(step.source)} to {there}"
+    size, seconds = resident.lease.bytes, session.clock() - began
+    return Outcome(
+        verb="move",
+        name=name,
+        done=True,
+        because=because,
+        bytes=size,
+        where=there,
+        seconds=seconds,
+    )
+
+
+def _reserve_move(
+    session: Session, resident: Resident, rules: PlacementRules, key: Key, by: str
+) -> Move | None:
+    """Reserves room and returns the step of the move; None if the model is on these cards."""
+    if resident.place not in (Place.HERE, Place.MOVING):
+        name = resident.spec.name
+        raise NotResident(
+            f"{name} is {resident.place.value}, so there is nothing to move.\n"
+            f"  Load it first:  %gpu preload {name}",
+            name=name,
+            where=resident.place.value,
+        )
+    name, footprint = resident.spec.name, resident.footprint()
+    because = f"as {by} requested" if by else "by hand"
+
+    def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
+        """Returns the book with the model marked as moving, and the step to perform.
+
+        If the move is refused, returns the unchanged book and an error.
+        """
+        after, step = relief.move(
+            book, session.me, name, footprint, rules, world, key.text, because
+        )
+        if isinstance(step, Refuse):
+            return book, _move_refused(book, session.me, resident, step, world)
+        return after, step
+
+    step = session.decide(decided, fresh=True)
+    if isinstance(step, GpuError):
+        try:
+            raise step
+        finally:
+            del step  # see pins.py
+    return step
+
+
+def _move_refused(
+    book: Book, me: str, resident: Resident, refusal: Refuse, world: World
+) -> GpuError:
+    lease = book.lease(me, resident.spec.name) or resident.lease
+    if refusal.kind in ("in use", "busy"):
+        return explain.still_here(book, me, lease, refusal.because, world)
+    if refusal.kind == "away":
+        return StillInUse(f"{lease.name} is being moved; try again.", name=lease.name)
+    return DoesNotFit(
+        f"{refusal.because}.{_suggest_eviction(book, me, refusal)}",
+        name=lease.name,
+        need_bytes=refusal.need_bytes,
+        device=refusal.device,
+        holders=refusal.holders,
+    )
+
+
+def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
+    """What to type to make room: the command that evicts an idle lease in the way; may be empty."""
+    found = (book.find(id) for id in refusal.holders)
+    idle = [lease for lease in found if lease and _may_be_evicted(lease)]
+    if not idle:
+        return ""
+    lease = idle[0]
+    owner = book.owner(lease.owner)
+    at = f"@{owner.pid}" if owner and owner.id != me else ""
+    size = show_bytes(lease.bytes)
+    return f"\n  Make room first:  %gpu evict {lease.name}{at}      ({size}, idle)"
+
+
+def _may_be_evicted(lease: Lease) -> bool:
+    return not lease.pins and not lease.keep and lease.kind == "model" and lease.on_device
+
+
+# -- cancel
+#
+# A thread whose wait was ended raises WaitEnded when it decides next, and withdraws its own ticket.
+
+
+def cancel(session: Session, name: str | LeaseId, timeout: str | float | None) -> Outcome:
+    """Ends the waits for `name`; see Runtime.cancel."""
+    target = _find_wait(session, name)
+    if target.owner != session.me:
+        return ask_owner(session, "cancel", target, timeout)
+    outcome = end_waits(session, target.name, requests.person(session) or THIS_PROCESS)
+    requests.note_action(session, "cancel", target.name, outcome.because)
+    return outcome
+
+
+def obey_cancel(session: Session, order: Order) -> Outcome:
+    """Ends the waits that another owner's `order` names, if the waits began before the order."""
+    ticket = session.ledger.read().ticket(order.key)
+    if ticket is None:
+        raise GpuError("the request was withdrawn", name=order.name)
+    return end_waits(session, order.name, order.who, ticket.arrived)
+
+
+def end_waits(session: Session, name: str, by: str, before: float | None = None) -> Outcome:
+    """Ends this process's waits for `name`; if `before` is given, only those begun by that time.
+
+    `by` is the person or the process that ends the waits. The waiting threads raise WaitEnded. This
+    function raises GpuError if there is no such wait.
+    """
+    ended = 0
+    for ticket in _waiting_uses(session, session.me):
+        if ticket.name == name and (before is None or ticket.arrived <= before):
+            ended += session.keys.end(ticket.key, by)
+    if not ended:
+        raise GpuError(f"nothing waits for {name} any more", name=name)
+    session.ledger.ring([session.me])
+    return Outcome("cancel", name, True, f"the wait for {name} was ended")
+
+
+def _waiting_uses(session: Session, owner: str = "") -> list[Ticket]:
+    """The requests that wait for memory, of the owner with the id `owner` or of all owners."""
+    tickets = session.ledger.read().tickets
+    found = [one for one in tickets if one.verb == "use"]
+    return [one for one in found if not owner or one.owner == owner]
+
+
+def _find_wait(session: Session, name: str | LeaseId) -> LeaseId:
+    """Finds the wait for `name`. Returns the waiting owner's id and the name of the wanted model.
+
+    Raises GpuError, AmbiguousName.
+    """
+    if isinstance(name, LeaseId):
+        return name
+    bare, process = registry.split_address(name)
+    book = session.ledger.read()
+    waiting: dict[str, LeaseId] = {}  # by the address, such as qwen@4121
+    found: dict[str, LeaseId] = {}
+    for ticket in _waiting_uses(session):
+        owner = book.owner(ticket.owner)
+        if owner is None:
+            continue
+        address = f"{ticket.name}@{owner.pid}"
+        id = LeaseId(owner.id, ticket.name)
+        waiting[address] = id
+        names = (ticket.name, ticket.name.partition("#")[0])  # a block's name ends with a number
+        is_named = bare in names and (not process or process in owner.names)
+        if is_named or notebook_has_name(owner.notebook, name):
+            found[address] = id
+    if len(found) > 1:
+        raise AmbiguousName(name, tuple(sorted(found)))
+    for id in found.values():
+        return id
+    these = f"These wait: {', '.join(sorted(waiting))}." if waiting else "No request waits."
+    raise GpuError(f"nothing waits for {quoted(name)}. {these}", name=name)
+
+
+# -- resume: processes that are stopped by SIGSTOP
+#
+# A stopped process keeps its memory and answers no request. SIGTERM ends it only after SIGCONT.
+
+
+def is_stopped(session: Session, book: Book, id: str) -> bool:
+    """Whether the process with the owner's `id` in `book` is stopped."""
+    return session.ledger.sights(book, [id]).get(id) is Sight.STOPPED
+
+
+def hint_if_stopped(session: Session, id: str) -> str:
+    """Lines with what to type, if the process with the owner's `id` is stopped; else empty."""
+    book = session.ledger.read()
+    if not is_stopped(session, book, id):
+        return ""
+    owner = book.sections[id].owner
+    return (
+        f"\n  {owner.label} is stopped.\n"
+        f"  Let it continue:  kill -CONT {owner.pid}      or end it:  kill -9 {owner.pid}"
+    )
+
+
+def resume(session: Session, process: str) -> Outcome:
+    """Sends SIGCONT to the stopped `process`, which then runs on from where it was stopped.
+
+    `process` is an owner's id, a pid, or a notebook's file name. For a process that is not stopped,
+    nothing is done.
+
+    Raises GpuError if no process of the ledger or more than one has this name, or if a debugger
+    keeps the process stopped. Raises NotAllowed if the operating system forbids the signal.
+    """
+    book = session.ledger.read()
+    owner = owner_named(book, process)
+    if not is_stopped(session, book, owner.id):
+        return Outcome("resume", process, done=True, because=f"{owner.label} is not stopped")
+    _send_sigcont(owner)
+    if is_stopped(session, book, owner.id):
+        raise GpuError(
+            f"{owner.label} is still stopped: a debugger keeps it so. Detach the debugger.",
+            process=owner.label,
+        )
+    because = f"{owner.label} runs again"
+    by = requests.person(session)
+    session.note(Lease(session.me, ""), "resume", "resume", because, by=by)
+    return Outcome("resume", process, done=True, because=because)
+
+
+def _send_sigcont(owner: Owner) -> None:
+    """Sends SIGCONT to the process of `owner`, and to no later process with the same pid."""
+    process = end_of(owner)
+    if process is None:
+        raise GpuError(f"{owner.label} has ended, or is in another container.", process=owner.label)
+    with process:
+        try:
+            signal.pidfd_send_signal(process.fileno(), signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # it has ended just now
+        except PermissionError:
+            because = f"only {owner.user} and root may continue {owner.label}"
+            raise NotAllowed(
+                f"{because}.\n  As that user or root:  kill -CONT {owner.pid}",
+                name="",
+                user=owner.user,
+                because=because,
+            ) from None
+
+
+def owner_named(book: Book, process: str) -> Owner:
+    """The owner in `book` with the id, the pid or the notebook `process`.
+
+    Raises GpuError if no owner has this name, and AmbiguousName if several owners have it.
+    """
+    owners = [section.owner for section in book.sections.values()]
+    found = [owner for owner in owners if process.removeprefix("@") in owner.names]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise registry.ambiguous_owner(process, found)
+    labels = ", ".join(sorted(owner.label for owner in owners))
+    raise GpuError(
+        f"no process {process!r} shares this ledger. Those that do: {labels or 'none'}.",
+        process=process,
+    )
+
+
+# -- evict --lost: owners that are neither proven alive nor proven dead
+#
+# An owner is unproven if its lock file is missing or was replaced, and its process runs in another
+# container or is hidden. No process removes such an owner automatically, because its memory may be
+# in use. Messages call its process lost. A person who knows that it has ended can remove it. Owners
+# that are proven dead are removed by `maintenance.reap_neighbours` with `scheduler/transitions.reap`.
+
+
+def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
+    """Lists what the lost process holds. With `force`, ends its leases and reports the freed bytes.
+
+    `process` is the pid of the lost process, as text; a leading `@` is ignored.
+
+    Raises GpuError if no lost process has this pid. With `force`, raises NotAllowed if this user
+    neither runs the lost process nor is an operator.
+    """
+    book = session.ledger.read()
+    lost = _lost(session, book, process)
+    freed = 0
+    for section in lost:
+        freed += sum(lease.bytes for lease in section.leases)
+    holds = "; ".join(_what_it_holds(section) for section in lost)
+    if not force:
+        because = (
+            f"nothing proves that it has ended, or that it lives. {holds}. "
+            f"If you know that it has ended:  %gpu evict {process} --lost --force"
+        )
+        return Outcome(
+            verb="evict",
+            name=process,
+            done=False,
+            because=because,
+        )
+    for section in lost:
+        _require_allowed_to_end(session, section)
+    ids = [section.owner.id for section in lost]
+    session.ledger.declare_dead(ids)
+    said_by = requests.person(session) or session.owner.user
+    session.decide(lambda book, world: (_without_lost(session, book, ids, world, said_by), None))
+    because = f"its leases were ended; {show_bytes(freed)} came free. {holds}"
+    return Outcome(
+        verb="evict",
+        name=process,
+        done=True,
+        because=because,
+        bytes=freed,
+    )
+
+
+def _without_lost(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:
+    """The book without the owners `ids`. An owner that by now is proven alive stays in the book."""
+    return books.reap(book, session.ledger.dead(book).intersection(ids), world, said_by)
+
+
+def _lost(session: Session, book: Book, process: str) -> list[Section]:
+    """The sections of the lost process with the pid `process`. Raises GpuError if there is none."""
+    unknown = session.ledger.unknown(book)
+    sections = [section for id, section in book.sections.items() if id in unknown]
+    pid = process.removeprefix("@")
+    found = [section for section in sections if str(section.owner.pid) == pid]
+    if found:
+        return found
+    known = ", ".join(sorted(section.owner.label for section in sections)) or "none"
+    raise GpuError(
+        f"process {process} is not lost: it is proven alive or dead, or holds nothing. "
+        f"Lost processes: {known}.\n"
+        f"  See who holds what:  %gpu status",
+        process=process,
+    )
+
+
+def _what_it_holds(section: Section) -> str:
+    held = []
+    for lease in section.leases:
+        size = show_bytes(lease.bytes)
+        held.append(f"{lease.name} ({size} on {lease.where})")
+    return f"{section.owner.label} holds {', '.join(held) or 'no lease'}"
+
+
+def _require_allowed_to_end(session: Session, section: Section) -> None:
+    """Raises NotAllowed unless this session's user runs the lost process or is an operator."""
+    mine = session.owner.user
+    owner = section.owner
+    if owner.user == mine or requests.asker(session, mine).operator:
+        return
+    because = recall.foreign(mine, "end the leases", "", owner)
+    raise NotAllowed(f"{because}.", name=str(owner.pid), because=because, user=mine)

@@ -1,8 +1,12 @@
-"""The models that this process knows by name, and the lease that a name refers to."""
+"""The models that this process knows by name, and the lease that a name refers to.
+
+A person also names the memory of a notebook's own code, by the notebook or its process.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,17 +26,30 @@ from ..errors import (
     UnknownDevice,
     UnknownModel,
 )
-from ..facts import ENGINES, Book, LeaseId, ModelSpec, Owner, parse_importance
+from ..facts import (
+    ENGINES,
+    Book,
+    Lease,
+    LeaseId,
+    ModelSpec,
+    Outcome,
+    Owner,
+    Phase,
+    notebook_has_name,
+    of_notebook,
+    parse_importance,
+)
 from ..kinds import unknown_option
 from ..model_fields import KEYWORDS, read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
-from . import acquire, demand, earlier_uses, failures, loads, permissions
-from .governed_calls import release_calls
+from ..units import show_bytes, show_seconds
+from . import acquire, arrivals, failures, release, requests
+from .kernel_resident import NAME
+from .pins import release_calls, watch_zero_grad
 from .resident import Place, Resident
 from .session import Session
-from .training import watch_zero_grad
 
 OF_A_MODULE = ("importance", "keep", "keep_alive", "model_type")  # keywords of `adopt`
 
@@ -149,7 +166,7 @@ def adopt(
         raise AlreadyRegistered(name)
     _require_new(session, name, module)
     spec = ModelSpec(name, "torch", **_plain(wishes))
-    permissions.require_within_cap(session, name, spec.importance, spec.keep)
+    requests.require_within_cap(session, name, spec.importance, spec.keep)
     resident = new_resident(session, spec, None, restore_on_call)
     _install_adopted(session, resident, module, optimizer)
     spec = _add(session, resident)
@@ -204,7 +221,7 @@ def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call
         session, resident, kind, because
     )
     resident.footprint = lambda: session.sizing.footprint(
-        resident, demand.allowed_devices(session, resident)
+        resident, acquire.allowed_devices(session, resident)
     )
     return resident
 
@@ -226,7 +243,7 @@ def forget(session: Session, name: str) -> None:
     resident = find(session, name)
     if resident.training.blocks():
         raise in_use_error(session, resident)
-    loads.require_ended(session, resident.spec.name)
+    arrivals.require_load_ended(session, resident.spec.name)
     lease = resident.truth()
 
     def work() -> None:
@@ -241,7 +258,7 @@ def forget(session: Session, name: str) -> None:
             session.publish_names()
 
     uninterrupted(work, to_the_end=True)
-    earlier_uses.publish_released(session, lease)
+    release.publish_released(session, lease)
 
 
 # -- finding
@@ -308,7 +325,7 @@ def by_key(session: Session, name: str) -> Resident | None:
     return None
 
 
-def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
+def resolve_model(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
     """The lease that `name` refers to: a lease of this process, else the only lease of that name.
 
     `name` may include a process, as in `qwen@4121`, or be an exact LeaseId. If `loadable` is true,
@@ -436,3 +453,132 @@ def same_code(one: Any, other: Any) -> bool:
     if None in code or code[0] != code[1]:
         return False
     return one.__closure__ is None and other.__closure__ is None
+
+
+# -- the memory of a notebook's own code
+
+
+def find_kernel(session: Session, who: str, leased: bool = True) -> LeaseId:
+    """The lease of the kernel `who`: a notebook's file name, a process id or an owner's id.
+
+    Unless it must be `leased`, the kernel may have no lease, but only memory that cannot leave.
+    Raises GpuError if no kernel has the name; the error lists the kernels that hold memory. Raises
+    AmbiguousName if several kernels have the name.
+    """
+    book = session.ledger.read()
+    kernels = [
+        section.owner
+        for section in book.sections.values()
+        if section.lease(NAME) or (section.staying and not leased)
+    ]
+    found = [owner for owner in kernels if who in owner.names]
+    if len(found) == 1:
+        return LeaseId(found[0].id, NAME)
+    known = ", ".join(sorted(owner.label for owner in kernels))
+    those = f"Kernels with memory of their own: {known or 'none'}."
+    if found:
+        raise ambiguous_owner(who, found)
+    models = _models_of(book, who)
+    if models:
+        address = shlex.quote(f"{models[0]}@{who}")
+        those = f"It holds models: {', '.join(models)}. Name one, as in {address}"
+        raise GpuError(
+            f"{who} has no memory of its own. {those}\n  All of them:  %gpu evict {shlex.quote(who)}",
+            process=who,
+        )
+    if any(lease.kind == "model" and lease.name == who for lease in book.leases()):
+        those = f"To move it to RAM:  %gpu evict {who}      and back:  %gpu restore {who}"
+        raise GpuError(f"{who} is a model, and not a notebook.\n  {those}", process=who)
+    raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def ambiguous_owner(name: str, owners: list[Owner]) -> AmbiguousName:
+    """The error that several `owners` have the `name`. It lists their paths, or pids if those are equal."""
+    paths = {owner.notebook for owner in owners}
+    pids = {str(owner.pid) for owner in owners}
+    return AmbiguousName(name, tuple(sorted(paths if len(paths) == len(owners) else pids)))
+
+
+def is_own(session: Session, who: str) -> bool:
+    """Whether `who` is the notebook of this process, whose memory a cell parks when it has ended."""
+    return session.kernel is not None and notebook_has_name(session.owner.notebook, who)
+
+
+def is_notebook(session: Session, name: str | LeaseId) -> bool:
+    """Whether `name` is the file name or path of a notebook, and not the name of a model."""
+    if not isinstance(name, str) or "@" in name or not name.endswith(".ipynb"):
+        return False
+    return by_key(session, name) is None
+
+
+def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
+    """The lease that `name` refers to, also if it is a notebook; see `find_kernel`."""
+    if is_notebook(session, name):
+        return find_kernel(session, str(name))
+    return resolve_model(session, name, loadable)
+
+
+_MODELS_ONLY = {
+    "pin": "To keep it on its card, type in that notebook:  %gpu park never",
+    "unpin": "To let it be parked again, type in that notebook:  %gpu park asked",
+    "move": "It returns only to the card that its tensors name. To free that card:  %gpu park {address}",
+}
+
+
+def require_model(session: Session, verb: str, typed: str | LeaseId, target: LeaseId) -> None:
+    """Raises GpuError if `target` is not a model, but the memory of a notebook's own code.
+
+    `verb` is pin, unpin or move, and `typed` is what the caller named. The error says what to type instead.
+    """
+    section = session.ledger.read().sections.get(target.owner)
+    lease = section.lease(target.name) if section else None
+    if section is None or lease is None or lease.kind != "kernel":
+        return
+    owner = section.owner
+    name, kind = (owner.file, "notebook") if owner.file else (str(owner.pid), "process")
+    # Another notebook may have the same file name. The path that was typed has one meaning.
+    address = str(typed) if notebook_has_name(owner.notebook, str(typed)) else str(owner.pid)
+    advice = _MODELS_ONLY[verb].format(address=shlex.quote(address))
+    raise GpuError(
+        f"{name} is a {kind}: {verb} is for models, and it holds {show_bytes(lease.bytes)} of its "
+        f"own.\n  {advice}",
+        name=name,
+    )
+
+
+def in_ram_already(session: Session, verb: str, name: str, leases: list[Lease]) -> Outcome:
+    """The outcome of `verb` for the process `name`, all of whose `leases` are in host memory.
+
+    The outcome says since when the leases are in RAM, and how they come back.
+    """
+    parts, back = [], ""
+    for lease in leases:
+        size, away = show_bytes(lease.bytes), show_seconds(session.clock() - lease.away_since)
+        if lease.name == NAME:
+            parts.append(f"its own memory ({size}) for {away}, until a cell needs it")
+            back = f". Bring it back now:  %gpu unpark {shlex.quote(name) if name else ''}".rstrip()
+        else:
+            parts.append(f"{lease.name} ({size}) for {away}, until its next use")
+    because = f"all of it is in RAM already: {'; '.join(parts)}{back}"
+    if not leases:
+        because = "it holds nothing on a card, and nothing in RAM"
+    return Outcome(
+        verb=verb,
+        name=name,
+        done=True,
+        because=because,
+        bytes=0,
+    )
+
+
+def in_ram(session: Session, id: LeaseId) -> Lease | None:
+    """The lease `id` if all of its bytes are in host memory and are not being moved; else None."""
+    lease = session.ledger.read().lease(*id)
+    is_there = lease is not None and lease.on_host and lease.phase is Phase.SETTLED
+    return lease if is_there else None
+
+
+def _models_of(book: Book, who: str) -> list[str]:
+    """The names of the models that the notebook `who` holds."""
+    leases = [lease for one in of_notebook(book.sections.values(), who) for lease in one.leases]
+    return [lease.name for lease in leases if lease.kind == "model"]

@@ -1,43 +1,55 @@
 """Moves or drops a model of this process, for an eviction or for a step that the book has decided.
 
-A shadow is a copy in host memory of a model that is on a card.
+A shadow is a copy in host memory of a model that is on a card. The last part keeps the times of a
+model's uses when this process releases the model.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from typing import Any
 
 from msgspec.structs import replace
 
 from ..errors import DoesNotFit, GpuError, StillInUse
 from ..facts import (
     HOST,
+    MOST_EVENTS,
+    MOST_USES,
     Book,
     Drop,
     Grant,
     Lease,
     LeaseId,
     Move,
+    Owner,
+    Phase,
+    Section,
     Share,
     Shares,
     Shed,
     Step,
     World,
     lease_title,
+    merged_uses,
 )
+from ..ledgers.liveness import Sight
 from ..scheduler import admission, explain, feasibility, victims
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
-from ..units import show_bytes
-from . import parts, requests
-from . import shadows as own_shadows
-from .resident import Place, Resident, Stays
+from ..units import MIB, show_bytes
+from . import requests
+from .resident import Place, Resident, Stays, piece_bytes
 from .session import Key, Session
 
 log = logging.getLogger("gpu_runtime")
 
 FIRST_PAUSE_SECONDS = 1.0  # after a failed move, before the model is chosen again
 LONGEST_PAUSE_SECONDS = 60.0
+# The least bytes that one stage of a move copies. The copy takes 10 ms at 25 GB/s, and the rest of
+# the stage 3 ms.
+STAGE_BYTES = 256 * MIB
 SHED_SECONDS = 5.0  # the longest wait until another process has freed a model's copy in host memory
 
 
@@ -129,7 +141,7 @@ def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
     for step in steps:
         target = LeaseId(*step.lease.split("/", 1))
         if target.owner == session.me:
-            own_shadows.obey(session, step)
+            shed(session, step)
             continue
         verdict = requests.request(session, "shed", target, timeout=SHED_SECONDS)
         if not isinstance(verdict, Grant):
@@ -183,7 +195,7 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     If a move fails and the rules allow a drop, the model is dropped instead.
     """
     if isinstance(step, Shed):
-        own_shadows.obey(session, step)
+        shed(session, step)
         return True
     assert isinstance(step, (Move, Drop))
     relieves = step.reason == "memory_pressure"  # the level of pressure decides whether to drop
@@ -224,7 +236,7 @@ def _leave_now(
     if isinstance(step, Move):
         moved = replace(resident.lease, target=step.shares).holding(shares)
         if moved.all_on_device:
-            piece = parts.piece_bytes(resident.backend, resident.spec, resident.handle, moved)
+            piece = piece_bytes(resident.backend, resident.spec, resident.handle, moved)
             moved = replace(moved, piece_bytes=piece)
         now = session.clock()
         away_since = 0.0 if moved.all_on_device else now
@@ -245,7 +257,7 @@ def leaves_in_stages(resident: Resident, step: Step) -> bool:
 def _stage_bytes(resident: Resident, step: Step) -> int:
     if not isinstance(step, Move):
         return 0
-    return admission.departure_stages(resident.lease, step.shares, parts.STAGE_BYTES)
+    return admission.departure_stages(resident.lease, step.shares, STAGE_BYTES)
 
 
 def _leave_in_stages(
@@ -331,3 +343,193 @@ def _abandon(session: Session, name: str, key: Key, because: str = "") -> None:
         return books.publish(book, session.truth(), world), None  # with the time of the next try
 
     session.decide(stay)
+
+
+# -- shadows (`GPU_SHADOWS`)
+#
+# A user's processes that load the same files can share one copy, in shared pages of host memory.
+
+Copies = dict[str, tuple[int, ...]]  # the id of shared pages -> the pids of their holders
+
+COPY_DIGITS = 16  # the id of shared pages begins with so many digits of the id of their files
+MOST_SHADOW_SECONDS = 600.0  # the longest wait for the load of the same files in another process
+POLL_SECONDS = 0.2  # the pause between two checks of that other load
+
+
+def wants_shadow(session: Session, resident: Resident) -> bool:
+    """Whether a copy of the model may stay in host memory while the model is on a card."""
+    if session.settings.gpu_shadows == "never" or not session.rules.offload:
+        return False
+    return resident.backend.keeps_shadow(resident.spec)
+
+
+def reserve_shadow(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
+    """Reserves host memory for the shadow of a model that is loaded onto `shares`.
+
+    Returns the options with which the backend keeps the shadow; no options if the host has no room
+    or if no shadow is wanted. If another process loads the same files now, first waits until
+    that load has ended, so that the files are read only once.
+    """
+    if not wants_shadow(session, resident):
+        return {}
+    size = sum(share.bytes for share in shares)
+    name = resident.spec.name
+
+    files = ""
+    if session.settings.gpu_shadows != "private" and resident.backend.shares:
+        files = resident.backend.files_of(resident.spec)  # type: ignore[attr-defined]
+
+    def decide(book: Book, world: World) -> tuple[Book, tuple[bool, Copies, Owner | None]]:
+        copies = _copies(session, book, files) if files else {}
+        loader = _other_loader(session, book, files) if files and not copies and patient else None
+        if loader is not None:
+            return book, (False, copies, loader)
+        copy = next(iter(copies), _new_copy(files))
+        shared = size if copies else 0
+        after, done = victims.reserve_shadow(book, session.me, name, size, world, copy, shared)
+        return after, (done, copies, None)
+
+    # Once `patient` is false, `decide` ignores the other load.
+    patient, until = True, session.clock() + MOST_SHADOW_SECONDS
+    done, copies, loader = session.decide(decide)
+    while loader is not None:
+        patient = _waits_for_loader(session, loader) and session.clock() < until
+        done, copies, loader = session.decide(decide)
+    if not done:
+        return {}
+    if not files:
+        return {"shadow": True}
+    pids = next(iter(copies.values()), ())
+    return {"shadow": True, "copies": pids, "found_only": bool(pids)}
+
+
+def _copies(session: Session, book: Book, files: str) -> Copies:
+    """The ids of shared pages with the content id `files`, each with the pids of their holders."""
+    found: Copies = {}
+    for section in _near(session, book):
+        for lease in section.leases:
+            if lease.copy.partition(".")[0] == files[:COPY_DIGITS] and lease.copied_bytes:
+                found[lease.copy] = (*found.get(lease.copy, ()), section.owner.pid)
+    return found
+
+
+def _near(session: Session, book: Book) -> list[Section]:
+    """The sections of this user's processes that run on this host and in the same namespaces.
+
+    So a pid in these sections names the same process as it does here.
+    """
+    me, found = session.ledger.owner, []
+    for section in book.sections.values():
+        owner = section.owner
+        near = (owner.host, owner.boot, owner.user, owner.namespaces)
+        if near != (me.host, me.boot, me.user, me.namespaces):
+            continue
+        found.append(section)
+    return found
+
+
+def _new_copy(files: str) -> str:
+    """The id of new shared pages for the content id `files`; empty if `files` is empty."""
+    return f"{files[:COPY_DIGITS]}." if files else ""
+
+
+def _other_loader(session: Session, book: Book, files: str) -> Owner | None:
+    """Another process that now loads files with the content id `files` into new shared pages."""
+    for section in _near(session, book):
+        for lease in section.leases:
+            arriving = lease.phase is Phase.ARRIVING and lease.owner != session.me
+            if arriving and lease.copy == _new_copy(files):
+                return section.owner
+    return None
+
+
+def _waits_for_loader(session: Session, loader: Owner) -> bool:
+    """Waits a moment for the load of the process `loader`. Returns False if `loader` is stopped."""
+    sights = session.ledger.sights(session.ledger.read(), {loader.id})
+    if sights.get(loader.id) in (Sight.STOPPED, Sight.DUMPING):
+        return False
+    session.ledger.wait(POLL_SECONDS, [loader])
+    session.reap()
+    return True
+
+
+def free_shadow(resident: Resident) -> bool:
+    """Frees the copy of the model in host memory.
+
+    Returns False if there is no copy, or if the model is being moved.
+    """
+    with resident.work:
+        if resident.place is Place.MOVING or not resident.shadow_bytes:
+            return False
+        resident.backend.free_shadow(resident.handle)
+        resident.shadow_bytes = 0
+    return True
+
+
+def shed(session: Session, step: Shed) -> None:
+    """Frees the shadow that `step` names, and publishes the change. The model may be in use."""
+    resident = session.residents.get(step.lease.partition("/")[2])
+    if resident is not None and free_shadow(resident):
+        session.publish()
+
+
+# -- the times of a model's uses
+#
+# The times belong to the content of the model's source, not to a process or a name. The event of each
+# lease that ends has them (`scheduler/transitions.ENDED_A_STAY`). The first load of a model reads the
+# events of equal models from the journal. While a model is registered, its process reads the newest
+# events in the book.
+
+
+def released_in_pages(leases: Iterable[Lease]) -> list[list[Lease]]:
+    """Those of the `leases` that get an event when they end, in lists of at most MOST_EVENTS.
+
+    The book keeps MOST_EVENTS events, and the journal gets the events that the book has after a
+    transaction. More events in one transaction would be lost. There is at least one list.
+    """
+    used = [lease for lease in leases if lease.source and lease.recent_uses]
+    return [used[first : first + MOST_EVENTS] for first in range(0, len(used) or 1, MOST_EVENTS)]
+
+
+def note_released(book: Book, leases: Iterable[Lease], world: World, because: str) -> Book:
+    """The book with an event for each of the `leases`, which this process releases now.
+
+    A lease that was never used, or whose source is unknown, gets no event. `because` is the event's
+    sentence.
+    """
+    for lease in leases:
+        if lease.source and lease.recent_uses:
+            book = books.note(book, world, lease, "released", "owner", because, size=lease.bytes)
+    return book
+
+
+def publish_released(session: Session, lease: Lease | None) -> None:
+    """Publishes that the user of this process has forgotten the model with this `lease`, if any."""
+    leases = (lease,) if lease is not None else ()
+    because = f"{session.owner.label} forgot it."
+    session.decide(lambda book, world: (note_released(book, leases, world, because), None))
+
+
+def read_earlier_uses(session: Session, resident: Resident) -> None:
+    """Adds the uses of models with the content of `resident` that ended before its first load."""
+    source = resident.content
+    if source:
+        events = session.journal.tail(MOST_USES, None, books.ENDED_A_STAY, source=source)
+        for event in events:
+            resident.note_uses(event.uses)
+
+
+def read_uses_in_book(session: Session, book: Book) -> None:
+    """Adds the uses of leases of other processes that have ended, if this process has equal models.
+
+    Without this, a model's uses in another notebook would no longer count after the notebook's end.
+    """
+    for event in book.events:
+        if not event.uses or not event.source or event.owner == session.me:
+            continue
+        for resident in list(session.residents.values()):
+            if resident.content == event.source:
+                every_use = merged_uses((resident.recent_uses, event.uses), session.wall())
+                # Written only if it changes, because another thread may note a use at the same time.
+                if every_use != resident.recent_uses:
+                    resident.note_uses(event.uses)

@@ -1,14 +1,36 @@
-"""Requests of this process to other owners: evict, preload, restore, move, pin, defrag."""
+"""Requests to other owners: what a user may request, the request, and whether its owner can answer.
+
+The requests are evict, preload, restore, move, pin and defrag.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
 from ..attribution import attributed, speaking_for
-from ..facts import Book, Lease, LeaseId, Refuse, Verdict, Wait
+from ..errors import NotAllowed
+from ..facts import (
+    Asker,
+    Book,
+    Lease,
+    LeaseId,
+    Owner,
+    Presence,
+    ProcessState,
+    Refuse,
+    Section,
+    Unanswered,
+    Verdict,
+    Wait,
+)
+from ..ledgers.access import access_to
+from ..ledgers.host_config import groups_of
 from ..ledgers.liveness import Sight
-from ..scheduler import recall
-from ..scheduler.recall import Ask
+from ..scheduler import caps, recall
+from ..scheduler.recall import Ask, foreign
 from ..units import show_bytes
-from . import presence
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 # An owner that runs answers within this time whether a lease is in use. Without an answer, the pins
@@ -50,7 +72,7 @@ def request(
                 if not verdict.silent:
                     begun = verdict
                 # An owner that has begun and says nothing now is about to answer.
-                verdict = presence.explained(session, begun or verdict)
+                verdict = explained(session, begun or verdict)
             # A failure, and an answer that the lease is in use, were journaled by the owner.
             if refusal and refusal != "failed" and not _is_answered(session, ask):
                 _journal_declined(session, ask, verdict.because)
@@ -198,3 +220,185 @@ def _ask(
 
 def _journal_declined(session: Session, ask: Ask, because: str) -> None:
     session.decide(lambda book, world: (recall.declined(book, ask, world, because), None))
+
+
+# -- the state of the processes in the book: running, idle, stopped, silent or ended
+#
+# The state is checked whenever a status is read. The book alone would show a killed process as a
+# living holder until another owner has removed the process from the book.
+
+# While a cell runs, a process gives a sign once a second. With many kernels it may sleep for 12 s.
+HUNG_SECONDS = 20.0
+_SEEN = {
+    Sight.STOPPED: ProcessState.STOPPED,
+    Sight.DUMPING: ProcessState.DUMPING,
+    Sight.DEAD: ProcessState.ENDED,
+}
+
+
+def presences(
+    session: Session, book: Book, unanswered: Iterable[Unanswered]
+) -> dict[str, Presence]:
+    """The state of each process that has a section in `book`, by owner id.
+
+    `unanswered` are the requests that processes have not answered, the oldest first.
+    """
+    silent_since: dict[str, float] = {}
+    for one in unanswered:
+        silent_since.setdefault(one.owner.id, one.since)
+    sights, now = session.ledger.sights(book), session.clock()
+    for id, seconds in session.ledger.silences(book).items():
+        if seconds > HUNG_SECONDS and book.sections[id].busy_since:
+            silent_since[id] = min(now - seconds, silent_since.get(id, now))
+    return {
+        id: presence(section, sights[id], silent_since.get(id))
+        for id, section in book.sections.items()
+    }
+
+
+def presence(section: Section, sight: Sight, silent_since: float | None = None) -> Presence:
+    """The state of the process of `section`.
+
+    `sight` is what the operating system shows of the process. `silent_since` is the time of the
+    oldest request that the process has not answered, or of its last sign if its cell blocks its
+    interpreter; or None.
+    """
+    if sight in _SEEN:
+        return Presence(_SEEN[sight])
+    if sight is Sight.UNKNOWN:
+        return Presence(ProcessState.SILENT, _last_sign(section))
+    if silent_since is not None:
+        return Presence(ProcessState.SILENT, silent_since)
+    if section.busy_since:
+        return Presence(ProcessState.RUNNING, section.busy_since)
+    if section.idle_since:
+        return Presence(ProcessState.IDLE, section.idle_since)
+    return Presence(ProcessState.RUNNING)
+
+
+def _last_sign(section: Section) -> float:
+    """The newest time that the process has written into its `section`; 0 if there is none."""
+    stamps = [section.busy_since, section.idle_since]
+    for lease in section.leases:
+        stamps += [lease.last_used, lease.settled_at, lease.pinned_since]
+    return max(stamps)
+
+
+def explained(session: Session, wait: Wait) -> Wait:
+    """Returns `wait` with a sentence for each blocking process that is stopped or has crashed."""
+    leases = (*wait.blockers, *wait.asked)
+    in_the_way = {id.partition("/")[0] for id in leases} - {session.me}
+    if not in_the_way:
+        return wait
+    book = session.ledger.read()
+    sights = session.ledger.sights(book, in_the_way)
+    sentences = []
+    for id, sight in sights.items():
+        owner = book.sections[id].owner
+        holder = owner.label
+        if sight is Sight.DUMPING:
+            sentences.append(
+                f"{holder} has crashed, and holds its memory while it writes a core dump"
+            )
+        elif sight is Sight.STOPPED:
+            sentences.append(
+                f"{holder} is stopped, and keeps its memory. To continue it: kill -CONT {owner.pid}"
+            )
+    new = [sentence for sentence in sentences if sentence not in wait.because]
+    if not new:
+        return wait
+    because = ". ".join([wait.because.rstrip("."), *new])
+    return replace(wait, because=f"{because}.")
+
+
+# -- what users may do
+
+
+def asker(session: Session, user: str) -> Asker:
+    """What `user` may request of this process.
+
+    The configuration of the moment of the user's first request applies.
+    """
+    known = session.users.get(user)
+    if known is None:
+        groups = groups_of(user)
+        cap = session.machine.cap(user, groups)
+        known = Asker(
+            user,
+            at_home=user == session.ledger.owner.user,
+            operator=session.machine.is_operator(user, groups),
+            importance=(cap and cap.importance) or 0,
+        )
+        session.users[user] = known
+    return known
+
+
+def askers(session: Session, book: Book) -> dict[str, Asker]:
+    """The requests to this owner: maps each ticket's key to the rights of the user who wrote it.
+
+    A ticket is left out if the ledger cannot prove which owner wrote the ticket.
+    """
+    found = {}
+    for ticket in book.tickets:
+        concerned = (ticket.name, *ticket.recalls, *ticket.shadows)
+        owners = [id.partition("/")[0] for id in concerned]
+        if ticket.owner == session.me or session.me not in owners:
+            continue
+        if user := session.ledger.user_of(book, ticket.owner, ticket):
+            found[ticket.key] = asker(session, user)
+    return found
+
+
+def proven_sections(session: Session, book: Book) -> dict[str, Section]:
+    """The sections of the book by owner id, with a mark on each user name that is not proven."""
+    sections = {}
+    for id, section in book.sections.items():
+        user = section.owner.user
+        if id != session.me and session.ledger.user_of(book, id) != user:
+            section = replace(section, owner=replace(section.owner, user=f"{user} (unproven)"))
+        sections[id] = section
+    return sections
+
+
+def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: str) -> str:
+    """The reason why this user may not request `verb` of `owner`; empty if the request is allowed.
+
+    A request that is refused here would be refused by the owner as well.
+    """
+    mine = session.owner.user
+    if verb == "evict" or owner is None:
+        return ""
+    if owner.user == mine or asker(session, mine).operator:
+        return ""
+    return foreign(mine, verb, name, owner)
+
+
+def refusal_of_drain(session: Session, book: Book) -> str:
+    """The reason why this user may not drain a card; empty if the user may drain it.
+
+    Operators may drain a card. A user who does not share the cards with other users may do so too.
+    """
+    mine = session.owner.user
+    users = {section.owner.user for section in book.sections.values()}
+    others = sorted(users - {mine})
+    if asker(session, mine).operator or not (is_shared(session) or others):
+        return ""
+    reason = f"{', '.join(others)} use it too" if others else "the ledger is shared"
+    return f"{mine} may not drain a card: {reason}. Only an operator may ({session.machine.file})"
+
+
+def is_shared(session: Session) -> bool:
+    """Whether an operator has set the ledger up for several users."""
+    directory = getattr(session.ledger, "directory", None)
+    return directory is not None and access_to(directory).group is not None
+
+
+def require_within_cap(session: Session, name: str, importance: int, keep: bool) -> None:
+    """Raises NotAllowed if the operator's cap forbids a model with this importance and `keep`."""
+    if because := caps.forbidden(name, importance, keep, session.rules.cap):
+        raise NotAllowed(
+            f"{because}.\n  The operator can change it.",
+            name=name,
+            because=because,
+            user=session.owner.user,
+        )

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -30,10 +30,7 @@ from ..facts import (
     encode_uses,
     merged_uses,
 )
-from .governed_calls import govern_calls, release_calls
-from .parts import piece_bytes, shared_part
-from .pins import AnchorRef, Held, called_by, thread_of
-from .training import Training
+from .pins import AnchorRef, Held, Training, called_by, govern_calls, release_calls, thread_of
 
 MOVE_LOOK_SECONDS = 0.001  # between two looks at whether a move has ended
 
@@ -106,7 +103,7 @@ class Resident:
         # Not a field of `lease`: two threads that replace the lease could undo each other's change.
         self.moves_again_at = 0.0
         self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
-        self.measured: Measurement | None = None  # an earlier load of live code, see footprints
+        self.measured: Measurement | None = None  # an earlier load of live code, see measuring.py
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
         self._shell: Callable[[], Any] = _nothing  # a weak reference to an earlier load's object
@@ -470,3 +467,53 @@ def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """
     held = [r for r in residents if r.pinned_by(thread) or (not r.pins and r.kept_by_training())]
     return tuple([r.lease.id for r in held])
+
+
+# -- models that leave a card in parts; `scheduler.duplex` explains the stages of a move
+
+
+def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) -> int:
+    """Bytes of the largest piece of the model, for a model that can leave its card in parts.
+
+    The result is 0 if the model cannot leave in parts.
+
+    A model that claims more than its own bytes and its working memory (a whole card, for example)
+    leaves as a whole. Some backends do not know the pieces of a model in parts. In this case the
+    result is the size that the `lease` already has.
+    """
+    claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
+    if not backend.can_move or claims_more or spec.layout == "whole":
+        return 0
+    return backend.piece_bytes(handle) or (lease.piece_bytes if lease.in_parts else 0)
+
+
+class Returned(NamedTuple):
+    """The parts of a model that one request has restored so far, before the last part."""
+
+    bytes: int = 0
+    seconds: float = 0.0  # of the copies alone, without the waits between them
+
+    def and_then(self, size: int, seconds: float) -> Returned:
+        """These parts and a further part of `size` bytes, whose copy took `seconds`."""
+        return Returned(self.bytes + size, self.seconds + seconds)
+
+
+NONE_RETURNED = Returned()
+
+
+def restore_seconds(before: Lease, returned: Returned) -> float:
+    """Seconds that a restore of the whole lease takes, if the last request restored `returned`.
+
+    `before` is the lease before the last move. A part takes less time than the whole. So if that
+    request restored only a part, the result is the time that `before` already has. If it has none,
+    the result is computed from the bytes of the part and of the whole.
+    """
+    if returned.bytes >= before.own_bytes:
+        return returned.seconds
+    return before.restore_seconds or returned.seconds * before.own_bytes / max(1, returned.bytes)
+
+
+def shared_part(handle: Any) -> dict[str, Any]:
+    """The fields of a lease whose model shares pages of host memory with other processes."""
+    part = getattr(handle, "part", None)
+    return part.claim if part is not None else {"copy": "", "copy_bytes": 0, "copied_bytes": 0}

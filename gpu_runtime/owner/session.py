@@ -6,14 +6,22 @@ scheduler in a transaction of the ledger. The functions in `acquire`, `release`,
 `maintenance` and other modules choose the decision; their first parameter is the session. Loads run
 in a thread that the caller waits for, and that it can leave or stop. Moves and drops run in a thread
 that an interrupt cannot stop.
+
+After the session come its parts: the keys of its decisions, its blocks of code, and its monitor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
+import os
+import sys
 import threading
 import time
+import weakref
+from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +34,7 @@ from ..backends.registry import backend_names, open_backend
 from ..catalog.store import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
-from ..facts import HOST, Asker, Book, Device, Event, Lease, Owner, Staying, Wait, World
+from ..facts import HOST, Asker, Book, Device, Event, Lease, ModelSpec, Owner, Staying, Wait, World
 from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
@@ -39,15 +47,11 @@ from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements
 from ..telemetry.recorder import Record
-from ..threads import Stoppable
+from ..threads import Stoppable, uninterrupted
 from ..units import MIB
-from .allocator_maps import Maps
-from .block_table import Blocks
-from .footprints import Sizing
-from .keys import Key, Keys
-from .monitor import Breaker, Monitor
+from .measuring import Maps, Sizing
+from .pins import AnchorRef
 from .resident import Resident, held_by
-from .seed_log import log_event
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
@@ -543,3 +547,278 @@ def residue(
         if device != HOST and beyond > 0:
             found[device] = beyond
     return found
+
+
+# -- keys name the decisions in progress; this process notes a key before sending it anywhere
+#
+# A ticket is the entry of a waiting request in the book; a ticket has the key of its decision.
+
+
+class Key:
+    """The name of a decision in progress. The session knows a key only while this object exists.
+
+    A KeyboardInterrupt can arrive before a function's first line. The traceback then keeps the
+    frame alive, and the frame keeps the key alive. So release the key with one C call:
+    `session.done_with(key.note)`.
+    """
+
+    __slots__ = ("text", "note", "ended_by", "thread", "__weakref__")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.note = weakref.ref(self)
+        self.ended_by = ""  # who ended the wait with this key; empty: nobody
+        self.thread = get_ident()  # the thread that made the decision
+
+
+class Keys:
+    """The keys of one owner. The monitor withdraws each ticket whose key is not known here."""
+
+    def __init__(self, owner: str) -> None:
+        """`owner` is the owner's id in the book."""
+        self._owner = owner
+        self._known: set[weakref.ref[Key]] = set()
+        self._numbers = itertools.count(1)
+        self.done_with = self._known.discard  # one C call, see Key
+
+    def new(self, what: str) -> Key:
+        """A new key for a decision that `what` describes."""
+        return self._note(Key(f"{self._owner}:{next(self._numbers)}:{what}"))
+
+    def texts(self) -> tuple[str, ...]:
+        """The texts of all keys that are known now."""
+        return tuple(key.text for key in self._living())
+
+    def end(self, text: str, by: str) -> bool:
+        """Notes that the wait with the key `text` was ended. Returns whether that key is known.
+
+        `by` is the person or the process that ended the wait.
+        """
+        keys = [key for key in self._living() if key.text == text]
+        for key in keys:
+            key.ended_by = by
+        return bool(keys)
+
+    def end_of(self, thread: int, by: str) -> None:
+        """Notes for each key of the `thread` that its wait was ended, by the person or program `by`."""
+        for key in self._living():
+            if key.thread == thread:
+                key.ended_by = key.ended_by or by
+
+    def _living(self) -> list[Key]:
+        return [key for ref in self._known.copy() if (key := ref()) is not None]
+
+    def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
+        """Runs `work` in a thread that gets no interrupts. The key stays known until `work` ends.
+
+        If the caller was interrupted before the work started, `key` is gone and the work is
+        skipped.
+        """
+        return uninterrupted(self.kept(key, work))
+
+    def kept(self, key: Key, work: Callable[[], T]) -> Callable[[], T]:
+        """The function `work`, during which the key stays known. See `uninterrupted`."""
+        wanted = key.note
+
+        def act() -> T:
+            # An interrupt of the caller ends its key. So a second key with the same text is noted for
+            # the time of `work`. It is noted before the check of the first key, which can end at once.
+            held = self._note(Key(key.text))
+            try:
+                return work() if wanted in self._known else None  # type: ignore[return-value]
+            finally:
+                self.done_with(held.note)
+
+        return act
+
+    def _note(self, key: Key) -> Key:
+        try:
+            self._known.add(weakref.ref(key, self._known.discard))
+            return key
+        except BaseException:  # an interrupt after the addition: its traceback keeps this frame
+            self.done_with(key.note)
+            raise
+
+
+# -- blocks of user code
+#
+# An anchor is an object that lives as long as the block's `with` statement runs.
+
+
+class Blocks(dict[str, tuple[Lease, AnchorRef]]):
+    """Maps the name of a block to the block's lease and anchor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
+        self.leased_bytes = 0  # the sum over all blocks until now, including ended blocks
+
+    def new_number(self) -> int:
+        """The number of the next block."""
+        return next(self._numbers)
+
+    def running(self, ended: Callable[[str], None]) -> tuple[Lease, ...]:
+        """The leases of the running blocks. Removes the blocks that an interrupt has ended.
+
+        An interrupt can skip the code at the end of a block. In this case this method removes the
+        block, and calls `ended(card)` for each card on which the block had leased memory.
+        """
+        leases = []
+        for name, (lease, anchor) in list(self.items()):
+            if anchor():
+                leases.append(lease)
+            elif self.pop(name, None):  # None: the block's own end was faster
+                for share in lease.shares:
+                    ended(share.device)
+        return tuple(leases)
+
+
+# -- the monitor: one daemon thread that calls the tick
+#
+# The thread decides nothing. If the devices cannot be measured, the thread retries less often and
+# logs the reason. No error ends the thread or the kernel.
+
+FAILURES = 5
+REST_SECONDS = 30.0
+MOST_REST_SECONDS = 300.0
+
+
+class Breaker:
+    """Stops measuring for 30 s after 5 failures in a row. After the pause, tries once.
+
+    Each further failure doubles the pause, up to 300 s.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.why = ""
+        self._until = 0.0
+        self._rest = REST_SECONDS
+
+    @property
+    def open(self) -> bool:
+        """Whether measuring is suspended."""
+        return self.failures >= FAILURES
+
+    def allows(self, now: float) -> bool:
+        """Whether to measure at `now`, in seconds of the session's clock."""
+        return not self.open or now >= self._until
+
+    def failed(self, now: float, why: str) -> None:
+        """Counts a failure at `now`. `why` is the first line of the driver's error."""
+        self.failures += 1
+        self.why = why
+        if self.failures > FAILURES:
+            self._rest = min(self._rest * 2, MOST_REST_SECONDS)
+        if self.open:
+            self._until = now + self._rest
+
+    def succeeded(self) -> None:
+        """Resets the count of failures and the pause."""
+        self.__init__()  # type: ignore[misc]
+
+    def trouble(self) -> str:
+        """The reason why the devices cannot be measured; empty if measuring works."""
+        if not self.open:
+            return ""
+        return f"the devices have not answered {self.failures} times in a row ({self.why})"
+
+
+class _Promptly:
+    """A `with` block in which a thread that runs Python code yields the GIL after 0.5 ms, not 5 ms.
+
+    A recall makes about sixty system calls, and each of them releases the GIL. With 5 ms, a recall
+    beside a pure-Python loop in the main thread took 400 ms. All runtimes of a process share this
+    object. If other code changes the switch interval during the block, the new interval stays.
+    """
+
+    SECONDS = 0.0005
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._usual = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(self.SECONDS, self._usual))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            ours = math.isclose(sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3)
+            if not self._inside and ours:
+                sys.setswitchinterval(self._usual)
+
+    def forget(self) -> None:
+        """Resets the object in a forked child, where the parent's threads do not exist."""
+        if self._inside:
+            sys.setswitchinterval(self._usual)
+        self._lock, self._inside = threading.Lock(), 0
+
+
+promptly = _Promptly()
+os.register_at_fork(after_in_child=promptly.forget)
+
+
+class Monitor:
+    """Calls `tick` about once a second, and at each notification, until it is stopped."""
+
+    def __init__(self, tick: Callable[[], float], wait: Callable[[float], object]) -> None:
+        """`tick` returns the seconds until the next round. `wait(seconds)` sleeps."""
+        self._tick, self._wait = tick, wait
+        self._stopping = threading.Event()
+        self._running: threads.Running | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._running = threads.start(self._run)
+
+    def stop(self, ring: Callable[[], None]) -> None:
+        """Ends the thread; waits at most 5 s for its end. `ring` wakes the sleeping thread."""
+        self._stopping.set()
+        ring()
+        if self._running and self._running.ident != threading.get_ident():
+            self._running.wait(5.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                with promptly:
+                    delay = self._tick()
+            except (GpuError, ProbeFailed) as error:
+                log.warning("%s", error)
+                delay = 1.0
+            except Exception:  # the kernel and its monitor must survive any error here
+                log.exception("the monitor failed; it tries again in 5 s")
+                delay = 5.0
+            if not self._stopping.is_set():
+                self._safe_wait(delay)
+
+    def _safe_wait(self, delay: float) -> None:
+        try:
+            self._wait(delay)
+        except (GpuError, OSError):  # the next tick logs the same error
+            self._stopping.wait(delay)
+
+
+# -- log lines of the Semantik governor, a memory manager whose features this project continues
+#
+# Their exact text must not change, because operators search logs for them.
+
+
+def log_event(event: Event, spec: ModelSpec | None) -> None:
+    """Logs what happened to a model of this process. `spec` is None if the model was forgotten."""
+    key = spec.key if spec else event.model
+    short = f"{spec.model_type}:{event.model}" if spec else event.model
+    if event.action == "granted":
+        log.info("Memory request approved: %s needs %dMB", key, event.bytes // MIB)
+    elif event.action == "offloaded":
+        log.info("Offloaded %s to CPU (freed %dMB GPU)", short, event.bytes // MIB)
+    elif event.action == "restored":
+        log.info("Restored %s from CPU to GPU", short)
+    else:
+        log.debug("%s %s: %s", event.action, event.model, event.because)

@@ -1,15 +1,16 @@
-"""The data that magics, command and console show: snapshots, tables, history and dry runs.
+"""The data that magics, command and console show: snapshots, health and history.
 
 The functions here only read, except `delete`, which changes the catalogue.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ..errors import BadSetting
+from ..errors import BadSetting, GpuError
 from ..facts import (
     Book,
     Declared,
@@ -26,8 +27,9 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import room_and_blind, stranger_bytes, strangers, views
 from ..scheduler.queue import queue
 from ..telemetry.recorder import moments_of
+from ..threads import import_whole
 from ..units import parse_seconds
-from . import presence
+from . import requests
 from .history import recorded_events
 from .session import Session
 
@@ -75,7 +77,7 @@ def snapshot(session: Session) -> Snapshot:
     )
     unanswered = recall.unanswered(found, world.rules)
     return replace(
-        found, unanswered=unanswered, presences=presence.presences(session, book, unanswered)
+        found, unanswered=unanswered, presences=requests.presences(session, book, unanswered)
     )
 
 
@@ -208,3 +210,25 @@ def delete(session: Session, name: str) -> Outcome:
         done=True,
         because=because,
     )
+
+
+# -- the console, found through an entry point, since this folder must not import `panels`
+#
+# A package with a console names a callable `console` in the entry-point group `gpu_runtime`. The
+# callable `console` takes the runtime and returns the object to show.
+
+INSTALL = "Install it:  pip install 'gpu-console[console]'"
+
+
+def console(rt: Any) -> Any:
+    """The console of the runtime `rt`. Raises GpuError if no console is installed."""
+    for found in entry_points(group="gpu_runtime", name="console"):
+        try:
+            import_whole(found.module)
+            make = found.load()
+        except ImportError as error:
+            raise GpuError(
+                f"the console needs {error.name}, which is not installed.\n  {INSTALL}"
+            ) from None
+        return make(rt)
+    raise GpuError(f"no console is installed.\n  {INSTALL}")

@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.backtest import CLAIRVOYANT, UseHistory, compare, split_words
 from gpu_runtime.errors import BadSetting, GpuError
-from gpu_runtime.owner.backtests import backtest
+from gpu_runtime.owner.history import backtest
 from tests.backtest.test_replay import history
 from tests.owner.conftest import runtime  # noqa: F401
 

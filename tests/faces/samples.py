@@ -34,7 +34,7 @@ from gpu_runtime.facts import (
     Ticket,
 )
 from gpu_runtime.ledgers.liveness import Sight
-from gpu_runtime.owner.presence import presence
+from gpu_runtime.owner.requests import presence
 from gpu_runtime.scheduler.recall import unanswered
 
 GIB, MIB = 2**30, 2**20

@@ -18,7 +18,7 @@ from gpu_panels.inline import Inline
 from panel.io.resources import CDN_DIST
 
 from gpu_runtime import GpuError, NotAllowed
-from gpu_runtime.owner import console_hook
+from gpu_runtime.owner import status
 from gpu_runtime.rendering import render
 from tests.clock import finished
 
@@ -31,7 +31,7 @@ def installed(monkeypatch):
     entry = EntryPoint("console", "gpu_panels.inline:Inline", "gpu_runtime")
     ours = {"group": "gpu_runtime", "name": "console"}
     found = lambda **group: [entry] if group == ours else []
-    monkeypatch.setattr(console_hook, "entry_points", found)
+    monkeypatch.setattr(status, "entry_points", found)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_runtime_and_the_magic_return_the_console_as_a_panel_object(shell, r
 
 
 def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
-    monkeypatch.setattr(console_hook, "entry_points", lambda **_: [])
+    monkeypatch.setattr(status, "entry_points", lambda **_: [])
     with pytest.raises(GpuError, match=r"pip install 'gpu-console\[console\]'"):
         rt.console()
 
@@ -58,7 +58,7 @@ def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
         raise ImportError("No module named 'panel'", name="panel")
 
     entry = SimpleNamespace(load=load, module="gpu_panels.inline")
-    monkeypatch.setattr(console_hook, "entry_points", lambda **_: [entry])
+    monkeypatch.setattr(status, "entry_points", lambda **_: [entry])
     with pytest.raises(GpuError, match="the console needs panel, which is not installed"):
         rt.console()
 

@@ -250,7 +250,7 @@ def test_graphs_are_told_apart_in_the_sums(notebook, rt):
 def test_a_search_without_time_is_partial_and_says_so(notebook, rt, monkeypatch):
     from gpu_runtime.owner import holdings
 
-    monkeypatch.setattr(holdings.who, "__defaults__", (0.0, None))
+    monkeypatch.setattr(holdings.search_here, "__defaults__", (0.0, None))
     run(notebook, "x = mib(3)")
     shown = run(notebook, "%gpu who")
     assert not shown.attrs["whole"]

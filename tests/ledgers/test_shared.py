@@ -460,8 +460,8 @@ def test_the_owner_refuses_what_the_caller_should_have_refused(box):
     """
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
     ann.run("rt.preload('writer')")
-    bob.run("from gpu_runtime.owner import permissions")
-    bob.run("permissions.refusal_of_request = lambda *a: ''")
+    bob.run("from gpu_runtime.owner import requests")
+    bob.run("requests.refusal_of_request = lambda *a: ''")
     reply = bob.run("rt.pin('writer')")
     assert reply.startswith(f"GpuError: {BOB} may not pin writer in pid {ann.pid}"), reply
     assert ann.run("[l.keep for l in rt.status().leases()]") == "[False]"

@@ -13,7 +13,7 @@ from gpu_runtime.devices import checkpoint
 from gpu_runtime.errors import NotAllowed
 from gpu_runtime.facts import HOST
 from gpu_runtime.ledgers.host_config import Machine
-from gpu_runtime.owner import checkpoints, parked_processes
+from gpu_runtime.owner import checkpoints
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.units import GIB
 from tests.checkpoint_driver import STAND_IN, CheckpointDriver
@@ -374,24 +374,24 @@ def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch)
 # -- the notes on parked processes
 def test_a_note_is_private_and_for_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    one = parked_processes.ParkedProcess(41, 7, {"GPU-0": 5})
-    parked_processes.note(one)
-    assert parked_processes.noted(41, 7) == one
-    assert parked_processes.noted(41, 8) is None, "the pid was used again"
+    one = checkpoints.ParkedProcess(41, 7, {"GPU-0": 5})
+    checkpoints.note_parked(one)
+    assert checkpoints.noted_parked(41, 7) == one
+    assert checkpoints.noted_parked(41, 8) is None, "the pid was used again"
     [file] = tmp_path.rglob("41-7.json")
     assert file.stat().st_mode & 0o777 == 0o600
     file.write_text("[]")
-    assert parked_processes.noted(41, 7) is None
-    parked_processes.forget(41, 7)
-    parked_processes.forget(41, 7)
+    assert checkpoints.noted_parked(41, 7) is None
+    checkpoints.forget_parked(41, 7)
+    checkpoints.forget_parked(41, 7)
     assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_note_that_others_could_replace_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    parked_processes.note(parked_processes.ParkedProcess(41, 7, {"GPU-0": 5}))
+    checkpoints.note_parked(checkpoints.ParkedProcess(41, 7, {"GPU-0": 5}))
     [file] = tmp_path.rglob("41-7.json")
     file.parent.chmod(0o777)
-    assert parked_processes.noted(41, 7) is None
+    assert checkpoints.noted_parked(41, 7) is None
     with pytest.raises(GpuError, match="not private"):
-        parked_processes.note(parked_processes.ParkedProcess(42, 7, {}))
+        checkpoints.note_parked(checkpoints.ParkedProcess(42, 7, {}))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, NotAllowed, StillInUse
-from gpu_runtime.owner import permissions
+from gpu_runtime.owner import requests
 from tests.clock import PATIENCE, until
 
 from .conftest import fakes, loaded, together
@@ -120,7 +120,7 @@ def test_what_was_asked_in_vain_is_told(two):
 
 def test_what_may_not_even_be_asked_is_told(two, monkeypatch):
     kernel, console = two
-    monkeypatch.setattr(permissions, "refusal_of_request", lambda *_: "ann may not")
+    monkeypatch.setattr(requests, "refusal_of_request", lambda *_: "ann may not")
     with console.on_behalf_of("ann"), pytest.raises(NotAllowed):
         console.pin("qwen")
     [(_, by)] = told(kernel, "declined")

@@ -4,7 +4,7 @@ import pytest
 
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import opening, permissions
+from gpu_runtime.owner import lifetime, requests
 from tests.clock import PATIENCE
 
 
@@ -125,7 +125,7 @@ def as_user(monkeypatch):
         def opened(url, **options):
             return MemoryLedger("crowd", notebook=options["notebook"], user=user)
 
-        monkeypatch.setattr(opening, "open_ledger", opened)
+        monkeypatch.setattr(lifetime, "open_ledger", opened)
 
     return become
 
@@ -133,7 +133,7 @@ def as_user(monkeypatch):
 def test_where_others_share_the_cards_only_an_operator_drains(
     runtime, tmp_path, as_user, monkeypatch
 ):
-    monkeypatch.setattr(permissions, "is_shared", lambda session: True)
+    monkeypatch.setattr(requests, "is_shared", lambda session: True)
     config = tmp_path / "config.toml"
     config.write_text('[operators]\nusers = ["ops"]\n')
     as_user("ann")

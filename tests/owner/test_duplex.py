@@ -15,7 +15,7 @@ from torch import nn
 from gpu_runtime import LoadFailed, Runtime
 from gpu_runtime.backends.pytorch import torch_model
 from gpu_runtime.facts import HOST, Phase
-from gpu_runtime.owner import granted, parts
+from gpu_runtime.owner import arrivals, release
 from gpu_runtime.scheduler import admission
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
@@ -105,17 +105,17 @@ def test_a_return_in_parts_measures_the_time_of_the_whole_and_shows_all_its_byte
 ):
     """Each copy takes one second of the clock. The waits between the copies do not count."""
     ticks = itertools.count()
-    monkeypatch.setattr(granted, "time", types.SimpleNamespace(perf_counter=ticks.__next__))
+    monkeypatch.setattr(arrivals, "time", types.SimpleNamespace(perf_counter=ticks.__next__))
     rt = runtime(**BOX)
-    arrivals: list[tuple[str, int, float]] = []
-    rt.tell_waits(None, lambda a: arrivals.append((a.verb, a.all_bytes, a.earlier_seconds)))
+    shown: list[tuple[str, int, float]] = []
+    rt.tell_waits(None, lambda a: shown.append((a.verb, a.all_bytes, a.earlier_seconds)))
     hooks = crossing(rt, rt)
-    arrivals.clear()
+    shown.clear()
     with rt.use("new", timeout=PATIENCE):
         assert hooks.parts > 1
         assert rt._session.residents["new"].lease.restore_seconds == hooks.parts
     last = ("restoring", 40 * GIB, hooks.parts - 1.0)
-    assert arrivals == [last, last], "its beginning and its end"
+    assert shown == [last, last], "its beginning and its end"
     [event] = [event for event in rt.why("new") if event.action == "restored"]
     assert (event.bytes, event.seconds) == (40 * GIB, hooks.parts)
 
@@ -175,7 +175,7 @@ def counting(counts: dict[str, int], name: str) -> Any:
 
 def test_modules_that_cross_keep_every_bit(runtime, monkeypatch):
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
-    monkeypatch.setattr(parts, "STAGE_BYTES", 1)
+    monkeypatch.setattr(release, "STAGE_BYTES", 1)
     gc.collect()
     torch.manual_seed(1)
     modules = {name: Net().eval().requires_grad_(False) for name in ("one", "two")}
@@ -240,7 +240,7 @@ def test_the_end_of_a_leaving_model_is_no_failed_move(runtime, caplog, end):
 @pytest.mark.thorough
 def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, monkeypatch):
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
-    monkeypatch.setattr(parts, "STAGE_BYTES", 1)
+    monkeypatch.setattr(release, "STAGE_BYTES", 1)
     gc.collect()
     modules = {f"m{n}": Net().eval().requires_grad_(False) for n in range(4)}
     twins = copy.deepcopy(modules)

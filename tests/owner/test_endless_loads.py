@@ -12,7 +12,7 @@ import torch
 
 from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse, threads
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import loads
+from gpu_runtime.owner import arrivals
 from gpu_runtime.serving.gateway import Gateway
 from tests.clock import until
 
@@ -62,7 +62,7 @@ class InC:
 
 @pytest.fixture(autouse=True)
 def _least_load(monkeypatch):
-    monkeypatch.setattr(loads, "LEAST_LOAD_SECONDS", 0.1)
+    monkeypatch.setattr(arrivals, "LEAST_LOAD_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def in_c(monkeypatch):
     # Python 3.11: each traced call waits until the stopped thread runs Python code.
     if sys.gettrace():
         pytest.skip("a tracer such as coverage hangs until the load's call of C code has ended")
-    monkeypatch.setattr(loads, "LOAD_SECONDS", 0.2)
+    monkeypatch.setattr(arrivals, "LOAD_SECONDS", 0.2)
     monkeypatch.setattr(threads, "ENDING_SECONDS", 0.2)
     made = InC()
     yield made

@@ -10,7 +10,7 @@ from gpu_runtime.backends.pytorch import search
 from gpu_runtime.backends.pytorch.host_copies import digest, every_key
 from gpu_runtime.backends.pytorch.search import Limit
 from gpu_runtime.facts import HOST
-from gpu_runtime.owner import holdings, other_holdings
+from gpu_runtime.owner import holdings
 from gpu_runtime.rendering import html
 from gpu_runtime.units import MIB
 from tests import tiny_models
@@ -20,7 +20,7 @@ from .kernels import FLOATS, cell, own
 
 def found_bytes(rt) -> tuple[int, int]:
     """The MiB that names on the card explain, and the MiB without a name."""
-    found = other_holdings.own(rt._session)
+    found = holdings.own_holders(rt._session)
     return found.explained_bytes // MIB, found.unknown_bytes // MIB
 
 
@@ -35,7 +35,7 @@ def test_a_kernel_that_is_leaving_counts_once(started, quiet):
     assert rt.park().done
     quiet.while_copying = lambda: None
     assert seen == [(before[0] + 8, before[1])] and kept.nbytes == 8 * MIB
-    parked = other_holdings.own(rt._session)
+    parked = holdings.own_holders(rt._session)
     assert (parked.parked_bytes, found_bytes(rt)) == (8 * MIB, before)
     assert "host" in {row.device for row in parked.holders}
 
@@ -86,7 +86,7 @@ def test_who_shows_what_other_libraries_hold_and_that_it_cannot_be_moved(started
     rt, _ = started(devices="sim:64MiB,host:64MiB")
     held = other_libraries.Held("jax", "2 arrays", "cuda:0", 3 * MIB)
     monkeypatch.setattr(other_libraries, "held", lambda: [held])
-    [row] = [one for one in other_holdings.own(rt._session).holders if one.name == "jax"]
+    [row] = [one for one in holdings.own_holders(rt._session).holders if one.name == "jax"]
     assert (row.device, row.bytes, row.what, row.stays) == (
         "cuda:0",
         3 * MIB,

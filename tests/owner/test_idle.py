@@ -10,8 +10,8 @@ from gpu_runtime.facts import Ticket
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import TICKS_A_SECOND
-from gpu_runtime.owner import maintenance
-from gpu_runtime.owner.monitor import promptly
+from gpu_runtime.owner import cards, maintenance
+from gpu_runtime.owner.session import promptly
 from tests.clock import until
 from tests.owner.conftest import claims, fakes, loaded, where
 
@@ -176,8 +176,9 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     session = a._session
     noted(session.ledger, "ring")
     noted(session.journal, "append")
-    for name in ("reap_neighbours", "remeasure", "vacate"):
-        noted(maintenance, name)
+    noted(maintenance, "reap_neighbours")
+    noted(maintenance, "remeasure")
+    noted(cards, "vacate")
     a.tick()
     assert done == ["ring", "ring", "append", "reap_neighbours", "remeasure", "vacate"]
     assert where(b) == {"idle": "host"}

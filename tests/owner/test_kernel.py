@@ -32,7 +32,7 @@ from gpu_runtime.backends.pytorch.search import ARRAY, FOREIGN
 from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
-from gpu_runtime.owner import holdings, kernel_reading, maintenance, operations
+from gpu_runtime.owner import holdings, kernel_resident, maintenance, operations
 from gpu_runtime.rendering import html, views
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests.clock import PATIENCE, until
@@ -291,7 +291,7 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
         attempts.append(1)
         return "a thread runs (gpu)" if len(attempts) < 4 else change(mark, act)
 
-    monkeypatch.setattr(kernel_reading, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(kernel_resident, "AGAIN_SECONDS", 0.001)
     monkeypatch.setattr(kernel._stillness, "change", busy_at_first)
     cell(kernel)
     assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4
@@ -867,13 +867,13 @@ def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, cl
     keep(kernel, torch.zeros(16 * FLOATS))
     rt.park()
     clock.advance(9)
-    obtain = kernel_reading.acquire.obtain
+    obtain = kernel_resident.acquire.obtain
 
     def waits(*args, **options):
         clock.advance(71)
         obtain(*args, **options)
 
-    monkeypatch.setattr(kernel_reading.acquire, "obtain", waits)
+    monkeypatch.setattr(kernel_resident.acquire, "obtain", waits)
     news = cell(kernel)
     moved = kernel.resident.lease.restore_seconds
     assert 0 < moved < 60 and news == (
@@ -1005,7 +1005,7 @@ def test_a_notebook_without_a_lease_says_what_stays(started, monkeypatch):
     monkeypatch.setattr(type(kernel), "resident", None)
     monkeypatch.setattr(type(kernel), "count", lambda self: None)
     monkeypatch.setattr(rt._session, "staying", lambda: (found,))
-    monkeypatch.setattr(holdings, "who", lambda session: Holdings((), staying=(found,)))
+    monkeypatch.setattr(holdings, "search_here", lambda session: Holdings((), staying=(found,)))
     assert rt.park().because == f"16.0 MiB stays on sim:0: {FOREIGN}"
 
 

@@ -6,7 +6,7 @@ from threading import get_ident
 
 import pytest
 
-from gpu_runtime.owner.keys import Keys
+from gpu_runtime.owner.session import Keys
 
 
 @pytest.mark.parametrize("line", range(1, 4))

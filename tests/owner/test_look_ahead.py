@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime import threads
 from gpu_runtime.facts import CellModels, ModelSpec
-from gpu_runtime.owner.file_staging import stage
+from gpu_runtime.owner.look_ahead import stage_files
 from gpu_runtime.upcoming_cells import upcoming
 from tests.clock import PATIENCE, until
 from tests.owner.conftest import fakes, where
@@ -214,11 +214,11 @@ def test_files_are_read_up_to_the_budget_and_other_files_are_not(tmp_path):
     for name, size in (("1.safetensors", 5), ("2.safetensors", 7), ("readme.md", 100)):
         (tmp_path / name).write_bytes(b"x" * size)
     spec = ModelSpec("m", "transformers", source=str(tmp_path))
-    assert stage(spec, 100, lambda: False) == 12
-    assert stage(spec, 11, lambda: False) == 5
+    assert stage_files(spec, 100, lambda: False) == 12
+    assert stage_files(spec, 11, lambda: False) == 5
     (tmp_path / "3.safetensors").write_bytes(b"x" * 6)
-    assert stage(spec, 11, lambda: False) == 11, "only the second file is too large"
+    assert stage_files(spec, 11, lambda: False) == 11, "only the second file is too large"
     (tmp_path / "3.safetensors").unlink()
-    assert stage(spec, 100, lambda: True) == 0
+    assert stage_files(spec, 100, lambda: True) == 0
     for source in ("", "no/where", str(tmp_path / "readme.md")):
-        assert stage(ModelSpec("m", "transformers", source=source), 100, lambda: False) == 0
+        assert stage_files(ModelSpec("m", "transformers", source=source), 100, lambda: False) == 0

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime import GpuError, NotAllowed
-from gpu_runtime.owner import permissions
+from gpu_runtime.owner import requests
 from gpu_runtime.units import GIB
 from tests.redis_server import redis_server
 
@@ -70,7 +70,7 @@ def test_another_users_process_may_be_ended_by_an_operator_only(pair, monkeypatc
     foreign = replace(section, owner=replace(section.owner, user="somebody-else"))
     monkeypatch.setattr(type(here._session.ledger), "read", lambda self: book.with_section(foreign))
     mine = here._session.owner.user
-    asker = permissions.asker(here._session, mine)
+    asker = requests.asker(here._session, mine)
     here._session.users[mine] = replace(asker, operator=False)
     with pytest.raises(NotAllowed, match="only somebody-else or an operator may"):
         here.evict(PID, lost=True, force=True)

@@ -8,8 +8,8 @@ from gpu_runtime.facts import HOST
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import holdings, maintenance, other_holdings, permissions
-from gpu_runtime.owner.other_holdings import MOST_LETTERS, MOST_ROWS
+from gpu_runtime.owner import holdings, maintenance, requests
+from gpu_runtime.owner.holdings import MOST_LETTERS, MOST_ROWS
 from gpu_runtime.scheduler import recall
 from gpu_runtime.scheduler.recall import Order
 from gpu_runtime.units import MIB
@@ -57,9 +57,9 @@ def test_while_a_cell_runs_its_variables_are_not_searched(pair, monkeypatch):
     asks, other = pair
     loaded(other, qwen="4GiB")
     other._session.activity.began("a cell")
-    monkeypatch.setattr(holdings, "who", pytest.fail)
+    monkeypatch.setattr(holdings, "search_here", pytest.fail)
     frame = asks.who(other._session.me)
-    assert table(frame) == {"qwen": 4096} and frame.attrs["note"] == other_holdings.BUSY
+    assert table(frame) == {"qwen": 4096} and frame.attrs["note"] == holdings.BUSY
 
 
 def test_a_search_ends_when_a_cell_begins(pair, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_search_ends_when_a_cell_begins(pair, monkeypatch):
         stops.append(stop())
         return holdings.Holdings(())
 
-    monkeypatch.setattr(holdings, "who", who)
+    monkeypatch.setattr(holdings, "search_here", who)
     loaded(other, qwen="4GiB")
     asks.who(other._session.me)
     assert stops == [True]
@@ -81,7 +81,7 @@ def test_a_script_lists_its_leases(pair):
     asks, other = pair
     other._session.activity.forget()
     loaded(other, qwen="4GiB")
-    assert asks.who(other._session.me).attrs["note"] == other_holdings.SCRIPT
+    assert asks.who(other._session.me).attrs["note"] == holdings.SCRIPT
 
 
 def test_a_parked_kernel_answers_and_stays_parked(pair):
@@ -109,8 +109,8 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
         mine("secret", "variable", "sim:0", 5, 5, "In [1]", "Tensor"),
         mine("m", "model", "sim:0", 3, 3),
     )
-    found = other_holdings.Holdings(rows, 8, 8)
-    hidden = other_holdings._without_names(found, "ann")
+    found = holdings.Holdings(rows, 8, 8)
+    hidden = holdings._without_names(found, "ann")
     assert [row.name for row in hidden.holders] == ["–", "m"]
     assert "secret" not in str(hidden) and "Tensor" not in str(hidden)
     assert [row.bytes for row in hidden.holders] == [5, 3] and "ann" in hidden.note
@@ -118,13 +118,13 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
     session.ledger.publish_answer = lambda asker, answer, private: published.append(
         (answer, private)
     )
-    other_holdings._listed, before = (lambda _: found), other_holdings._listed
+    holdings._listed_for_others, before = (lambda _: found), holdings._listed_for_others
     try:
         for by, names in (("ops", "own"), ("ops", "all"), (session.ledger.owner.user, "own")):
             session.settings = session.settings.model_copy(update={"gpu_who_names": names})
-            other_holdings.answer(session, Order("k", "who", "", by=by, asker="a"))
+            holdings.answer(session, Order("k", "who", "", by=by, asker="a"))
     finally:
-        other_holdings._listed = before
+        holdings._listed_for_others = before
     shown = [("secret" in str(answer), private) for answer, private in published]
     assert shown == [(False, False), (True, False), (True, True)]
 
@@ -134,7 +134,7 @@ def test_the_answer_is_bounded():
         holdings.Holder("x" * 1000, "variable", "sim:0", 1, 1, "", "y" * 1000)
         for _ in range(MOST_ROWS + 5)
     )
-    short = other_holdings._shortened(other_holdings.Holdings(many))
+    short = holdings._shortened(holdings.Holdings(many))
     assert (len(short.holders), short.left_out, short.left_out_bytes) == (MOST_ROWS, 5, 5)
     assert max(len(row.name) + len(row.what) for row in short.holders) == 2 * MOST_LETTERS
 
@@ -165,7 +165,7 @@ def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(
         MemoryLedger, "sights", lambda *_: {other._session.me: next(seen, Sight.STOPPED)}
     )
     with pytest.raises(GpuError, match="is stopped, so it cannot answer"):
-        other_holdings.who(asks._session, other._session.me, 0.2)
+        holdings.who(asks._session, other._session.me, 0.2)
 
 
 def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
@@ -174,7 +174,7 @@ def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
     loaded(other, qwen="4GiB")
     monkeypatch.setattr(maintenance, "obey", lambda session: ())
     with pytest.raises(Busy, match="has not answered for 0 s.*too old"):
-        other_holdings.who(asks._session, other._session.me, 0.2)
+        holdings.who(asks._session, other._session.me, 0.2)
     assert not asks._session.ledger.read().tickets
 
 
@@ -184,7 +184,7 @@ def test_another_users_process_is_asked_by_operators_only(pair, monkeypatch):
     owner = asks._session.ledger.read().owner(other._session.me)
     because = recall.foreign("eve", "who", "", owner)
     assert because.startswith("eve may not ask which variables hold memory in ")
-    monkeypatch.setattr(permissions, "refusal_of_request", lambda *_: because)
+    monkeypatch.setattr(requests, "refusal_of_request", lambda *_: because)
     with pytest.raises(NotAllowed, match="only .* or an operator may"):
         asks.who(other._session.me)
 

@@ -10,7 +10,7 @@ from gpu_runtime import Busy, StillInUse
 from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner import requests
-from gpu_runtime.owner.presence import HUNG_SECONDS, explained, presence, presences
+from gpu_runtime.owner.requests import HUNG_SECONDS, explained, presence, presences
 from gpu_runtime.rendering import render, text
 from tests.clock import until
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpu_runtime.backends.base import Evidence
 from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.facts import MOST_EVENTS, decode_uses
-from gpu_runtime.owner import earlier_uses
+from gpu_runtime.owner import release
 from tests.clock import PATIENCE
 from tests.worlds import lease
 
@@ -175,7 +175,7 @@ def test_each_used_lease_of_a_known_source_is_on_one_page(kinds, full):
         lease(str(number), source=uses[kind][0], recent_uses=uses[kind][1])
         for number, kind in enumerate(kinds)
     ]
-    found = earlier_uses.pages(leases)
+    found = release.released_in_pages(leases)
     assert list(chain(*found)) == [one for one in leases if one.source and one.recent_uses]
     assert len(found) == max(1, -(-len(list(chain(*found))) // MOST_EVENTS))
     assert all(len(page) <= MOST_EVENTS for page in found)

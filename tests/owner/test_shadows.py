@@ -15,7 +15,7 @@ from gpu_runtime.backends.pytorch.transformers_backend import TransformersBacken
 from gpu_runtime.devices.process_memory import held_by
 from gpu_runtime.facts import HOST
 from gpu_runtime.ledgers.liveness import Sight
-from gpu_runtime.owner import shadows as own_shadows
+from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
 from tests import tiny_models
 from tests.clock import PATIENCE
@@ -66,7 +66,7 @@ def test_a_dropped_model_has_no_copy_left_to_free(runtime):
     rt.preload("a")
     rt.evict("a", drop=True)
     assert (where(rt), leased(rt), held(rt)) == ({"a": "disk"}, {}, 0)
-    assert not own_shadows.free(rt._session.residents["a"])
+    assert not release.free_shadow(rt._session.residents["a"])
 
 
 @pytest.mark.parametrize("more", [{"gpu_shadows": "never"}, {"enable_cpu_offload": False}])
@@ -202,7 +202,7 @@ def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, 
     llama = tiny_models.causal_lm(tmp_path / "model")
     monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
     reads, waiting = [], threading.Event()
-    read, waits = TransformersBackend._of_files, own_shadows._waits
+    read, waits = TransformersBackend._of_files, release._waits_for_loader
 
     def counted(*given):
         reads.append(given)
@@ -213,7 +213,7 @@ def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, 
         return waits(*given)
 
     monkeypatch.setattr(TransformersBackend, "_of_files", counted)
-    monkeypatch.setattr(own_shadows, "_waits", told)
+    monkeypatch.setattr(release, "_waits_for_loader", told)
     book = f"keeper://{tmp_path}/ledger"
     second = runtime(devices="sim:1GiB,host:1GiB", ledger=book)
     second.register("llama", str(llama))
@@ -250,7 +250,7 @@ def test_a_load_does_not_wait_for_a_stopped_process(runtime, shared_book, monkey
     monkeypatch.setattr(
         type(second._session.ledger), "sights", lambda *_: {loader.id: Sight.STOPPED}
     )
-    assert not own_shadows._waits(second._session, loader)
+    assert not release._waits_for_loader(second._session, loader)
 
 
 def test_only_processes_of_this_user_and_host_are_searched(runtime):
@@ -273,7 +273,7 @@ def test_only_processes_of_this_user_and_host_are_searched(runtime):
     book = beside(9, copy=f"{files[:16]}.6")
     book = beside(10, copy="0" * 16 + ".5")
     book = beside(11, copied_bytes=0)
-    assert own_shadows._copies(session, book, files) == {
+    assert release._copies(session, book, files) == {
         f"{files[:16]}.5": (7, 8),
         f"{files[:16]}.6": (9,),
     }

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpu_runtime import AmbiguousName, GpuError, WaitEnded
 from gpu_runtime.facts import LeaseId
-from gpu_runtime.owner import permissions, waits
+from gpu_runtime.owner import operations, requests
 from gpu_runtime.scheduler import recall
 from tests.clock import PATIENCE, until
 
@@ -127,14 +127,14 @@ def test_another_user_needs_the_rights_of_an_operator(two, monkeypatch):
         section = console._session.ledger.read().sections[waiter._session.me]
         owner = replace(section.owner, user="eve")
         mine = console._session.owner.user
-        asker = permissions.asker(console._session, mine)
+        asker = requests.asker(console._session, mine)
         console._session.users[mine] = replace(asker, operator=False)
-        because = permissions.refusal_of_request(console._session, "cancel", owner, "llama")
+        because = requests.refusal_of_request(console._session, "cancel", owner, "llama")
         assert "may not ask to end its wait for llama" in because and "only eve or" in because
         # The owner itself checks the right too.
         askers = {mine: replace(asker, operator=False, at_home=False)}
         monkeypatch.setattr(
-            permissions,
+            requests,
             "askers",
             lambda session, book: {one.key: askers[mine] for one in book.tickets},
         )
@@ -156,10 +156,14 @@ def test_a_wait_that_begins_after_the_request_goes_on(two):
         )
         session.decide(lambda book, world: (book.with_ticket(earlier), None))
         with pytest.raises(GpuError, match="nothing waits for llama any more"):
-            waits.obey(waiter._session, recall.Order(key.text, "cancel", "llama", who="ann"))
+            operations.obey_cancel(
+                waiter._session, recall.Order(key.text, "cancel", "llama", who="ann")
+            )
         same = replace(earlier, arrived=later.arrived)
         session.decide(lambda book, world: (book.with_ticket(same), None))
-        waits.obey(waiter._session, recall.Order(key.text, "cancel", "llama", who="ann"))
+        operations.obey_cancel(
+            waiter._session, recall.Order(key.text, "cancel", "llama", who="ann")
+        )
 
 
 def test_a_click_on_end_wait_ends_the_wait_of_that_row(two):

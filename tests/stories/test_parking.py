@@ -15,7 +15,7 @@ from gpu_runtime import GpuError, Runtime
 from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.facts import HOST
 from gpu_runtime.facts.problems import ProblemKind, problems
-from gpu_runtime.owner import presence
+from gpu_runtime.owner import requests
 from tests.clock import PATIENCE, scaled, until
 from tests.user_modes import MODES
 
@@ -254,7 +254,7 @@ def test_a_kernel_that_is_hung_in_c_is_silent_and_the_row_says_what_to_type(
     two, rt, monkeypatch, tmp_path
 ):
     """Nobody waits for it. Its cell began and gave up Python's lock no more, so the book called it idle and healthy."""
-    monkeypatch.setattr(presence, "HUNG_SECONDS", 2.0)
+    monkeypatch.setattr(requests, "HUNG_SECONDS", 2.0)
     hung, _ = two
     hung.run("import re, torch; x = torch.ones(5_000_000)")
     rest(rt)

@@ -182,7 +182,7 @@ class EngineModel(Generic[E]):
         self._engine: E | None = None
         self._where = ""
         # A function that returns a context manager. Each call of the model runs inside it.
-        # `owner/governed_calls.py` sets a function whose context manager pins the model.
+        # `owner/pins.py` sets a function whose context manager pins the model.
         self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def _loaded_engine(self, hint: str = "Call it inside:  with rt.use({!r}) as model:") -> E:

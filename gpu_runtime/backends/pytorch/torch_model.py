@@ -203,7 +203,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 # The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. It
 # changes the root module. All these changes except `hf_device_map` are undone, for two reasons. A
 # call of the root module must run the module's own `forward`, which pins the model
-# (`owner/governed_calls.py`). And a deep copy must not share attributes with the original.
+# (`owner/pins.py`). And a deep copy must not share attributes with the original.
 
 
 class Dispatch:
@@ -271,7 +271,7 @@ class Dispatch:
                 remove_hook_from_module(part)
                 restored = vars(part).get("forward")
                 function = getattr(restored, "__func__", None)
-                # A governed class wraps `forward`, see owner/governed_calls.py.
+                # A governed class wraps `forward`, see owner/pins.py.
                 if function and inspect.unwrap(function) is inspect.unwrap(type(part).forward):
                     del part.forward  # the same function as the class's
         vars(self.module).pop("hf_device_map", None)

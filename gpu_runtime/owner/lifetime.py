@@ -1,6 +1,6 @@
-"""The end of this process as an owner: frees its models, and removes its section of the book.
+"""The beginning and the end of this process as an owner: its ledger, devices, journal and records.
 
-The book has all leases and requests of a host; a section is the part of one owner.
+At the end, its models are freed and its section (its part of the book) is removed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,79 @@ import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from .. import threads
+from ..catalog.store import Catalogued
+from ..devices.probe import Probe, check_index
+from ..devices.sampler_client import Sampling
 from ..errors import GpuError, LedgerUnavailable
 from ..facts import Book, Lease, Owner, World
+from ..ledgers import host_config, open_ledger
+from ..ledgers.access import default_url, journals_in, shared_url, slug_of
+from ..notebook import notebook_path
+from ..scheduler import transitions
 from ..scheduler import transitions as books
-from . import earlier_uses, loads
-from .governed_calls import release_calls
+from ..settings import Settings
+from ..telemetry.journal import Journal
+from ..telemetry.measurements import Measurements, measurements_in
+from ..telemetry.recorder import record_in
+from . import arrivals, release
+from .look_ahead import LookAhead
+from .pins import release_calls
 from .session import Session, log
+
+
+def open_session(
+    settings: Settings,
+    probe: Probe,
+    catalogue: Catalogued,
+    *,
+    clock: Callable[[], float],
+    wall: Callable[[], float],
+) -> Session:
+    """A new owner in the ledger that `settings` name, with the devices of `probe`.
+
+    `clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds. Raises BadSetting and
+    LedgerUnavailable.
+    """
+    known = host_config.read(settings.gpu_config_file)
+    slug = slug_of(probe.devices if probe.simulated else ())
+    url = settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
+    ledger = open_ledger(url, notebook=notebook_path())
+    try:
+        probe.rename(transitions.device_names(probe.devices, ledger.read()))
+        check_index(settings.inference_gpu_index, probe.devices)
+    except BaseException:
+        ledger.close()
+        raise
+    # The ledger's directory is for this boot. State that survives a reboot is in its parent.
+    directory = getattr(ledger, "directory", None)
+    state = directory.parent if directory else None
+    probe.follow(directory, url)
+    recording = None
+    if directory and probe.simulated:  # these cards are not measured, but their use is recorded too
+        recording = Sampling(directory, url, simulated=True)
+    session = Session(
+        ledger,
+        probe,
+        settings,
+        Journal(*journals_in(state)) if state else Journal(),
+        clock=clock,
+        wall=wall,
+        catalogue=catalogue,
+        machine=known,
+        measurements=Measurements(measurements_in(state) if state else None),
+        record=record_in(directory) if directory else None,
+        recording=recording,
+    )
+    session.look_ahead = LookAhead(session)
+    return session
+
+
+# -- the end
 
 
 def close(session: Session) -> None:
@@ -31,7 +94,7 @@ def close(session: Session) -> None:
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
-    loads.stop_all(session, "its runtime was closed")
+    arrivals.stop_all_loads(session, "its runtime was closed")
     residents = [one for name, one in session.residents.items() if name not in session.loads]
     # With their times of use, which the models lose once they are freed.
     leases = [lease for resident in residents if (lease := resident.truth()) is not None]
@@ -64,7 +127,7 @@ def _leave(session: Session, leases: list[Lease]) -> None:
     """Removes the owner's section of the book, with the `leases` that it had, and closes the ledger."""
     try:
         if session.me in session.ledger.read().sections:
-            *earlier, last = earlier_uses.pages(leases)
+            *earlier, last = release.released_in_pages(leases)
             for page in earlier:
                 session.decide(partial(_release, session.owner, page))
             session.decide(partial(_resign, session.owner, last))
@@ -76,7 +139,7 @@ def _leave(session: Session, leases: list[Lease]) -> None:
 
 def _release(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
     because = f"{owner.label} released it when it closed."
-    return earlier_uses.released(book, leases, world, because), None
+    return release.note_released(book, leases, world, because), None
 
 
 def _resign(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
