@@ -34,7 +34,7 @@ from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import CALLS, AccessRules
 from ..web.connections import Connections
-from ..web.cors import origins_of
+from ..web.gate import origins_of
 from ..web.http_server import Address, MakeServer, Service, WebServer, bound, mask_logs
 from . import records
 from .access import visitor_of

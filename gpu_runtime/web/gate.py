@@ -1,7 +1,7 @@
 """The gate of a server. It checks every request before the request's route is looked up.
 
 It removes the credentials from the request, so no handler, page or log sees them. It admits or refuses the request,
-and stores the visitor in `request.visitor`. This module depends only on Tornado. `gpu_panels.panel_gate` adds the parts
+and stores the visitor in `request.visitor`. This module depends only on Tornado. `gpu_panels.server` adds the parts
 that depend on Panel.
 
 A browser sends a cookie to every port of the host. So it would send this server's cookie to another user's server on
@@ -12,29 +12,32 @@ the tokens. So a page stays open over a restart of the server with the same toke
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import hashlib
+import html
 import ipaddress
 import os
 import posixpath
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, HTTPServerRequest, parse_cookie
 from tornado.routing import ReversibleRouter
-from tornado.web import RequestHandler
+from tornado.web import GZipContentEncoding, RequestHandler, stream_request_body
 from tornado.websocket import WebSocketHandler
 
+from ..errors import BadSetting
 from ..tcp_sockets import user_of_client
-from . import auth, cors, login
+from . import auth
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
-from .compression import Compression
 from .connections import Connections, PerStranger
 from .json_body import whole_number
 
@@ -122,13 +125,13 @@ class Gate(ReversibleRouter):
         if self.closed_because:
             return self._refuse(request, 503, self.closed_because)
         if not allowed:
-            return self._refuse(request, 403, login.FOREIGN_ORIGIN)
+            return self._refuse(request, 403, FOREIGN_ORIGIN)
         if _is_probe(request):
             request.visitor = Visitor("probe", False)
             return self._route(request)
         if request.cors_origin:
             if request.method == "OPTIONS":
-                return self._answer_with(request, cors.PreflightHandler, {})
+                return self._answer_with(request, PreflightHandler, {})
             credentials = Credentials(credentials.authorization, "", {}, (), False)
             return self._admit_by_token(request, credentials)
         return self._admit(request, credentials)
@@ -181,7 +184,7 @@ class Gate(ReversibleRouter):
             return self._admit_by_key(request, credentials)
         is_page = request.method in ("GET", "HEAD") and not is_websocket(request)
         if credentials.query and is_page:
-            return self._answer_with(request, login.RedirectHandler, {"role": role})
+            return self._answer_with(request, RedirectHandler, {"role": role})
         return self._let_in(request, self.rules.visitor(role))
 
     def _admit_by_key(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
@@ -192,7 +195,7 @@ class Gate(ReversibleRouter):
         if visitor is None:
             return self._ask_for_token(request, credentials)
         if visitor.api_only and not request.path.startswith(auth.API_PATHS):
-            return self._refuse(request, 403, login.KEY_IS_FOR_CALLS)
+            return self._refuse(request, 403, KEY_IS_FOR_CALLS)
         return self._let_in(request, visitor)
 
     def _role_of(self, credentials: Credentials) -> Role | None:
@@ -210,12 +213,12 @@ class Gate(ReversibleRouter):
     def _ask_for_token(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
         if not credentials.given:
             wait = self._counted(self.refusals, request)
-            wait = login.TOO_MANY_SECONDS if wait is None else wait
-            return self._refuse(request, 403, login.TOKEN_NEEDED, form=True, wait=wait)
+            wait = TOO_MANY_SECONDS if wait is None else wait
+            return self._refuse(request, 403, TOKEN_NEEDED, form=True, wait=wait)
         wait = self._counted(self.guesses, request)
         if wait is None:
-            return self._refuse(request, 429, login.TOO_MANY_GUESSES, wait=login.TOO_MANY_SECONDS)
-        return self._refuse(request, 403, login.WRONG_TOKEN, form=True, wait=wait)
+            return self._refuse(request, 429, TOO_MANY_GUESSES, wait=TOO_MANY_SECONDS)
+        return self._refuse(request, 403, WRONG_TOKEN, form=True, wait=wait)
 
     def _counted(
         self, limits: PerStranger[GuessLimiter], request: HTTPServerRequest
@@ -246,7 +249,7 @@ class Gate(ReversibleRouter):
         foreign = [name for name in origins if not auth.same_origin(name, request.host, allowed)]
         if not foreign:
             return True
-        if is_websocket(request) or not cors.allows(self.rules.cors, foreign[0]):
+        if is_websocket(request) or not allows(self.rules.cors, foreign[0]):
             return False
         request.cors_origin = foreign[0]
         return len(foreign) == 1
@@ -258,7 +261,7 @@ class Gate(ReversibleRouter):
         if self.connections is not None:
             self.connections.admit(getattr(request.connection, "stream", None))
         if is_websocket(request) and not self.may_join(request, visitor):
-            return self._refuse(request, 403, login.OTHER_VISITORS_SESSION)
+            return self._refuse(request, 403, OTHER_VISITORS_SESSION)
         return self._route(request)
 
     def _route(self, request: HTTPServerRequest) -> Any:
@@ -287,13 +290,13 @@ class Gate(ReversibleRouter):
         if connection is not None and hasattr(connection, "set_max_body_size"):
             connection.set_max_body_size(REFUSED_BODY_BYTES)
         options = {"status": status, "text": text, "form": form, "wait": wait}
-        return self._answer_with(request, login.RefusalHandler, options)
+        return self._answer_with(request, RefusalHandler, options)
 
     def _refuse_body(self, request: HTTPServerRequest, size: int) -> Any:
         # Without this call, Tornado itself would refuse the body, and the client would not learn why.
         request.connection.set_max_body_size(size)  # type: ignore[union-attr]
         text = f"The body has {size:,} bytes; the limit is {self.max_body_bytes:,}."
-        return self._answer_with(request, login.TooLargeHandler, {"status": 413, "text": text})
+        return self._answer_with(request, TooLargeHandler, {"status": 413, "text": text})
 
     def _answer_with(
         self, request: HTTPServerRequest, handler: type[RequestHandler], options: dict[str, Any]
@@ -412,7 +415,7 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
         self.clear_header("Access-Control-Allow-Credentials")
         if getattr(self.request, "cors_origin", ""):
             self.set_header("Access-Control-Allow-Origin", self.request.cors_origin)
-            self.set_header("Access-Control-Expose-Headers", cors.READABLE)
+            self.set_header("Access-Control-Expose-Headers", READABLE)
             self.set_header("Vary", "Origin")
 
     members: dict[str, Any] = {"set_default_headers": set_default_headers}
@@ -443,3 +446,233 @@ def _derived(token: str, purpose: str) -> str:
 def _own_cookies(sent: str) -> tuple[str, ...]:
     parsed = map(parse_cookie, sent.split(";"))
     return tuple(found[COOKIE] for found in parsed if COOKIE in found)
+
+
+# -- the answers to requests that the gate has not admitted: a refusal, a form for the token, or a redirect to the page
+#
+# The gate decides which answer is sent. These pages load no resource, and name no user and no software.
+
+TOKEN_NEEDED = "A token is needed. Open the URL that was printed where the server was started."
+WRONG_TOKEN = (
+    "This token is not valid. Each start of the server makes a new one and prints it in its URL."
+)
+TOO_MANY_GUESSES = "Too many wrong tokens were tried. Wait a few seconds, then try again."
+TOO_MANY_SECONDS = 10.0  # until that refusal is sent
+FOREIGN_ORIGIN = "This request came from a page of another origin."
+KEY_IS_FOR_CALLS = "This key is for calls of models. It opens no other page."
+OTHER_VISITORS_SESSION = "This session belongs to another visitor. Open the page again."
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0; min-height: 100vh; display: grid; place-items: center; }
+main { max-width: 32rem; padding: 2rem; }
+h1 { font-size: 1.25rem; margin: 0 0 .75rem; }
+p { margin: 0 0 1.25rem; }
+form { display: flex; gap: .5rem; }
+input { flex: 1; min-width: 0; font: inherit; padding: .5rem .75rem; border: 1px solid #8888; border-radius: .5rem; }
+button { font: inherit; padding: .5rem 1rem; border: 0; border-radius: .5rem; background: #1763b6; color: #fff; }
+"""
+_FORM = """<form method="post">
+<input name="token" type="password" autocomplete="off" aria-label="token" placeholder="token" autofocus required>
+<button>Open</button></form>"""
+
+
+def page(text: str, *, form: bool) -> str:
+    """An HTML page with one sentence, `text`; with `form`, also with a field for the token."""
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>GPU console</title>
+<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>
+<body><main><h1>GPU console</h1><p>{html.escape(text)}</p>{_FORM if form else ""}</main></body></html>"""
+
+
+def as_json(text: str, status: int) -> dict[str, Any]:
+    """The error with the sentence `text` and the HTTP `status`, in the format that OpenAI's clients read."""
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": text, "type": kind, "code": None, "param": None}}
+
+
+class RefusalHandler(RequestHandler):
+    """Refuses the request. If the answer has a form, the visitor can type a token in it."""
+
+    def initialize(
+        self, gate: Any, status: int, text: str, form: bool = False, wait: float = 0.0
+    ) -> None:
+        """Sends `status` and `text` after `wait` seconds; with a `form` for a token, which `gate` checks."""
+        self._gate = gate
+        self._status = status
+        self._text = text
+        self._form = form
+        self._wait = wait
+
+    async def prepare(self) -> None:
+        """Refuses the request at once, unless it is a form in which a user typed a token."""
+        if not (self._form and self.request.method == "POST"):
+            await self._refuse(self._status, self._text, self._wait)
+
+    async def post(self) -> None:
+        role, wait = self._gate.try_token(self.request, self.get_body_argument("token", ""))
+        if role:
+            self._gate.redirect_inside(self, role)
+        elif wait is None:
+            await self._refuse(429, TOO_MANY_GUESSES, TOO_MANY_SECONDS)
+        else:
+            await self._refuse(403, WRONG_TOKEN, wait)
+
+    def check_xsrf_cookie(self) -> None:
+        """Checks nothing, since the form itself contains a secret, the token."""
+
+    async def _refuse(self, status: int, text: str, wait: float) -> None:
+        if wait:
+            await asyncio.sleep(wait)
+        is_program = "text/html" not in self.request.headers.get("Accept", "text/html")
+        if is_program and status == 403 and self._form:
+            status = 401  # the same request with a token may be admitted
+            self.set_header("WWW-Authenticate", "Bearer")
+        self.set_status(status)
+        if status == 429:
+            self.set_header("Retry-After", "10")
+        self.finish(as_json(text, status) if is_program else page(text, form=self._form))
+
+
+@stream_request_body
+class TooLargeHandler(RefusalHandler):
+    """Refuses a request that announces a too large body.
+
+    If the client sends the body without waiting for `100 Continue`, the body is read and discarded. If the server
+    closed the connection instead, the client would not read the reason of the refusal.
+    """
+
+    async def prepare(self) -> None:
+        """Refuses a client that waits for permission to send the body."""
+        if self.request.headers.get("Expect", "").lower() == "100-continue":
+            await super().prepare()
+
+    def data_received(self, chunk: bytes) -> None:
+        """Discards `chunk`."""
+
+    async def post(self) -> None:
+        """Refuses the request after its whole body was received."""
+        await self._refuse(self._status, self._text, 0.0)
+
+    get = head = put = patch = delete = options = post  # type: ignore[assignment]
+
+
+class RedirectHandler(RequestHandler):
+    """Redirects a request with a token in its URL, which gave the `role`, to the same page without it."""
+
+    def initialize(self, gate: Any, role: Role) -> None:
+        self._gate = gate
+        self._role = role
+
+    def get(self) -> None:
+        self._gate.redirect_inside(self, self._role)
+
+    head = get
+
+
+# -- pages of other origins, if the operator allows these origins
+#
+# A request of another origin needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or a token in the
+# URL, does not count. So a page of another origin can use only a token that it was given.
+
+ANY = "*"
+METHODS = "GET, HEAD, POST, PUT, DELETE"
+READABLE = "Retry-After, X-Request-Id, Request-Id, X-GPU-Asked, X-GPU-Model, X-GPU-Because"
+PREFLIGHT_SECONDS = "600"  # for which a browser keeps the answer
+_NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
+
+
+def origins_of(text: str | None) -> frozenset[str]:
+    """The origins in `text`, the value of the setting GPU_SERVE_CORS, separated by commas. Raises BadSetting.
+
+    >>> sorted(origins_of("https://a.example, http://localhost:3000"))
+    ['http://localhost:3000', 'https://a.example']
+    """
+    found = {name.strip() for name in (text or "").split(",")} - {""}
+    for name in found - {ANY}:
+        parts = urlsplit(name)
+        if parts.scheme not in ("http", "https") or name != f"{parts.scheme}://{parts.netloc}":
+            expected = f"origins such as https://app.example:8443, with commas, or {ANY}"
+            raise BadSetting("GPU_SERVE_CORS", text, expected)
+    return frozenset(name.lower() for name in found)
+
+
+def allows(origins: Collection[str], origin: str) -> bool:
+    """Whether a page of this `origin` may send requests, if the operator allows these `origins`.
+
+    >>> allows({"https://a.example"}, "https://a.example"), allows({"https://a.example"}, "https://b.example")
+    (True, False)
+    """
+    return origin.lower() in origins or ANY in origins
+
+
+class PreflightHandler(RequestHandler):
+    """Answers a browser's request, which needs no token, whether a page may send a request."""
+
+    def initialize(self, gate: object) -> None:
+        """All handlers of the gate receive the `gate`."""
+
+    def options(self) -> None:
+        """Permits the methods of this server, and the headers that the browser's request names."""
+        self.set_status(204)
+        self.set_header("Access-Control-Allow-Methods", METHODS)
+        self.set_header("Access-Control-Max-Age", PREFLIGHT_SECONDS)
+        names = self.request.headers.get("Access-Control-Request-Headers", "")
+        if _NAMES.fullmatch(names):
+            self.set_header("Access-Control-Allow-Headers", names)
+
+
+# -- text answers are compressed with gzip, if the client accepts gzip
+#
+# Streams of events are not compressed, nor are answers of less than a kilobyte. Compressed files are kept in memory, so
+# that the scripts of the console are compressed once for all visitors. Without compression, its first page transferred
+# 4.6 MB.
+
+MOST_KEPT_BYTES = 16 * 2**20  # compressed files in memory; the scripts of the console are 1.2 MB
+EVENT_STREAM = "text/event-stream"  # not compressed: an event must not wait for the next ones
+
+_kept: OrderedDict[str, bytes] = OrderedDict()  # etag of a file -> its compressed content
+
+
+class Compression(GZipContentEncoding):
+    """The compression of one answer."""
+
+    def __init__(self, request: HTTPServerRequest) -> None:
+        super().__init__(request)
+        self._gzipping = self._gzipping and request.method != "HEAD"
+        self._etag = ""  # of the file that is being compressed; empty: the result is not kept
+        self._parts: list[bytes] = []
+        self._from_memory = False
+
+    def transform_first_chunk(
+        self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
+    ) -> tuple[int, HTTPHeaders, bytes]:
+        # Only an answer that sends a file has both headers. Its etag is a digest of the file's content.
+        etag = headers.get("Etag", "") if "Last-Modified" in headers else ""
+        if self._gzipping and status_code == 200 and etag in _kept:
+            self._from_memory = True
+            _kept.move_to_end(etag)
+            headers["Vary"] = "Accept-Encoding"
+            headers["Content-Encoding"] = "gzip"
+            headers["Content-Length"] = str(len(_kept[etag]))
+            return status_code, headers, _kept[etag]
+        self._etag = etag if status_code == 200 else ""
+        return super().transform_first_chunk(status_code, headers, chunk, finishing)
+
+    def transform_chunk(self, chunk: bytes, finishing: bool) -> bytes:
+        if self._from_memory:
+            return b""  # the first part was the whole answer
+        part = super().transform_chunk(chunk, finishing)
+        if self._gzipping and self._etag:
+            self._parts.append(part)
+            if finishing:
+                _keep(self._etag, b"".join(self._parts))
+        return part
+
+    def _compressible_type(self, ctype: str) -> bool:
+        return ctype != EVENT_STREAM and super()._compressible_type(ctype)
+
+
+def _keep(etag: str, content: bytes) -> None:
+    """Keeps the compressed `content` of a file, and drops the least recently requested ones."""
+    _kept[etag] = content
+    while sum(map(len, _kept.values())) > MOST_KEPT_BYTES:
+        _kept.popitem(last=False)

@@ -36,9 +36,9 @@ from gpu_runtime.rendering.views import clock
 from . import palette, tabs
 from .actions import Actions
 from .data.cells import encoded
-from .data.queue_rows import PROBLEMS, pressed, problem_rows
+from .data.rows import PROBLEMS, pressed, problem_rows
 from .poller import Poller, PollResult
-from .tabs.base import FINGER_PIXELS, Tab
+from .tabs import FINGER_PIXELS, Tab
 from .widgets import Devices, Prose, StatusBar, Table, status_html
 
 log = logging.getLogger("gpu_runtime")
@@ -253,7 +253,7 @@ class Console:
         try:
             tab = self._made.get(title)
             if tab is None:
-                tab = tabs.kind(title)(self.poller, self.actions)
+                tab = tabs.TABS[title](self.poller, self.actions)
                 tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
                 tab.visit(self._address)

@@ -18,7 +18,7 @@ from gpu_runtime import forks, threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Lease, Snapshot
 
-from .data.queue_rows import FirstSeen
+from .data.rows import FirstSeen
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")

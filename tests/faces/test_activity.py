@@ -4,7 +4,7 @@ import csv
 import io
 
 import pytest
-from gpu_panels.data.activity import MOST, csv_of, lines, merged
+from gpu_panels.data.timeline import MOST, csv_of, lines, merged
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

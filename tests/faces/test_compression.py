@@ -6,7 +6,7 @@ import pytest
 from tornado.testing import AsyncHTTPTestCase
 from tornado.web import Application, RequestHandler, StaticFileHandler
 
-from gpu_runtime.web import compression
+from gpu_runtime.web import gate
 
 SCRIPT = "const words = 'the same words again and again';\n" * 4000  # several parts of 64 kB
 
@@ -25,13 +25,13 @@ class TestCompression(AsyncHTTPTestCase):
         (tmp_path / "page.js").write_text(SCRIPT)
         (tmp_path / "new.js").write_text(f"// new\n{SCRIPT}")
         self.path = tmp_path
-        monkeypatch.setattr(compression, "_kept", type(compression._kept)())
+        monkeypatch.setattr(gate, "_kept", type(gate._kept)())
 
     def get_app(self):
         app = Application(
             [("/answer", Answer), ("/(.*)", StaticFileHandler, {"path": str(self.path)})]
         )
-        app.add_transform(compression.Compression)
+        app.add_transform(gate.Compression)
         return app
 
     def ask(self, path, **more):
@@ -40,7 +40,7 @@ class TestCompression(AsyncHTTPTestCase):
 
     def test_a_file_is_compressed_once_and_both_answers_are_its_content(self):
         first, second = self.ask("/page.js"), self.ask("/page.js")
-        assert len(compression._kept) == 1 and first.headers["Content-Encoding"] == "gzip"
+        assert len(gate._kept) == 1 and first.headers["Content-Encoding"] == "gzip"
         assert int(second.headers["Content-Length"]) == len(second.body) < len(SCRIPT) / 20
         for answer in (first, second):
             assert gzip.decompress(answer.body).decode() == SCRIPT
@@ -73,16 +73,16 @@ class TestCompression(AsyncHTTPTestCase):
         ):
             found = self.ask(f"/answer?type={kind.replace(' ', '%20')}")
             assert ("Content-Encoding" in found.headers) is compressed, kind
-        assert not compression._kept, "an answer that is made anew is not kept"
+        assert not gate._kept, "an answer that is made anew is not kept"
 
     def test_the_kept_files_are_bounded(self):
         """The file that was not requested for the longest time is dropped."""
         (self.path / "third.js").write_text(f"// third\n{SCRIPT}")
         sizes = [len(self.ask(path).body) for path in ("/page.js", "/new.js", "/page.js")]
-        compression.MOST_KEPT_BYTES, most = sum(sizes) - 1, compression.MOST_KEPT_BYTES
+        gate.MOST_KEPT_BYTES, most = sum(sizes) - 1, gate.MOST_KEPT_BYTES
         try:
             self.ask("/third.js")
         finally:
-            compression.MOST_KEPT_BYTES = most
-        kept = [gzip.decompress(content).decode() for content in compression._kept.values()]
+            gate.MOST_KEPT_BYTES = most
+        kept = [gzip.decompress(content).decode() for content in gate._kept.values()]
         assert kept == [SCRIPT, f"// third\n{SCRIPT}"]

@@ -19,9 +19,9 @@ from gpu_panels import console, tabs
 from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
-from gpu_panels.data.queue_rows import FirstSeen, problem_rows
+from gpu_panels.data.rows import FirstSeen, problem_rows
 from gpu_panels.poller import Poller
-from gpu_panels.tabs.base import Tab
+from gpu_panels.tabs import Tab
 from gpu_panels.widgets import Prose, status_html
 from msgspec.structs import replace
 from panel.io.resources import LOCAL_DIST
@@ -143,7 +143,7 @@ def two_tabs(poller, monkeypatch):
     CountingTab.themes = []
     only_tabs(monkeypatch, "Models", "Counted")
     kinds = {"Counted": CountingTab, "Models": EmptyTab}
-    monkeypatch.setattr(tabs, "kind", kinds.__getitem__)
+    monkeypatch.setattr(tabs, "TABS", kinds)
     return Console(poller, VIEWER)
 
 
@@ -193,7 +193,7 @@ def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does
 def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monkeypatch, caplog):
     only_tabs(monkeypatch, "Failing", "Counted")
     kinds = {"Counted": CountingTab, "Failing": FailingTab}
-    monkeypatch.setattr(tabs, "kind", kinds.__getitem__)
+    monkeypatch.setattr(tabs, "TABS", kinds)
     made = Console(poller, VIEWER)
     assert "division by zero" in made._holders["Failing"].objects[0].object
     assert "Traceback" in caplog.text
@@ -205,7 +205,7 @@ def test_every_tab_can_show_every_sample_snapshot(poller):
     made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
-        assert tabs.kind(title).title == title
+        assert tabs.TABS[title].title == title
         for world in (
             samples.empty, samples.busy, samples.waiting, samples.eight, samples.overdraft, samples.hostile,
             samples.unmeasured, samples.drained,

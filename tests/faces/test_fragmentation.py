@@ -14,7 +14,7 @@ from gpu_panels.data.fragmentation import (
     rows,
 )
 from gpu_panels.poller import PollResult
-from gpu_panels.tabs.fragmentation import FragmentationTab, MapFetcher
+from gpu_panels.tabs import FragmentationTab, MapFetcher
 from msgspec.structs import replace
 
 from gpu_runtime.devices.allocators import bounded

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from gpu_panels import lab
-from gpu_panels.lab import reader as readers
 from gpu_panels.lab import routes
-from gpu_panels.lab.reader import MOST_LEDGERS, Reader, title_of
+from gpu_panels.lab import routes as readers
+from gpu_panels.lab.routes import MOST_LEDGERS, Reader, title_of
 from gpu_panels.lab.view import LabKernel
 from tornado import web
 

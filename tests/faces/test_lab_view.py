@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from gpu_panels.data.queue_rows import FirstSeen
+from gpu_panels.data.rows import FirstSeen
 from gpu_panels.lab import view
 from gpu_panels.lab.view import LabKernel, LedgerName
 from msgspec.structs import replace

@@ -10,10 +10,9 @@ import pytest
 from gpu_panels.acting import perform
 from gpu_panels.actions import Actions
 from gpu_panels.data.confirmations import changed, propose, question
-from gpu_panels.data.lease_rows import leases, models
-from gpu_panels.data.queue_rows import queue
+from gpu_panels.data.rows import leases, models, queue
 from gpu_panels.data.timeline import lease_titles
-from gpu_panels.tabs.tables import LeasesTab
+from gpu_panels.tabs import LeasesTab
 from msgspec.structs import replace
 
 from gpu_runtime.errors import GpuError
@@ -144,7 +143,7 @@ def test_parking_waits_for_a_bounded_time():
 @pytest.fixture
 def tab(monkeypatch):
     """The tab of a session. `who` runs at once instead of in a thread."""
-    monkeypatch.setattr("gpu_panels.tabs.tables.threads.start", lambda run: run())
+    monkeypatch.setattr("gpu_panels.tabs.threads.start", lambda run: run())
 
     def make(who, may_act=True):
         rt = FixedRuntime(snapshot(kernel()), who=who, on_behalf_of=nullcontext)

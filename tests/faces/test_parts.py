@@ -1,7 +1,7 @@
 """A model in parts is shown with its bytes on the card and in host memory, by the same words everywhere."""
 
 from gpu_panels.data import confirmations, devices, whatif
-from gpu_panels.data.lease_rows import models
+from gpu_panels.data.rows import models
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, Move, Phase, Share

@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 from gpu_panels.data.cells import Button, Cell, encoded, place
-from gpu_panels.data.lease_rows import MODELS, kernel_cell, leases, models
-from gpu_panels.data.queue_rows import queue
+from gpu_panels.data.rows import MODELS, kernel_cell, leases, models, queue
 from gpu_panels.widgets import Table
 from msgspec.structs import replace
 

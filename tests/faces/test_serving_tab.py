@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from gpu_panels.console import Console
 from gpu_panels.data.serving_rows import client_rows, job_rows, model_rows, summary, usage_rows
 from gpu_panels.poller import Poller
-from gpu_panels.tabs.serving import ServingTab
+from gpu_panels.tabs import ServingTab
 from msgspec.structs import replace
 
 from gpu_runtime.engine_logs import new_log

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from gpu_panels.data.timeline import FOLDED_PART, Range, arrows, lease_titles, timeline
-from gpu_panels.tabs.timeline import TimelineTab
+from gpu_panels.tabs import TimelineTab
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

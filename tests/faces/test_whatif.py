@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 from gpu_panels.data import devices, whatif
 from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
-from gpu_panels.tabs.whatif import ANY, NO_MODEL, USUAL, PlanWish, WhatIfTab, replayed, request_plan
+from gpu_panels.tabs import ANY, NO_MODEL, USUAL, PlanWish, WhatIfTab, replayed, request_plan
 from msgspec.structs import replace
 
 from gpu_runtime import Runtime

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import propose
-from gpu_panels.data.queue_rows import queue
+from gpu_panels.data.rows import queue
 from msgspec.structs import replace
 
 from gpu_runtime import AmbiguousName, GpuError, WaitEnded

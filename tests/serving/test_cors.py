@@ -11,7 +11,7 @@ from gpu_runtime.settings import Settings
 from gpu_runtime.web import gate
 from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.auth import AccessRules
-from gpu_runtime.web.cors import origins_of
+from gpu_runtime.web.gate import origins_of
 
 TOKEN = "o" * 32
 APP = "https://app.example"

@@ -49,9 +49,8 @@ from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 from ..palette import SHARED, LeaseStyle, label_of
 from .cells import Button, if_awake, lasting, notebook_name, process_name, why_no_answer
 from .confirmations import is_idle, is_idle_notebook, ticket_title
-from .lease_rows import buttons as model_buttons
-from .lease_rows import kernel_buttons
-from .queue_rows import ASLEEP_SECONDS
+from .rows import ASLEEP_SECONDS, kernel_buttons
+from .rows import buttons as model_buttons
 from .timeline import MARKED, devices_of, spans_of
 
 

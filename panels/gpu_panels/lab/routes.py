@@ -7,11 +7,18 @@ the URL of a ledger.
 from __future__ import annotations
 
 import asyncio
+import getpass
+import hashlib
 import json
+import os
+import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
@@ -19,10 +26,267 @@ from jupyter_server.utils import ensure_async, url_path_join
 from tornado import web
 
 from gpu_runtime.errors import GpuError
+from gpu_runtime.facts import Snapshot
 from gpu_runtime.web import json_body
 
-from .reader import READ_SECONDS, Answer, Reader
-from .view import LabKernel
+from ..data.cells import ledger_title, without_password
+from ..data.confirmations import Proposal, changed, propose, question
+from ..data.rows import FirstSeen
+from . import view
+from .view import LabKernel, LedgerName
+
+# -- the reader of the ledgers, for all browser tabs of one Jupyter server
+#
+# A ledger is read at most once a second, however many tabs request its status, and only while a tab requests it. All
+# reading happens in threads, so a ledger that does not answer does not block Jupyter.
+
+READ_SECONDS = 1.0  # an older snapshot is read again
+LOOK_SECONDS = 3.0  # for so long the list of ledgers that each kernel has open is used again
+CHOOSE_SECONDS = 30.0  # for so long the tile's ledger is kept; choosing it reads all processes
+REAP_SECONDS = 2.0  # between two checks of one ledger for dead processes
+MOST_LEDGERS = 8  # ledgers that this reader keeps open at the same time
+MOST_QUESTIONS = 100
+
+
+class Answer(NamedTuple):
+    """The body of the answer to a status request, and the digest of this body."""
+
+    body: bytes
+    digest: str
+
+
+class _Read:
+    """One open ledger: its runtime, its last snapshot, and the answers made from that snapshot."""
+
+    def __init__(self, rt: Any) -> None:
+        self.rt = rt
+        self.lock = threading.Lock()
+        self.snapshot: Snapshot | None = None
+        self.read_at = self.reaped_at = float("-inf")
+        self.first_seen = FirstSeen()
+        self.answers: dict[Any, Answer] = {}  # of the last snapshot only
+
+
+class Reader:
+    """The snapshots of all ledgers that the kernels of this server use."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reads: OrderedDict[str, _Read] = OrderedDict()  # key of the ledger -> its reader
+        self._cached: dict[str, tuple[float, Any]] = {}  # when it was made, and the value
+        self._questions: OrderedDict[str, tuple[str, Proposal]] = OrderedDict()
+
+    # -- what the tabs show
+
+    def status(self, kernels: Sequence[LabKernel], front: str = "") -> Answer:
+        """The answer to a tab, with the kernel of the notebook in `front`. Raises GpuError or OSError."""
+        tile = self._of_tile()
+        ledgers = self._ledgers(kernels)
+        shown = self._shown_ledger(ledgers.get(front, ()), tile)
+        others = [name for name in self._active(ledgers, tile) if name.key != self._key(shown)]
+        self._close_unused()
+        return self._answer(shown, kernels, others, self._name(tile))
+
+    def _answer(
+        self,
+        read: _Read,
+        kernels: Sequence[LabKernel],
+        others: Sequence[LedgerName],
+        tile: LedgerName,
+    ) -> Answer:
+        snapshot = self._snapshot(read)
+        version = (tuple(kernels), tuple(others), tile)
+        known = read.answers.get(version)
+        if known is not None:
+            return known
+        plain = view.shown(snapshot, kernels, self._name(read), others, tile, read.first_seen)
+        body = json.dumps(plain).encode()
+        answer = Answer(body, hashlib.sha1(body, usedforsecurity=False).hexdigest())
+        read.answers[version] = answer
+        return answer
+
+    def _snapshot(self, read: _Read) -> Snapshot:
+        """The snapshot of the ledger of `read`, at most a second old."""
+        with read.lock:
+            now = self._clock()
+            if read.snapshot is None or now - read.read_at >= READ_SECONDS:
+                if now - read.reaped_at >= REAP_SECONDS:
+                    read.reaped_at = now
+                    read.rt.reap()
+                read.snapshot = read.rt.status()
+                read.read_at = now
+                read.answers = {}
+            return read.snapshot
+
+    # -- which ledger
+
+    def _of_tile(self) -> _Read:
+        """The ledger that the console would show if it were opened by its tile in JupyterLab's launcher."""
+        from gpu_runtime import watching  # loads the runtime; not needed until a tab asks
+
+        return self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
+
+    def _ledgers(self, kernels: Sequence[LabKernel]) -> dict[str, tuple[Any, ...]]:
+        """The ledgers that each of the `kernels` has open, by the id of the kernel."""
+        from gpu_runtime.ledgers import reader
+
+        def look() -> dict[str, tuple[Any, ...]]:
+            return {
+                kernel.id: tuple(one for pid in kernel.pids for one in reader.of_process(pid))
+                for kernel in kernels
+            }
+
+        known = self._every(LOOK_SECONDS, "ledgers", look)
+        if any(kernel.id not in known for kernel in kernels):  # a kernel has just started
+            self._cached.pop("ledgers", None)
+            known = self._every(LOOK_SECONDS, "ledgers", look)
+        return known
+
+    def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
+        """The ledger shown for the notebook in front, which has `ledgers` open: `tile` if it has that or none open,
+        else the one that it opened last.
+        """
+        from gpu_runtime import watching
+
+        if not ledgers or watching.directory_of(tile.rt) in [one.directory for one in ledgers]:
+            return tile
+        return self._of(watching.guest(ledgers[-1]))
+
+    def _active(self, ledgers: dict[str, tuple[Any, ...]], tile: _Read) -> list[LedgerName]:
+        """The ledgers that kernels of this server have open. Also the ledger `tile`, if it has leases."""
+        from gpu_runtime import watching
+
+        found: dict[Path | None, str] = {}
+        if any(section.leases for section in self._snapshot(tile).sections.values()):
+            found[watching.directory_of(tile.rt)] = self._snapshot(tile).ledger
+        for opened in ledgers.values():
+            for ledger in opened:
+                found.setdefault(ledger.directory, ledger.url)
+        return [LedgerName(key_of(directory), title_of(url)) for directory, url in found.items()]
+
+    def _every(self, seconds: float, key: str, make: Callable[[], Any]) -> Any:
+        """The last result of `make()` under `key`; it is made again if it is older than `seconds`."""
+        with self._lock:
+            now = self._clock()
+            known = self._cached.get(key)
+            if known is None or now - known[0] >= seconds:
+                known = self._cached[key] = now, make()
+            return known[1]
+
+    def _of(self, rt: Any) -> _Read:
+        from gpu_runtime import watching
+
+        key = key_of(watching.directory_of(rt))
+        with self._lock:
+            read = self._reads.get(key)
+            if read is None or read.rt is not rt:
+                read = self._reads[key] = _Read(rt)
+            self._reads.move_to_end(key)
+            return read
+
+    def _name(self, read: _Read) -> LedgerName:
+        return LedgerName(self._key(read), title_of(self._snapshot(read).ledger))
+
+    def _key(self, read: _Read) -> str:
+        return next(key for key, known in self._reads.items() if known is read)
+
+    def _close_unused(self) -> None:
+        """Closes all open ledgers except the MOST_LEDGERS that were shown last."""
+        from gpu_runtime import watching
+
+        closed = []
+        with self._lock:
+            while len(self._reads) > MOST_LEDGERS:
+                closed.append(self._reads.popitem(last=False)[1])
+        for read in closed:
+            watching.close(read.rt)
+
+    # -- actions
+
+    def ask(self, ledger: str, verb: str, target: str) -> dict[str, Any]:
+        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`); for `cancel`, on the key of a request.
+
+        The result has the texts of the dialog, and `question`, the number that `act` expects. The dialog for
+        `interrupt` has no number, because Jupyter interrupts the kernel. If the action is not possible any more, the
+        result has only `refused`, the reason. Raises GpuError for an unknown `ledger` (a key) or verb.
+        """
+        from ..acting import asked_process
+
+        read = self._known(ledger)
+        snapshot = self._snapshot(read)
+        if verb not in (*view.PANEL_VERBS, "interrupt"):
+            raise GpuError(f"{verb} is no action of this panel")
+        section = snapshot.sections.get(target.partition("/")[0])
+        if section is None and verb != "cancel":  # the target of `cancel` has no owner
+            return {"refused": "The process has ended. Nothing was done."}
+        if section is not None and verb == "interrupt":
+            return view.question_interrupt(section, snapshot)
+        proposal = propose(verb, target, snapshot)
+        difference = changed(proposal, snapshot)
+        if difference:
+            return {"refused": difference}
+        text = question(proposal, snapshot)
+        number = secrets.token_hex(8)
+        with self._lock:
+            self._questions[number] = (ledger, proposal)
+            while len(self._questions) > MOST_QUESTIONS:
+                self._questions.popitem(last=False)
+        lines = [line for line in text.lines if line]
+        process = asked_process(proposal, snapshot)
+        return {**text._asdict(), "lines": lines, "question": number, "process": process}
+
+    def act(self, number: str) -> dict[str, Any]:
+        """Carries out the action of the question `number`, once: whether it is `done`, and why. Raises GpuError."""
+        from ..acting import attempt
+
+        with self._lock:
+            ledger, proposal = self._questions.pop(number, ("", None))
+        if proposal is None:
+            raise GpuError("this question was answered already. Press the button again")
+        read = self._known(ledger)
+        state, words = attempt(read.rt, proposal, f"{user()}, JupyterLab")
+        with read.lock:
+            read.read_at = float("-inf")  # the next request reads the ledger again
+        return {"done": state == "done", "because": words}
+
+    def variables(self, ledger: str, owner: str) -> dict[str, Any]:
+        """The names that hold the memory of the process `owner`. It answers between two cells. Raises GpuError."""
+        rt = self._known(ledger).rt
+        with rt.on_behalf_of(f"{user()}, JupyterLab"):
+            return view.variables(rt.who(owner))
+
+    def _known(self, key: str) -> _Read:
+        with self._lock:
+            read = self._reads.get(key)
+        if read is None:
+            raise GpuError("this ledger is no longer shown. Press the button again")
+        return read
+
+
+def key_of(directory: Path | None) -> str:
+    """The key by which requests name the ledger with its files in `directory`. The key does not show the URL."""
+    return hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+
+
+def title_of(url: str) -> str:
+    """A short name of the ledger at `url`, without a password or another option."""
+    return ledger_title(without_password(url).partition("?")[0])
+
+
+def user() -> str:
+    """The person whom the journal names for each action. This is JupyterHub's user, else the system's user."""
+    hub = os.environ.get("JUPYTERHUB_USER")
+    if hub:
+        return hub
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without an entry, as in containers
+        return f"uid {os.geteuid()}"
+
+
+# -- the routes
 
 ROOT = "api/gpu-console"
 SESSIONS_SECONDS = 3.0  # for so long the list of kernels and their notebooks is used again

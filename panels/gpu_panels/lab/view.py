@@ -26,9 +26,16 @@ from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import ticket_title
 from ..data.devices import level
-from ..data.lease_rows import buttons as model_buttons
-from ..data.lease_rows import kernel_buttons, kernel_state, model_kind
-from ..data.queue_rows import FirstSeen, end_wait, pressed, problem_rows
+from ..data.rows import (
+    FirstSeen,
+    end_wait,
+    kernel_buttons,
+    kernel_state,
+    model_kind,
+    pressed,
+    problem_rows,
+)
+from ..data.rows import buttons as model_buttons
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")

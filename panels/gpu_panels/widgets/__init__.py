@@ -16,9 +16,9 @@ from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import device_title
 
-from ..data.activity import KINDS
 from ..data.cells import Column, ledger_title, without_password
-from ..data.queue_rows import NO_PROBLEMS, summary
+from ..data.rows import NO_PROBLEMS, summary
+from ..data.timeline import KINDS
 
 MOST_SECONDS = 366 * 86400.0  # the longest range that a browser may ask for
 Pressed = Callable[[str, str], None]  # is called with the verb of a button, and the id of its row

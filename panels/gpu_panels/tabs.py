@@ -1,0 +1,858 @@
+"""The tabs of the console. Each tab connects the poller's data to widgets; `data` computes the contents.
+
+The class `Tab` says what a tab is; TABS, at the end, has the tabs in their order.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+import panel as pn
+import panel_material_ui as pmui
+
+from gpu_runtime import threads
+from gpu_runtime.engine_logs import newest_log, part_of
+from gpu_runtime.errors import BadSize, GpuError
+from gpu_runtime.facts import HOST, IMPORTANCE, Event, History, ModelSpec, PlanLevel, Snapshot, Step
+from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters
+from gpu_runtime.units import parse_room
+
+from .actions import Actions
+from .data import serving_rows, whatif
+from .data.cells import Column, Row, as_json, encoded, lease_styles
+from .data.devices import Rows, device_rows, past_rows
+from .data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
+from .data.rows import (
+    HOLDERS,
+    LEASES,
+    MODELS,
+    QUEUE,
+    Variables,
+    heading,
+    holders,
+    leases,
+    models,
+    queue,
+    sums,
+)
+from .data.timeline import Range, csv_of, lines, merged, timeline
+from .data.whatif import PlanAnswer
+from .palette import EDGE
+from .poller import Poller
+from .widgets import MOST_SECONDS, Devices, Prose, Table, Timeline
+
+# -- the base class of a tab
+#
+#     class QueueTab(Tab):
+#         title = "Queue"
+#
+#         def __init__(self, poller, actions):
+#             super().__init__(poller, actions)
+#             self.table = ...                       # Panel objects, made once
+#             self.panel = pn.Column(self.table)
+#
+#         def update(self, snapshot):
+#             rows = self.poller.once("queue", snapshot, queue_rows)  # computed once for all sessions
+#             ...                                    # patch what differs; never rebuild
+#
+# A session makes a tab when the tab is first opened, and updates only the tab in front. So a tab that is not open costs
+# nothing. The document's lock is held during each call of a tab, so a tab must not wait. `poller.latest` returns data
+# that the Snapshot does not have, and never waits. TABS lists the tabs.
+
+MOST_TYPED = 200  # characters of a text in the URL
+
+
+class Tab:
+    """One tab in one session. Its buttons call `actions`, which asks for a confirmation. A viewer gets no buttons."""
+
+    title: ClassVar[str]
+    panel: Any  # the Panel object that is shown; set by __init__
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        self.poller, self.actions = poller, actions
+        self._addressed: dict[str, tuple[Any, str, Any]] = {}  # key -> widget, parameter, default
+        self.address_changed: Callable[[], None] = lambda: None  # set by the console
+
+    def in_address(self, **widgets: Any) -> None:
+        """Keeps the values of the `widgets`, also while a person types, in the page's URL under these names."""
+        for key, widget in widgets.items():
+            parameter = "value_input" if "value_input" in widget.param else "value"
+            self._addressed[key] = widget, parameter, getattr(widget, parameter)
+            widget.param.watch(lambda _: self.address_changed(), parameter)
+
+    def address(self) -> dict[str, str]:
+        """The part of the URL that opens the present view of the tab. It has the values of the tab's widgets."""
+        found = {}
+        for key, (widget, parameter, default) in self._addressed.items():
+            value = getattr(widget, parameter)
+            if default is None:  # the options are not known before the first update
+                default = next(iter(widget.options), None)
+            if value and value != default:
+                found[key] = str(value)
+        return found
+
+    def visit(self, address: Mapping[str, str]) -> None:
+        """Sets the widgets to the values in `address`. Unknown values are ignored, because `address` is from a URL."""
+        for key, (widget, parameter, _) in self._addressed.items():
+            value = address.get(key, "")
+            options = getattr(widget, "options", None)
+            if options is None and value:
+                widget.param.update({"value": value[:MOST_TYPED], parameter: value[:MOST_TYPED]})
+            elif options is not None and value in options:
+                setattr(widget, parameter, value)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Shows `snapshot`. Called when the tab comes to the front, then once a second, and at urgent changes."""
+
+    def update_again(self) -> None:
+        """Updates the tab with the last snapshot, for example after a change of a filter."""
+        if self.poller.result.snapshot is not None:
+            self.update(self.poller.result.snapshot)
+
+    def dark(self, on: bool) -> None:
+        """Switches to the dark or the light theme. Called before the first update, and at each change."""
+
+
+FINGER_PIXELS = {"minWidth": 44, "minHeight": 44}  # pixels, for a finger
+_PLAIN = {
+    "textTransform": "none",
+    "whiteSpace": "nowrap",
+    "@media (pointer: coarse)": FINGER_PIXELS,
+}
+NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # shows sim:0, not SIM:0
+BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
+SELECT: dict[str, Any] = {  # with the height of a text field
+    "size": "small",
+    "sx": {"& .MuiSelect-select": {"py": "8.5px"}},
+}
+
+
+# -- Now: a row for each device, with the device's last 15 minutes, and the queue below the rows
+
+# The length of the small history, its points for each device, and the seconds between two reads.
+PAST_SECONDS, PAST_POINTS, PAST_EVERY = 900.0, 120, 5.0
+NOBODY_WAITS = "No request is waiting."
+
+
+def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
+    """The rows of all devices of `snapshot` as JSON. If `may_act` is true, the rows have buttons."""
+    return as_json(device_rows(snapshot, may_act))
+
+
+def notices_html(snapshot: Snapshot) -> str:
+    """HTML with a note if the governor is off in `snapshot`, and hints if there is no GPU or no lease."""
+    parts = [] if snapshot.governed else [f'<div class="alarm">{esc(GOVERNOR_OFF)}</div>']
+    has_card = any(not view.device.is_host for view in snapshot.devices)
+    if not has_card:
+        parts.append(
+            '<div class="hint">No GPU was found on this machine. To try the console with simulated '
+            "devices: <code>GPU_DEVICES=sim:2x24GiB</code></div>"
+        )
+    has_lease = any(True for _ in snapshot.leases())
+    if not has_lease:
+        parts.append(
+            '<div class="hint">Nothing holds memory yet. In a notebook, type <code>%load_ext gpu</code> and run torch '
+            "code, or load a model: <code>%gpu load NAME PATH</code></div>"
+        )
+    return "".join(parts)
+
+
+class NowTab(Tab):
+    """The use of each device, the memory of each process, and the waiting requests."""
+
+    title = "Now"
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self._notices = Prose(margin=(4, 10))
+        self.devices = Devices(actions.propose, past_title="Last 15 min", margin=(0, 10))
+        self.queue = Table(
+            QUEUE, actions.propose, empty=NOBODY_WAITS, filters=False, margin=(8, 10)
+        )
+        self.panel = pn.Column(self._notices, self.devices, self.queue, sizing_mode="stretch_width")
+
+    def update(self, snapshot: Snapshot) -> None:
+        once, may_act = self.poller.once, self.actions.may_act
+        self._notices.show(once("notices", snapshot, notices_html))
+        rows = once(f"now {may_act}", snapshot, lambda seen: shown_rows(seen, may_act))
+        self.devices.show(rows, self._past(snapshot))
+        waiting = once(f"queue {may_act}", snapshot, lambda seen: encoded(queue(seen), may_act))
+        self.queue.show(waiting)
+
+    def _past(self, snapshot: Snapshot) -> str:
+        def fetch(rt: Any) -> History:
+            """The last minutes of the runtime `rt`."""
+            return rt.history(PAST_SECONDS, points=PAST_POINTS)
+
+        past = self.poller.latest("now: past", fetch, PAST_EVERY)
+        if past is None:
+            return "{}"
+        return self.poller.once(
+            "now: past", past, lambda seen: as_json(past_rows(seen, snapshot.wall))
+        )
+
+
+# -- Models and Leases, each a table, and the variables of one notebook below the leases
+
+CATALOGUE_SECONDS = 10.0  # between two reads of the catalogue
+
+
+class TableTab(Tab):
+    """A tab with one table. A subclass gives the columns and the rows."""
+
+    columns: ClassVar[tuple[Column, ...]]
+    empty: ClassVar[str]  # the text that is shown if there are no rows
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self.table = Table(self.columns, actions.propose, empty=self.empty, key=self.title.lower())
+        self.panel = pn.Column(self.table, sizing_mode="stretch_width")
+
+    def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
+        """The rows for `snapshot`."""
+        raise NotImplementedError
+
+    def update(self, snapshot: Snapshot) -> None:
+        may_act = self.actions.may_act
+        rows = self.poller.once(
+            f"{self.title} {may_act}", snapshot, lambda seen: encoded(self.rows(seen), may_act)
+        )
+        self.table.show(rows)
+
+
+class ModelsTab(TableTab):
+    """The tab with every model that has a lease, is registered or is in the catalogue."""
+
+    title = "Models"
+    columns = MODELS
+    empty = (
+        "No model is known yet. In a notebook: `%gpu load NAME PATH`; in a terminal: "
+        "`gpu apply -f FILE`"
+    )
+
+    def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
+        return models(snapshot, self._catalogue(), lease_styles(snapshot))
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._catalogue()  # while a session requests the catalogue, the poller reads it again
+        super().update(snapshot)
+
+    def _catalogue(self) -> tuple[ModelSpec, ...]:
+        return self.poller.latest("catalogue", read_catalogue, CATALOGUE_SECONDS) or ()
+
+
+def read_catalogue(rt: Any) -> tuple[ModelSpec, ...]:
+    """The models in the catalogue of the runtime `rt`, with the fields that the table shows."""
+    entries = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
+    return tuple(
+        ModelSpec(
+            entry.name,
+            entry.backend,
+            entry.source,
+            entry.bytes if isinstance(entry.bytes, int) else None,
+            importance=entry.importance,
+            keep=entry.keep,
+            enabled=entry.state != "disabled",
+        )
+        for entry in entries
+    )
+
+
+NO_VARIABLES = "No variable or output holds memory on a device."
+
+
+class LeasesTab(TableTab):
+    """The tab with the table of leases. Below the table are the variables of the last selected notebook."""
+
+    title = "Leases"
+    columns = LEASES
+    empty = (
+        "No process holds memory on a device. To load a model in a notebook: `%gpu load NAME PATH`"
+    )
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self.table = Table(self.columns, self._pressed, empty=self.empty, key="leases")
+        self._asked = ""  # the id of the process whose variables are shown; empty: none
+        self._answers: SimpleQueue[Variables] = SimpleQueue()  # from the threads that ask
+        self._head, self._sums = Prose(margin=(18, 10, 0, 10)), Prose(margin=(4, 10, 10, 10))
+        self._variables = Table(HOLDERS, empty=NO_VARIABLES, filters=False)
+        hide = pmui.Button(label="Hide", variant="text", **BUTTONS)
+        hide.on_click(lambda _: self._hide())
+        self._parts = [
+            pn.Row(self._head, hide, sizing_mode="stretch_width"),
+            self._variables,
+            self._sums,
+        ]
+        self._below = pn.Column(sizing_mode="stretch_width")
+        self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
+
+    def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
+        return leases(snapshot, lease_styles(snapshot))
+
+    def update(self, snapshot: Snapshot) -> None:
+        super().update(snapshot)
+        while not self._answers.empty():
+            answer = self._answers.get()
+            if answer.owner == self._asked:
+                self._show(answer)
+
+    def _pressed(self, verb: str, id: str) -> None:
+        """Handles a press in the row `id`, which the browser sends and which is checked here."""
+        snapshot = self.poller.result.snapshot
+        owner = id.partition("/")[0]
+        if snapshot is None or owner not in snapshot.sections or not self.actions.may_act:
+            return
+        if verb != "who":
+            self.actions.propose(verb, "/".join(id.split("/")[:2]))
+            return
+        self._asked = owner
+        self._show(Variables(owner, snapshot.sections[owner].owner.label))
+        name, rt = self.actions.visitor.name, self.poller.rt
+        threads.start(lambda: self._ask(rt, owner, name))
+
+    def _ask(self, rt: Any, owner: str, name: str) -> None:
+        """Requests the variables of the process `owner`, and waits for the answer. Runs in a thread."""
+        snapshot = self.poller.result.snapshot
+        section = snapshot.sections.get(owner) if snapshot else None
+        label = section.owner.label if section else ""
+        try:
+            with rt.on_behalf_of(f"{name}, console"):
+                frame = rt.who(owner)
+            answer = Variables(owner, label, frame=frame)
+        except GpuError as error:
+            answer = Variables(owner, label, trouble=f"{error}")
+        self._answers.put(answer)
+        self.poller.nudge()
+
+    def _show(self, answer: Variables) -> None:
+        self._head.show(heading(answer))
+        self._variables.show(encoded(holders(answer)))
+        self._variables.visible = answer.frame is not None
+        self._sums.show(sums(answer))
+        if list(self._below) != self._parts:
+            self._below[:] = self._parts
+
+    def _hide(self) -> None:
+        self._asked = ""
+        self._below[:] = []
+
+
+# -- Timeline: the place of each model, the evictions, and all events, in one range of time
+
+WINDOWS = {"15 min": 900.0, "1 h": 3600.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
+CUSTOM = "Custom"  # a range that the visitor has typed, or chosen by dragging
+POINTS = 240  # moments of each device in the shown range
+MOST_POINTS = 5_000  # the most that are read
+
+
+class TimelineTab(Tab):
+    """The tab with the timeline and the activity."""
+
+    title = "Timeline"
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        options = [*WINDOWS, CUSTOM]
+        self.window = pmui.RadioButtonGroup(options=options, value="15 min", **BUTTONS)
+        self.span = pmui.TextInput(visible=False)  # the custom range: two epoch seconds
+        self.window.param.watch(lambda _: self.update_again(), "value")
+        self.in_address(range=self.window, span=self.span)
+        self._counters = Prose(margin=(6, 10, 0, 10))
+        self.chart = Timeline(self._ranged, margin=(4, 10))
+        self.save = pmui.FileDownload(
+            callback=self._file,
+            filename="events.csv",
+            label="Save as CSV",
+            size="small",
+            margin=(5, 10),
+            **NO_CAPITALS,
+        )
+        self.save.variant = "outlined"  # as an argument above it warns about `button_style`
+        self.panel = pn.Column(
+            self._counters,
+            pn.FlexBox(self.window, self.save, align_items="center", sizing_mode="stretch_width"),
+            self.chart,
+            sizing_mode="stretch_width",
+        )
+
+    def _ranged(self, start: float, end: float) -> None:
+        """Shows the time between the epoch seconds `start` and `end`."""
+        self.span.param.update(value=f"{start:.0f}-{end:.0f}", value_input=f"{start:.0f}-{end:.0f}")
+        if self.window.value == CUSTOM:
+            self.update_again()
+        else:
+            self.window.value = CUSTOM
+
+    def shown(self, snapshot: Snapshot) -> Range:
+        """The range of time that the tab shows; the last 15 minutes if the typed range is not valid."""
+        now = snapshot.wall
+        seconds = WINDOWS.get(self.window.value)
+        if seconds is None:
+            start, _, end = (self.span.value or "").partition("-")
+            if start.isdecimal() and end.isdecimal() and float(end) - float(start) >= 1:
+                if now - MOST_SECONDS <= float(start) < now:
+                    return Range(float(start), min(float(end), now))
+            seconds = WINDOWS["15 min"]
+        return Range(now - seconds, now)
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._counters.show(
+            f'<div class="soft">{esc(counters(snapshot))} since this machine started</div>'
+        )
+        past = self._past(snapshot)
+        if past is None:
+            return
+        # All custom ranges share one key. Otherwise the poller would keep every range.
+        key = self.window.value
+        is_custom = self.window.value == CUSTOM
+        drawing = self.poller.once(
+            f"timeline {key}",
+            past,
+            lambda seen: as_json(timeline(seen, snapshot, self.shown(snapshot))),
+        )
+        found = self.poller.once(
+            f"activity {key}",
+            past if is_custom else snapshot,
+            lambda _: as_json(lines(self._events(past, snapshot), snapshot)),
+        )
+        self.chart.show(drawing, found)
+
+    def _past(self, snapshot: Snapshot) -> History | None:
+        """The record of the shown range, or None while this record is being read."""
+        shown = self.shown(snapshot)
+        length, back = shown.end - shown.start, snapshot.wall - shown.start
+        points = int(min(MOST_POINTS, POINTS * max(1.0, back / length)))
+        is_custom = self.window.value == CUSTOM
+
+        def fetch(rt: Any) -> History:
+            """The record of the runtime `rt`."""
+            seconds = rt.status().wall - shown.start if is_custom else back
+            return rt.history(seconds, points=points)
+
+        every = min(30.0, max(5.0, length / 300))
+        return self.poller.latest(f"timeline {self.window.value} {self.span.value}", fetch, every)
+
+    def _events(self, past: History | None, snapshot: Snapshot) -> list[Event]:
+        """All events of the shown range. The newest event is first."""
+        shown = self.shown(snapshot)
+        found = merged(past.events if past else (), snapshot.events)
+        return [event for event in found if shown.start <= event.wall <= shown.end]
+
+    def _file(self) -> io.BytesIO:
+        """Every event of the shown range, as a CSV file."""
+        snapshot = self.poller.result.snapshot
+        if snapshot is None:
+            return io.BytesIO()
+        events = self._events(self._past(snapshot), snapshot)
+        return io.BytesIO(csv_of(events, snapshot).encode())
+
+
+# -- Fragmentation: a table of the processes' allocators, and the map of one of these allocators
+
+MAP_SECONDS = 0.5  # between two checks for new maps; unchanged maps are not read again
+CSS = f""".title{{font-weight:600;font-size:15px;margin-top:10px}} div{{font-size:14px;line-height:1.6}}
+.hint{{border-left:4px solid {EDGE};padding:2px 12px;margin:6px 0;opacity:.85}}"""
+MAP_HINT = (
+    "An allocator takes memory from the card in segments and cuts them into blocks. It returns a "
+    "segment only when no block in it is in use, so one small tensor can keep a large segment. "
+    "Compact returns the segments without a block in use. To free the others, evict the models "
+    "in them and restore them: they are then placed side by side."
+)
+
+
+class MapFetcher:
+    """Fetches the maps of all allocators. As long as no map changes, it returns the same object."""
+
+    def __init__(self) -> None:
+        self._last = FetchedMaps()
+
+    def __call__(self, rt: Any) -> FetchedMaps:
+        maps = rt.allocator_maps()
+        if maps != self._last.maps:
+            self._last = FetchedMaps(maps)
+        return self._last
+
+
+class FragmentationTab(Tab):
+    """The memory that allocators hold and cannot use, and the chosen map; at first the one with the most of it."""
+
+    title = "Fragmentation"
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self._chosen = ""  # id of a row; if it is empty or unknown, the first row's map is drawn
+        self.table = Table(COLUMNS, self._pressed, empty="Reading …", key="fragmentation")
+        self._head, self._map, self._hint = _text(), _text(), _text()
+        self._hint.object = f'<div class="hint">{esc(MAP_HINT)}</div>'
+        self._below = pn.Column(sizing_mode="stretch_width")
+        self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
+
+    def update(self, snapshot: Snapshot) -> None:
+        fetched = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
+        if fetched is None:
+            return
+        chosen = self._chosen_of(fetched.memories(snapshot))
+        self.table.empty = EMPTY
+        rows = fetched.rows(snapshot, self.actions.may_act, chosen.id if chosen else "")
+        self.table.show(rows)
+        self._draw(fetched, chosen, snapshot)
+
+    def _chosen_of(self, memories: tuple[ProcessMemory, ...]) -> ProcessMemory | None:
+        for memory in memories:
+            if memory.id == self._chosen:
+                return memory
+        return memories[0] if memories else None
+
+    def _draw(self, fetched: FetchedMaps, chosen: ProcessMemory | None, snapshot: Snapshot) -> None:
+        drawing = fetched.drawing(chosen.map) if chosen and chosen.map else ""
+        if chosen is not None:
+            self._head.object = report(chosen, snapshot)
+            self._map.object = drawing
+        drawn = [self._map] if drawing else []
+        parts = [self._head, *drawn, self._hint] if chosen else []
+        if list(self._below) != parts:
+            self._below[:] = parts
+
+    def _pressed(self, verb: str, id: str) -> None:
+        """Handles a press in the row `id`, which the browser sends and which is checked here."""
+        snapshot = self.poller.result.snapshot
+        if snapshot is None:
+            return
+        owner = id.partition("/")[0]
+        if owner not in {*snapshot.sections, snapshot.owner.id}:
+            return
+        if verb == "show":
+            self._chosen = id
+            self.update(snapshot)
+        elif verb == "defrag":
+            self.actions.propose("defrag", f"{owner}/")
+
+
+def _text() -> pn.pane.HTML:
+    return pn.pane.HTML("", stylesheets=[CSS], margin=(2, 10), sizing_mode="stretch_width")
+
+
+# -- What if: a dry run of using a model or leasing a number of bytes; it changes nothing
+
+FETCH_SECONDS = 2.0  # between two computations of the shown plan
+NO_MODEL = "choose …"
+ANY, USUAL = "any card", "as registered"
+LAYOUTS = (USUAL, "single", "balanced", "proportional", "whole")
+DAYS = 7.0  # of the history that is replayed
+DRY_RUN_HINT = (
+    "Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: now, "
+    "after others have left, after a wait, or never. This is a dry run: it changes nothing."
+)
+
+
+class PlanWish(NamedTuple):
+    """A visitor's wish for a plan, in texts from a browser that `request_plan` checks."""
+
+    subject: str
+    cards: str = ANY
+    layout: str = USUAL
+    importance: str = USUAL
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of `rt.plan` that differ from the registration."""
+        wished = {"devices": self.cards, "layout": self.layout, "importance": self.importance}
+        return {name: value for name, value in wished.items() if value not in (ANY, USUAL)}
+
+
+def request_plan(rt: Any, wish: PlanWish, models: Collection[str]) -> PlanAnswer:
+    """The plan for the `wish`, which names one of `models` or a size such as `14 GiB`; else an error.
+
+    The text is never used as the path of a file, since a visitor must not make the server read files.
+    """
+    try:
+        wanted = wish.subject if wish.subject in models else parse_room(wish.subject)
+        return PlanAnswer(rt.plan(wanted, **wish.options))
+    except BadSize as error:
+        return PlanAnswer(error=f"{error} Or choose one of the models.")
+    except GpuError as error:
+        return PlanAnswer(error=str(error))
+
+
+def replayed(rt: Any, snapshot: Snapshot) -> str:
+    """A sentence about the effect of more host memory, from a replay of the last days. A replay may take seconds."""
+    card, now, more = whatif.host_choices(snapshot)
+    try:
+        frame = rt.backtest(days=DAYS, policy="lru", device=f"{card}B", host=f"{now}B,{more}B")
+        return whatif.ram_sentence(frame.to_dict("records"), DAYS)
+    except GpuError as error:  # the lines after the first one name commands of a terminal
+        [text, *_] = str(error).splitlines()
+        return text[:1].upper() + text[1:]
+
+
+def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
+    """Rows, as JSON, of the devices that `steps` change. Each device has a row for now and a row for the time after."""
+    touched = whatif.touched(steps)
+    then = whatif.after(snapshot, steps)
+    now, after = device_rows(snapshot, may_act=False), device_rows(then, may_act=False)
+    rows = [
+        msgspec.structs.replace(row, id=f"{row.id} {when}", busy="", celsius="", watts="")
+        for pair in zip(now.rows, after.rows, strict=True)
+        for when, row in zip(("now", "after"), pair, strict=True)
+        if row.id in touched
+    ]
+    has_card = any(device != HOST for device in touched)
+    ticks = now.ticks if has_card else ()  # the ticks belong to the axis of the cards
+    return as_json(Rows(ticks, tuple(rows)))
+
+
+class WhatIfTab(Tab):
+    """A form for a model or a size, the text of the plan, and the devices after the plan."""
+
+    title = "What if"
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self.model = pmui.Select(
+            label="A model",
+            options=[NO_MODEL],
+            value=NO_MODEL,
+            width=300,
+            margin=(10, 10),
+            **SELECT,
+        )
+        self.size = pmui.TextInput(
+            label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10)
+        )
+        look: dict[str, Any] = {"width": 160, "margin": (10, 10), **SELECT}
+        self.cards = pmui.Select(label="Cards", options=[ANY], value=ANY, **look)
+        self.layout = pmui.Select(label="Layout", options=list(LAYOUTS), value=USUAL, **look)
+        ranks = [USUAL, *IMPORTANCE]
+        self.importance = pmui.Select(label="Importance", options=ranks, value=USUAL, **look)
+        for choice in (self.cards, self.layout, self.importance):
+            choice.param.watch(lambda _: self.update_again(), "value")
+        self.preload = pmui.Button(label="Preload", visible=False, **BUTTONS)
+        self.preload.on_click(lambda _: self._preload())
+        self.more_ram = pmui.Button(
+            label="Would more RAM have helped?", variant="outlined", **BUTTONS
+        )
+        self.more_ram.on_click(lambda _: self._ask_replay())
+        self._replies: SimpleQueue[str] = SimpleQueue()  # from the threads that replay
+        self.replay = Prose(margin=(4, 10))
+        self.in_address(
+            model=self.model,
+            size=self.size,
+            cards=self.cards,
+            layout=self.layout,
+            importance=self.importance,
+        )
+        self.model.param.watch(self._model_chosen, "value")
+        self.size.param.watch(self._size_typed, "value")
+        self.answer = Prose(f'<div class="hint">{DRY_RUN_HINT}</div>', margin=(4, 10))
+        self.details = Prose(margin=(4, 10))
+        self.devices = Devices(visible=False, margin=(4, 10))
+        self.panel = pn.Column(
+            pn.FlexBox(self.model, self.size, self.cards, self.layout, self.importance),
+            self.answer,
+            self.preload,
+            self.devices,
+            self.details,
+            self.more_ram,
+            self.replay,
+            sizing_mode="stretch_width",
+        )
+
+    def update(self, snapshot: Snapshot) -> None:
+        models = self._offer_models(snapshot)
+        subject = self._subject()
+        wish = PlanWish(subject, self.cards.value, self.layout.value, self.importance.value)
+        found = self._plan(wish, models) if subject else None
+        if not subject:
+            text = f'<div class="hint">{DRY_RUN_HINT}</div>'
+        elif found is None:
+            text = '<div class="hint">Computing …</div>'
+        else:
+            text = whatif.answer(found, snapshot)
+        self.answer.show(text)
+        self.details.show(whatif.details(found, snapshot) if found else "")
+        plan = found.plan if found else None
+        self._draw(snapshot, plan.steps if plan else ())
+        is_useful = plan is not None and plan.level not in (PlanLevel.HERE, PlanLevel.NEVER)
+        is_possible = is_useful and subject in models and not wish.options
+        self.preload.visible = is_possible and self.actions.may_act
+        while not self._replies.empty():
+            self.replay.show(f"<p>{esc(self._replies.get())}</p>")
+            self.more_ram.disabled = False
+
+    def _offer_models(self, snapshot: Snapshot) -> list[str]:
+        models = self.poller.once("what if: models", snapshot, whatif.model_choices)
+        options = [NO_MODEL, *models]
+        if self.model.options != options:
+            value = self.model.value if self.model.value in options else NO_MODEL
+            self.model.param.update(options=options, value=value)
+        cards = [view.device.id for view in snapshot.devices if not view.device.is_host]
+        choices = [ANY, *cards]
+        if self.cards.options != choices:
+            value = self.cards.value if self.cards.value in choices else ANY
+            self.cards.param.update(options=choices, value=value)
+        return models
+
+    def _preload(self) -> None:
+        snapshot, subject = self.poller.result.snapshot, self._subject()
+        if snapshot is not None and subject in whatif.model_choices(snapshot):
+            self.actions.propose("preload", whatif.preload_target(subject, snapshot))
+
+    def _ask_replay(self) -> None:
+        """Replays the last days in a thread, since a replay may take seconds."""
+        snapshot, rt = self.poller.result.snapshot, self.poller.rt
+        if snapshot is None or self.more_ram.disabled:
+            return
+        self.more_ram.disabled = True
+        self.replay.show('<p class="soft">Replaying the last days …</p>')
+
+        def work() -> None:
+            """Replays the last days, and puts the answer on the page."""
+            self._replies.put(replayed(rt, snapshot))
+            self.poller.nudge()
+
+        threads.start(work)
+
+    def _subject(self) -> str:
+        """The typed size or the chosen model. The result is "" if the visitor has done neither."""
+        size = (self.size.value or "").strip()
+        if size:
+            return size
+        return "" if self.model.value == NO_MODEL else self.model.value
+
+    def _plan(self, wish: PlanWish, models: list[str]) -> PlanAnswer | None:
+        return self.poller.latest(
+            f"what if: {wish}", lambda rt: request_plan(rt, wish, models), FETCH_SECONDS
+        )
+
+    def _draw(self, snapshot: Snapshot, steps: Sequence[Step]) -> None:
+        self.devices.visible = bool(steps)
+        if steps:
+            self.devices.show(rows_after(snapshot, steps))
+
+    def _model_chosen(self, event: Any) -> None:
+        """Plans for the chosen model, and clears the size field."""
+        if event.new != NO_MODEL and self.size.value:
+            self.size.value = ""  # this change calls `update_again`
+        else:
+            self.update_again()
+
+    def _size_typed(self, event: Any) -> None:
+        """Plans for the typed size, and unselects the model."""
+        if event.new and self.model.value != NO_MODEL:
+            self.model.value = NO_MODEL  # this change calls `update_again`
+        else:
+            self.update_again()
+
+
+# -- Serving: the calls, clients, usage, jobs, breakers and engine logs of the server of this page
+
+NO_LOG = "none"
+LOG_BYTES = 1 << 14  # the most bytes of a log that are shown
+LOG_LINES = 40
+
+
+def _heading(title: str) -> Prose:
+    return Prose(
+        f'<div class="head"><span class="name">{title}</span></div>', margin=(10, 10, 0, 10)
+    )
+
+
+class ServingTab(Tab):
+    """The tab with the figures of `gpu serve` since the server began."""
+
+    title = "Serving"
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self._summary = Prose(margin=(6, 10, 0, 10))
+        self.models = Table(serving_rows.MODELS, empty="No model was called yet.", filters=False)
+        self.clients = Table(serving_rows.CLIENTS, empty="No client has called yet.", filters=False)
+        self.usage = Table(serving_rows.USAGE, empty="No call was counted yet.", filters=False)
+        self.jobs = Table(serving_rows.JOBS, empty="No job is kept.", filters=False)
+        self.engine = pmui.Select(
+            label="Engine log", options=[NO_LOG], value=NO_LOG, width=260, **SELECT
+        )
+        self.log = Prose(margin=(0, 10))
+        self.engine.param.watch(lambda _: self._show_log(), "value")
+        self.logs = pn.Column(self.engine, self.log, visible=False, sizing_mode="stretch_width")
+        self.panel = pn.Column(
+            self._summary,
+            _heading("Models"),
+            self.models,
+            _heading("Clients"),
+            self.clients,
+            _heading("Usage in 30 days"),
+            self.usage,
+            _heading("Jobs"),
+            self.jobs,
+            self.logs,
+            sizing_mode="stretch_width",
+        )
+
+    def update(self, snapshot: Snapshot) -> None:
+        figures = self.poller.serving
+        if figures is None:
+            return
+        served = self.poller.once("serving", snapshot, lambda _: figures())
+        self._summary.show(f'<div class="soft">{esc(serving_rows.summary(served))}</div>')
+        self.models.show(encoded(serving_rows.model_rows(served)))
+        self.clients.show(encoded(serving_rows.client_rows(served)))
+        self.usage.show(encoded(serving_rows.usage_rows(served)))
+        self.jobs.show(encoded(serving_rows.job_rows(served)))
+        if self.actions.may_act:
+            logged = self.poller.once("logged", served, _logged)
+            self.engine.options = [NO_LOG, *logged]
+            self.logs.visible = bool(logged)
+            self._show_log()
+
+    def _show_log(self) -> None:
+        """Shows the end of the chosen engine's log. A viewer gets no log, because it may have texts of calls."""
+        if self.actions.may_act:
+            self.log.show(_end_of_log(self.engine.value))
+
+
+def _logged(served: Any) -> list[str]:
+    """The called models that have the log of an engine, in order."""
+    return [name for name in sorted(served.models) if newest_log(name) is not None]
+
+
+def _end_of_log(model: str) -> str:
+    """The last lines of the log of the model's engine, as HTML; empty without a log."""
+    log = newest_log(model) if model != NO_LOG else None
+    if log is None:
+        return ""
+    try:
+        text, _ = part_of(log, 0, LOG_BYTES)
+    except OSError:  # it was deleted, as the oldest logs are
+        return ""
+    lines = [esc(clean(line)) for line in text.splitlines()[-LOG_LINES:]]
+    shown = "\n".join(lines)
+    return f"<pre><span>{shown}</span></pre>" if lines else '<div class="soft">It is empty.</div>'
+
+
+# -- the tabs, in their order
+
+TABS: dict[str, type[Tab]] = {
+    tab.title: tab
+    for tab in (
+        NowTab,
+        ModelsTab,
+        LeasesTab,
+        TimelineTab,
+        FragmentationTab,
+        WhatIfTab,
+        ServingTab,
+    )  # fmt: skip
+}
+SERVING = ServingTab.title  # only on the page of a server that serves models
+
+
+def titles() -> list[str]:
+    """The titles of the tabs that every page has, in their order."""
+    return [title for title in TABS if title != SERVING]
