@@ -11,7 +11,7 @@ from gpu_panels.data.devices import (
     reserved,
     room_after,
 )
-from gpu_panels.tabs import NowTab
+from gpu_panels.tabs import NowTab, notices_html
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -217,9 +217,9 @@ def test_the_small_history_has_the_use_over_time_and_gaps_stay_gaps():
 
 
 def test_a_machine_without_leases_or_governor_shows_what_to_do():
-    assert "%gpu load NAME PATH" in tabs.notices_html(samples.empty)
-    assert tabs.notices_html(samples.busy) == ""
-    text = tabs.notices_html(replace(samples.busy, governed=False))
+    assert "%gpu load NAME PATH" in notices_html(samples.empty)
+    assert notices_html(samples.busy) == ""
+    text = notices_html(replace(samples.busy, governed=False))
     assert "The governor is off" in text
 
 
