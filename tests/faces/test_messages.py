@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import ipywidgets
 import pytest
-from gpu import messages, obstacles, parking
+from gpu import obstacles, parking
 from gpu.obstacles import Own
 from gpu.parking import Parking
 from IPython.core.error import InputRejected
@@ -242,7 +242,7 @@ def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
 
 def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypatch):
     """The console's callback begins before the cell, and ends while the cell runs."""
-    monkeypatch.setattr(messages, "reads_nothing", lambda *_: threading.get_ident() != main)
+    monkeypatch.setattr(parking, "reads_nothing", lambda *_: threading.get_ident() != main)
     main = threading.get_ident()
     events = follows.shell.events
     with ThreadPoolExecutor(1) as subshell:
@@ -372,7 +372,7 @@ def test_a_page_that_is_loaded_again_does_not_bring_the_memory_back(follows, kin
 
 def test_a_hook_of_the_user_has_the_memory_also_when_a_page_is_loaded(follows, monkeypatch):
     """IPython calls the hook before each message of a comm."""
-    monkeypatch.setattr(messages, "reads_nothing", lambda *_: True)
+    monkeypatch.setattr(parking, "reads_nothing", lambda *_: True)
     follows.shell.events.register("pre_execute", lambda: follows.story.append("the user's hook"))
     follows.kernel.handle("comm_msg", lambda: follows.trigger("pre_execute"))
     assert follows.story[:4] == ["hook", "handled", "cell ", "the user's hook"]

@@ -365,7 +365,7 @@ def test_free_of_an_unknown_name_suggests_the_nearest_as_tab_does(notebook, rt):
         rt.free("qwen")
     assert table(rt) == {"model": (1, 1)}
     run(notebook, "training_batch = mib(1)")
-    from gpu.completion import candidates
+    from gpu.magics import candidates
 
     assert "training_batch" in candidates(["free"], "tr", False, lambda: None)
 
