@@ -18,7 +18,7 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import forks
+from . import threads
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -103,7 +103,7 @@ __all__ = [
     "WaitEnded",
 ]
 
-_lock = forks.freed(threading.Lock())
+_lock = threads.freed(threading.Lock())
 _runtime: Runtime | None = None
 
 

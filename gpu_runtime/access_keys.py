@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from .errors import BadDocument, GpuError
 from .facts import Value, parse_importance
-from .private_paths import config_home, make_directory, replace_file, weak_step
+from .files import config_home, make_directory, replace_file, weak_step
 from .safe_text import printable
 
 BEGIN = "gpu-"  # of each key, so that people and scanners recognise one

@@ -1,10 +1,30 @@
-"""The path of the notebook that this process runs, as its front end publishes it."""
+"""What this process's kernel tells of its notebook: its path, the running cell, the next cells, their memory.
+
+The IPython extension records the start and end of each cell here. A record takes under a microsecond
+and does not access the ledger. The runtime's monitor thread publishes the record with this process's
+other facts. The extension also reads the cells that will run next, and runtimes load models ahead
+for them. This module connects the extension and the runtimes, since neither may import the other. A
+script has no cells.
+
+`telemetry/measurements.py` keeps the memory that each cell took in its last run. A kernel without a
+lease looks into its file before each cell. So this module imports only modules that a kernel has
+loaded anyway. An import of `telemetry/measurements.py` would add 60 ms to the kernel's first cell.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import sys
+import time
+import weakref
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, NamedTuple, Protocol
 
+from .facts import NEVER, CellModels
+from .files import state_home
 from .safe_text import LONGEST_PATH, printable
 
 
@@ -26,3 +46,169 @@ def _published_path() -> str:
     names = getattr(shell, "user_ns", None) or {}
     found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
     return next((path for path in found if isinstance(path, str) and path), "")
+
+
+# -- whether a cell runs ---------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """Since when the kernel runs a cell, or since when it is idle, in seconds of CLOCK_BOOTTIME.
+
+    While a cell runs, `idle_since` is 0.0. Between cells, `busy_since` is 0.0. In a script, and
+    before the first cell, both are 0.0.
+    """
+
+    busy_since: float = NEVER
+    idle_since: float = NEVER
+
+
+class Activity:
+    """The cells that are running now.
+
+    Several cells can run at once: a cell can run another cell, and subshells run beside the main
+    shell.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns the current time in seconds."""
+        self._clock = clock
+        # Functions that are called when a cell starts. They wake monitor threads.
+        self.watchers: set[Callable[[], None]] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Removes all records, as if no cell had ever run."""
+        self._running: dict[Hashable, float] = {}
+        self._ended = NEVER
+
+    def began(self, cell: Hashable) -> None:
+        """Records the start of `cell`, whose value distinguishes it from other running cells."""
+        self._running[cell] = self._clock()
+        for watcher in tuple(self.watchers):
+            watcher()
+
+    def ended(self, cell: Hashable) -> None:
+        """Records the end of `cell`, even if its start was not recorded."""
+        self._running.pop(cell, None)
+        self._ended = self._clock()
+
+    @property
+    def running(self) -> bool:
+        """Whether a cell runs now."""
+        return bool(self._running)
+
+    @property
+    def state(self) -> State:
+        """When the oldest running cell started; or when the last cell ended, if no cell runs.
+
+        The time is rounded to a tenth of a second, to keep its text in the ledger short.
+        """
+        since = list(self._running.values())
+        if since:
+            return State(busy_since=round(min(since), 1))
+        return State(idle_since=round(self._ended, 1))
+
+
+def _forget_all() -> None:
+    """Removes all records and watchers in a forked child, which runs no cell and no monitor."""
+    activity.forget()
+    activity.watchers.clear()
+
+
+activity = Activity(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
+os.register_at_fork(after_in_child=_forget_all)
+
+
+# -- the upcoming cells ----------------------------------------------------------------------------
+
+
+Governed = Callable[[Any], str]  # a value -> the name of the model that it is, or ""
+Reader = Callable[[Collection[str], Governed], tuple[CellModels, ...]]
+
+
+class Follower(Protocol):
+    """An object that acts on upcoming cells, such as the look-ahead of a runtime."""
+
+    def wake(self) -> None:
+        """Called in any thread when the cells have changed. This method must return at once."""
+
+
+class Upcoming:
+    """The upcoming cells of one kernel."""
+
+    def __init__(self) -> None:
+        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._reader: Reader | None = None
+
+    def read_by(self, reader: Reader | None) -> None:
+        """Sets the function that reads the cells; None if this process no longer has cells."""
+        self._reader = reader
+        self.changed()
+
+    def cells(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
+        """The running cell, if there is one, and the waiting cells in their order.
+
+        `known` are the names of all models. `governed(value)` returns the name of the model that
+        the object `value` is; empty if it is no model. It is called with the values of variables.
+        """
+        return self._reader(known, governed) if self._reader else ()
+
+    def changed(self) -> None:
+        """Wakes the followers, because a cell began, ended or was queued."""
+        for follower in list(self.followers):
+            follower.wake()
+
+
+def _forget() -> None:
+    """Removes the reader and the followers in a forked child: the cells belong to the parent."""
+    upcoming.__init__()  # type: ignore[misc]
+
+
+upcoming = Upcoming()
+os.register_at_fork(after_in_child=_forget)
+
+
+# -- what a cell took in its last run --------------------------------------------------------------
+
+
+FILE = "cells.json"  # in the state directory, see telemetry/measurements.py
+MAGIC_LINE = re.compile(r"(?:[\w\s,*]+=)?\s*%gpu(?:ctl)?\b")
+
+
+def cell_key(notebook: str, text: str) -> str:
+    """The key of the cell with the code `text` in the notebook at the path `notebook`.
+
+    The key is empty for a cell without code, and for a cell of `%gpu` lines only: such a cell takes
+    no memory by itself, and what its commands load requests its own room. The key is a digest, so
+    the file contains neither code nor names.
+
+    >>> cell_key("a.ipynb", "# who holds it?\\n%gpu who\\ndf = %gpu leases")
+    ''
+    """
+    text = text.strip()
+    lines = [line.strip() for line in text.splitlines()]
+    if all(not line or line.startswith("#") or MAGIC_LINE.match(line) for line in lines):
+        return ""
+    return hashlib.sha256(f"{notebook}\0{text}".encode("utf-8", "replace")).hexdigest()[:20]
+
+
+def is_remembered(key: str) -> bool:
+    """Whether this user's file has the bytes that the cell with this `key` took.
+
+    The file is in /var/tmp if the state directory is on a network file system. The check for this
+    is in `ledgers/access.py`, which a kernel has not loaded yet, so both directories are searched.
+    """
+    for directory in (state_home(), f"/var/tmp/gpu-console-{os.geteuid()}"):
+        try:
+            with open(f"{directory}/{FILE}", "rb") as file:
+                known = json.load(file)
+            if key in known["cell_bytes"]:
+                return True
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # no file, or a damaged one: nothing is known
+            continue
+    return False

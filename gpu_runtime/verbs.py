@@ -1,17 +1,28 @@
 """The table of verbs, from which the `%gpu` magic, the `gpu` command and their help are made.
 
 To add a magic or a command, add a row: a name, its arguments, and the call on the Runtime. A row
-without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results.
+without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results. An act that is
+more than one method is a function here. `rt` is the runtime; it is None if no runtime is open and the
+verb needs none. `args` are the parsed arguments. An act returns data and prints nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
+import stat
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from . import verb_acts
-from .errors import UnknownVerb
+from msgspec.structs import replace
+
+from .errors import BadSetting, GpuError, UnknownVerb
+from .facts import Outcome
+from .files import make_directory, replace_file
+from .model_fields import TYPED
 from .safe_text import MOST_QUOTED, quoted
 from .verb_arguments import (
     BY_DRIVER,
@@ -47,13 +58,355 @@ from .verb_arguments import (
     switch,
 )
 
+# -- the settings for a card's size ----------------------------------------------------------------
+
+
+PRESETS: dict[str, dict[str, str]] = {
+    "24GB": {"GPU_MEMORY_MAX_PERCENT": "0.90"},
+    "16GB": {"GPU_MEMORY_MAX_PERCENT": "0.90", "ENABLE_CPU_OFFLOAD": "true"},
+    "8GB": {
+        "GPU_MEMORY_MAX_PERCENT": "0.85",
+        "ENABLE_CPU_OFFLOAD": "true",
+        "EVICTION_IDLE_THRESHOLD_SECONDS": "60",
+    },
+    "4GB": {
+        "GPU_MEMORY_MAX_PERCENT": "0.80",
+        "ENABLE_CPU_OFFLOAD": "true",
+        "EVICTION_IDLE_THRESHOLD_SECONDS": "30",
+    },
+}
+
+
+_LARGEST_PRESET = 24  # GB
+_CARD_SIZE = re.compile(r"\s*([0-9]{1,6})\s*G(?:i?B)?\s*\+?\s*", re.IGNORECASE)
+
+
+def preset(name: str) -> dict[str, str]:
+    """The environment variables recommended for a card of the size `name`, such as 8GB.
+
+    A card larger than 24 GB gets the variables of the preset 24GB. Raises BadSetting for any other
+    size without a preset.
+
+    >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")
+    ('0.85', True)
+    """
+    size = _CARD_SIZE.fullmatch(str(name))
+    is_large = size is not None and int(size[1]) >= _LARGEST_PRESET
+    found = PRESETS.get(f"{_LARGEST_PRESET if is_large else int(size[1])}GB") if size else None
+    if found is None:
+        raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}; larger cards use 24GB")
+    return dict(found)
+
+
+# -- the extension in every kernel of an environment -----------------------------------------------
+
+
+AUTOLOAD_FILE = "ipython_kernel_config.py"  # read by kernels, not by IPython in a terminal
+AUTOLOAD_TEXT: Any = {
+    "encoding": "utf-8",
+    "errors": "surrogateescape",
+}  # bytes that are not UTF-8 stay
+BEGIN, END = "# >>> gpu-console", "# <<< gpu-console"
+BLOCK = f"""{BEGIN}: written by `gpu autoload`, removed by `gpu autoload --remove`
+get_config().InteractiveShellApp.extensions.append("gpu")
+{END}
+"""
+
+
+def write_autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
+    """Writes the marked block of lines into the configuration of the environment at `prefix`.
+
+    If `remove` is true, removes the block instead.
+
+    Raises GpuError if the file cannot be written, or if the end of the block is missing in the
+    file.
+    """
+    path = Path(prefix) / "etc" / "ipython" / AUTOLOAD_FILE
+    try:
+        before = path.read_text(**AUTOLOAD_TEXT) if path.exists() else ""
+        rest = _without_block(before, path)
+        after = rest if remove else rest + BLOCK
+        if after != before:
+            _write(path, after)
+    except OSError as error:
+        raise GpuError(
+            f"{path} cannot be written: {error.strerror or error}.\n"
+            f"  Run it as the owner of the environment, or in each notebook:  %load_ext gpu",
+            path=str(path),
+        ) from error
+    if remove:
+        because = "new kernels of this environment no longer load gpu by themselves"
+    else:
+        because = f"every new kernel of this environment loads gpu: {path}"
+    return Outcome(verb="autoload", name="", done=True, because=because, bytes=0)
+
+
+def _without_block(text: str, path: Path) -> str:
+    before, begin, marked = text.partition(BEGIN)
+    if not begin:
+        return text if not text or text.endswith("\n") else text + "\n"
+    _, end, after = marked.partition(END)
+    if not end:  # the lines that follow may be the operator's
+        raise GpuError(
+            f"{path} has the line '{BEGIN}' and no line '{END}'.\n"
+            f"  Delete the lines of gpu-console in this file, and type the command again.",
+            path=str(path),
+        )
+    return before + after.lstrip("\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the content of the file `path` by `text`, in one step. If `text` is empty, removes
+    the file.
+
+    A new file and its directory are readable for the kernels of all users, even if the operator's
+    umask is 077. An existing file keeps its mode.
+    """
+    if not text:
+        path.unlink(missing_ok=True)
+        return
+    for directory in (path.parent.parent, path.parent):
+        make_directory(directory, 0o755)
+    path = path.resolve()  # a link stays a link
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    replace_file(path, text.encode(**AUTOLOAD_TEXT), lambda draft: draft.chmod(mode))
+
+
+# -- what the verbs do -----------------------------------------------------------------------------
+
+
+def status(rt: Any, args: argparse.Namespace) -> Any:
+    """A snapshot of this host, or with `--all` in `args` of every host of the ledger."""
+    if args.watch:  # the command has drawn it already
+        raise GpuError("--watch works in a terminal:  gpu status --watch")
+    return rt.status_all() if args.all else rt.status()
+
+
+def plan(rt: Any, args: argparse.Namespace) -> Any:
+    """`rt.plan` for the name, the source and the options in `args`."""
+    return rt.plan(args.name, args.source, **given(args, *TYPED, "timeout"))
+
+
+def load(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Loads the model in `args` and returns the outcome. A new model is registered with `rt` first."""
+    return rt.load(args.name, args.source, **given(args, *TYPED, "timeout"))
+
+
+def register(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Registers the model in `args` with `rt`, and returns the outcome."""
+    spec = rt.register(args.name, args.source, **given(args, *TYPED))
+    because = f"{spec}; load it with  %gpu preload {spec.name}"
+    return Outcome(verb="register", name=spec.name, done=True, because=because)
+
+
+def forget(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Frees the model in `args` and its name, and returns the outcome."""
+    rt.forget(args.name)
+    because = f"{args.name} is no longer registered here, and holds no memory"
+    return Outcome(verb="forget", name=args.name, done=True, because=because)
+
+
+def why(rt: Any, args: argparse.Namespace) -> Any:
+    """The last decisions on what `args` name, or on this notebook. Raises GpuError."""
+    if args.replay and not args.name:
+        raise GpuError("--replay needs the NAME of a model, or a decision's number.")
+    return rt.why(args.name or "", **given(args, "replay"))
+
+
+def evict(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Evicts what `args` names, or with `--all-idle` every idle model.
+
+    Raises GpuError if `args` have neither a name nor `--all-idle`, or both.
+    """
+    if args.all_idle == bool(args.name):
+        raise GpuError("type one of the two: a NAME, or --all-idle.")
+    return rt.evict(args.name or "*", **given(args, "timeout", "drop", "lost", "force"))
+
+
+def restore(rt: Any, args: argparse.Namespace) -> Outcome:
+    """The outcome of `rt.restore` for the name in `args`, under the verb that was typed."""
+    return replace(rt.restore(args.name), verb="restore")
+
+
+def preload(rt: Any, args: argparse.Namespace) -> Outcome:
+    """The outcome of `rt.preload` for the name in `args`."""
+    return rt.preload(args.name, **given(args, "timeout"))
+
+
+def evictions(rt: Any, args: argparse.Namespace) -> Any:
+    """A DataFrame from `rt` of the evictions, or with `--all` in `args` of all events."""
+    read = rt.events if args.all else rt.evictions
+    frame = read(**given(args, "limit"))
+    frame.attrs["owners"] |= {id: one.owner.label for id, one in rt.status().sections.items()}
+    return frame
+
+
+def doctor(rt: Any, args: argparse.Namespace) -> Any:
+    """The doctor's report of `rt`, or of this process if `rt` is None. `args` has no options."""
+    import gpu_runtime
+
+    from .owner.doctor import report
+
+    if rt is not None:
+        return rt.doctor()
+    try:
+        return gpu_runtime.runtime().doctor()
+    except GpuError as error:  # the report has the error too
+        return report(None, error)
+
+
+def config(rt: Any, args: argparse.Namespace) -> Any:
+    """Every setting of `rt` with its source; with `--preset` in `args`, the preset's settings."""
+    from . import settings
+
+    if args.preset:
+        return preset(args.preset)
+    current = rt.settings if rt is not None else settings.Settings.load()
+    return current.sources()
+
+
+def apply(rt: Any, files: list[str]) -> Any:
+    """Adds the models of all `files` to the catalogue, or none of them. Returns what was changed."""
+    return (catalogue(rt) if rt is None else rt._catalogue.catalog).apply(*files)
+
+
+def catalogue(rt: Any) -> Any:
+    """The object with the methods of the catalogue's verbs: `rt`, or a Catalog if `rt` is None."""
+    from . import settings
+    from .catalog.store import Catalog
+
+    return rt if rt is not None else Catalog(settings.Settings.load())
+
+
+def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
+    """The catalogue's models as a DataFrame. `args` has no options, and `rt` may be None."""
+    from .owner import dataframes
+
+    return rt.catalog() if rt is not None else dataframes.catalog(catalogue(None).specs())
+
+
+def inspect(rt: Any, args: argparse.Namespace) -> Any:
+    """The catalogue's entry of the model in `args`, as text, or as a dict for `--json`.
+
+    `rt` may be None.
+    """
+    return catalogue(rt).inspect(args.name, "" if args.json else args.format)
+
+
+def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Writes, or removes, the environment's IPython configuration. Returns the outcome.
+
+    `rt` is not used.
+    """
+
+    return write_autoload(remove=args.remove)
+
+
+def backtest(rt: Any, args: argparse.Namespace) -> Any:
+    """The table of replays of the history, with the policies, cards and RAM in `args`.
+
+    If `args` have no files of a history and `rt` is None, opens the runtime and closes it again.
+    """
+    from .owner import history
+
+    choices = given(args, "days", "policy", "engine", "device", "host")
+    if args.requests or args.models:
+        return history.backtest(None, args.requests, args.models, **choices)
+    if rt is not None:
+        return rt.backtest(**choices)
+    from gpu_runtime import runtime
+
+    with runtime() as opened:
+        opened.guest = True
+        return opened.backtest(**choices)
+
+
+def ledger(rt: Any, args: argparse.Namespace) -> Any:
+    """Sets up a shared ledger in `args.directory`. Returns the outcome. `rt` is not used."""
+    from . import settings
+    from .ledgers import setup
+
+    return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
+
+
+def keys(rt: Any, args: argparse.Namespace) -> str:
+    """Adds or removes a key of `gpu serve`, or lists the keys: `args.action`. `rt` is not used.
+
+    A new key is only in the returned text. No file contains the key itself.
+    """
+    from pathlib import Path
+
+    from . import access_keys, settings
+
+    path = Path(settings.Settings.load().gpu_serve_keys or access_keys.default_file())
+    if args.action == "list":
+        return access_keys.table(access_keys.read(path))
+    if not args.name:
+        raise GpuError(f"{args.action} needs a name:  gpu keys {args.action} NAME")
+    if args.action == "remove":
+        access_keys.remove(path, args.name)
+        return f"The key {args.name} is removed. A running gpu serve refuses it within a second."
+    key, sha256 = access_keys.new_key()
+    access_keys.add(
+        path,
+        args.name,
+        access_keys.AccessKey(
+            sha256,
+            role=args.role,
+            models=args.models,
+            importance=args.importance,
+            requests_a_minute=args.requests,
+            tokens_a_minute=args.tokens,
+        ),
+    )
+    return f"The key of {args.name}, which is not shown again:\n{key}"
+
+
+def fleet(rt: Any, args: argparse.Namespace) -> Any:
+    """The hosts of the fleet, or the outcome of the action in `args`. `rt` is not used."""
+    import gpu_runtime
+
+    from .fleet import joining
+
+    if args.action == "join":
+        options = given(args, "name", "devices", "ledger")
+        return joining.join(address=args.address, **options)
+    if args.action == "leave":
+        return joining.leave(address=args.address)
+    hosts = gpu_runtime.fleet(args.address)
+    if args.action == "slots":
+        return _slots(hosts, args)
+    if args.action == "drain":
+        if not args.host:
+            raise GpuError("drain needs the name of a host:  gpu fleet drain HOST")
+        return hosts.drain(args.host, undo=args.undo)
+    return hosts.status()
+
+
+def _slots(hosts: Any, args: argparse.Namespace) -> Any:
+    """The table of the fleet's slots, or the outcome of creating or deleting a slot."""
+    if args.delete:
+        return hosts.delete_slot(args.delete)
+    if not args.create:
+        return hosts.slots()
+    model, at, host = args.create.rpartition("@")
+    if not (at and args.on):
+        raise GpuError(
+            "a new slot needs its place:  gpu fleet slots --create NAME@HOST --on cuda:0,1"
+        )
+    return hosts.create_slot(model, host, args.on)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
 # -- the table -----------------------------------------------------------------------------------
 
 _TABLE = (
     Verb(
         "status",
         "how full the devices are, which process holds what, and which requests wait",
-        verb_acts.status,
+        status,
         (
             switch("--all", "every host that shares the ledger"),
             switch("--watch", "in a terminal: a live view, problems first, until Ctrl-C"),
@@ -68,7 +421,7 @@ _TABLE = (
     Verb(
         "evictions",
         "models that left their device, when, and why",
-        verb_acts.evictions,
+        evictions,
         (
             switch("--all", "also loads, restores and refusals"),
             option("--limit", "N", "only the last N", type=rows),
@@ -84,7 +437,7 @@ _TABLE = (
     Verb(
         "plan",
         "dry run: memory a model needs, and which models would be evicted",
-        verb_acts.plan,
+        plan,
         (
             positional(
                 "name",
@@ -100,47 +453,47 @@ _TABLE = (
     Verb(
         "backtest",
         "replays a history with other policies, cards and RAM",
-        verb_acts.backtest,
+        backtest,
         HISTORY,
         needs_runtime=False,
     ),
     Verb(
         "why",
         "the last decisions about a model or notebook; without NAME, about this one",
-        verb_acts.why,
+        why,
         (HELD, switch("--replay", "decides its recorded decisions again; NAME may be a number")),
     ),
     Verb(
         "load",
         "registers a model and loads it",
-        verb_acts.load,
+        load,
         (NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
         places=(MAGIC,),
     ),
     Verb(
         "register",
         "makes a model known by a name; nothing is loaded",
-        verb_acts.register,
+        register,
         (NEW_NAME, SOURCE, *DESCRIPTION),
         places=(MAGIC,),
     ),
     Verb(
         "forget",
         "frees a model of this notebook, and its name",
-        verb_acts.forget,
+        forget,
         (NAME,),
         places=(MAGIC,),
     ),
     Verb(
         "preload",
         "loads a model onto its device before it is needed",
-        verb_acts.preload,
+        preload,
         (LOADABLE, TIMEOUT),
     ),
     Verb(
         "evict",
         "moves an idle model off its device, to RAM if there is space",
-        verb_acts.evict,
+        evict,
         (
             HELD,
             TIMEOUT,
@@ -161,7 +514,7 @@ _TABLE = (
     Verb(
         "restore",
         "moves a model, or a notebook's own memory, from RAM back to its device",
-        verb_acts.restore,
+        restore,
         (LOADABLE,),
     ),
     Verb(
@@ -238,7 +591,7 @@ _TABLE = (
     Verb(
         "apply",
         "adds the models of files to the catalogue: all of them, or none",
-        lambda rt, args: verb_acts.apply(rt, args.file),
+        lambda rt, args: apply(rt, args.file),
         (
             option(
                 *(
@@ -253,11 +606,11 @@ _TABLE = (
         ),
         needs_runtime=False,
     ),
-    Verb("catalog", "the models of the catalogue", verb_acts.list_catalogue, needs_runtime=False),
+    Verb("catalog", "the models of the catalogue", list_catalogue, needs_runtime=False),
     Verb(
         "inspect",
         "a model's entry in the catalogue, in a form that apply accepts",
-        verb_acts.inspect,
+        inspect,
         (
             CATALOG_NAME,
             option(
@@ -280,13 +633,13 @@ _TABLE = (
     Verb(
         "doctor",
         "one report to paste: versions, drivers, devices, settings",
-        verb_acts.doctor,
+        doctor,
         needs_runtime=False,
     ),
     Verb(
         "config",
         "every setting, its value and its source",
-        verb_acts.config,
+        config,
         (
             option(
                 "--preset",
@@ -328,7 +681,7 @@ _TABLE = (
     Verb(
         "keys",
         "keys for programs that call `gpu serve`: models, importance, limits",
-        verb_acts.keys,
+        keys,
         KEYS,
         places=(CLI,),
         needs_runtime=False,
@@ -336,7 +689,7 @@ _TABLE = (
     Verb(
         "autoload",
         "lets every new kernel of this environment load gpu by itself",
-        verb_acts.autoload,
+        autoload,
         (switch("--remove", "new kernels no longer load it"),),
         places=(CLI,),
         needs_runtime=False,
@@ -344,12 +697,12 @@ _TABLE = (
     Verb(
         "ledger",
         "sets up a ledger that a group of users shares; for the operator, as root",
-        verb_acts.ledger,
+        ledger,
         LEDGER,
         places=(CLI,),
         needs_runtime=False,
     ),
-    Verb("fleet", "many hosts: one bar for each", verb_acts.fleet, FLEET, needs_runtime=False),
+    Verb("fleet", "many hosts: one bar for each", fleet, FLEET, needs_runtime=False),
     Verb(
         "help",
         "this help, or the help of one verb or error",

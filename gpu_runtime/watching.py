@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import gpu_runtime
 
-from . import forks
+from . import threads
 from .errors import GpuError
 from .ledgers import reader
 from .ledgers.reader import OpenLedger, peek
 from .runtime import Runtime
 
-_lock = forks.freed(threading.Lock())
+_lock = threads.freed(threading.Lock())
 _guests: dict[Path, Runtime] = {}  # directory of the ledger -> its runtime here
 
 

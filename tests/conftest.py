@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from gpu_runtime import private_paths
+from gpu_runtime import files
 from gpu_runtime.ledgers.keeper import ledger as keeper_ledger
 from gpu_runtime.settings import Settings
 from tests import forked, isolation, soak
@@ -211,7 +211,7 @@ def _empty_catalogue() -> Iterator[None]:
     module finds it: `rt.models()` lists it.
     """
     yield
-    shutil.rmtree(private_paths.state_home() / "catalog", ignore_errors=True)
+    shutil.rmtree(files.state_home() / "catalog", ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

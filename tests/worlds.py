@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpu_runtime.estimation import footprint as estimate
+from gpu_runtime import estimation as estimate
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .. import limited_files
+from .. import files
 from ..backends.base import looks_like_hub_id
 from ..backends.engines.recipe import RESERVED_FLAGS, group_flags
 from ..backends.registry import backend_names, file_backend, missing
@@ -111,7 +111,7 @@ def _template(given: str) -> str:
     if "{" in given:
         return given
     try:
-        return limited_files.text(os.path.expanduser(given), MOST_TEMPLATE)
+        return files.read_text(os.path.expanduser(given), MOST_TEMPLATE)
     except OSError:  # the use of the template raises the error
         return given
 

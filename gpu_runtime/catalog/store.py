@@ -26,11 +26,10 @@ import msgspec
 from filelock import FileLock, Timeout
 from msgspec.structs import replace
 
-from .. import limited_files
 from ..arguments import checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownDevice, UnknownModel
 from ..facts import Applied, Device, ModelSpec
-from ..private_paths import make_directory, state_home
+from ..files import make_directory, open_regular, state_home
 from ..settings import Settings
 from .documents import MOST_BYTES, as_yaml, read
 from .entries import CatalogEntry, notes, spec_of
@@ -168,7 +167,7 @@ class Catalog:
     def _bytes(self, file: Path) -> bytes | None:
         """The content of `file`. None if the file was deleted after the directory was listed."""
         try:
-            with limited_files.open_regular(file) as opened:
+            with open_regular(file) as opened:
                 return opened.read(MOST_STORED_BYTES)
         except FileNotFoundError:  # deleted since it was listed
             return None

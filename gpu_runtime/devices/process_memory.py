@@ -24,16 +24,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .. import forks
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
+from ..threads import awaited, freed
 from ..units import MIB, show_bytes
 from . import allocators
 
 _keys = itertools.count(1)
 _TOUCH_BYTES = 64 * MIB  # bytes that one thread touches at a time
 _libc = ctypes.CDLL(None)
-_locking = forks.freed(threading.Lock())
+_locking = freed(threading.Lock())
 
 
 class Note(weakref.ref):
@@ -100,7 +100,7 @@ class Memory:
         self._freed: collections.deque[Note] = collections.deque()
         self._notes: dict[int, Note] = {}  # key -> note of an existing block
         self._failures = 0
-        self._lock = forks.awaited(threading.Lock())
+        self._lock = awaited(threading.Lock())
 
     @property
     def counted(self) -> bool:

@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..facts import Device, Sample, Value
-from ..private_paths import read_plain
+from ..files import read_plain
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long

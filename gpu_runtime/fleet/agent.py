@@ -37,7 +37,7 @@ from ..errors import (
     UnknownModel,
 )
 from ..facts import HOST, THIS_PROCESS, HostRoom, Lease, Offer, PlanLevel
-from ..private_paths import replace_file
+from ..files import replace_file
 from ..runtime import Runtime
 from ..scheduler.offers import offer_of, room_of
 from ..threads import start

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from .. import forks
+from .. import threads
 from ..errors import FleetUnavailable, GpuError
 from ..threads import import_whole
 
@@ -42,7 +42,7 @@ SLICE_SECONDS = 0.5  # the longest single wait in Ray; `leave` waits for its end
 
 log = logging.getLogger("gpu_runtime")
 P, R = ParamSpec("P"), TypeVar("R")
-_change = forks.freed(threading.Condition())
+_change = threads.freed(threading.Condition())
 _calls = 0  # calls of Ray that run now, in all threads
 _has_left = False
 _survives = False  # whether Ray was imported such that this process survives its head

@@ -47,7 +47,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
-from ..private_paths import make_directory, state_home, weak_step
+from ..files import make_directory, state_home, weak_step
 from ..units import show_bytes
 from .liveness import Life, life, name_of
 

@@ -30,7 +30,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .. import limited_files
+from .. import files
 from ..errors import BadSetting, BadSize
 from ..facts import IMPORTANCE, Cap, Value, parse_importance
 from ..units import parse_bytes, parse_seconds
@@ -98,7 +98,7 @@ def read(file: str = CONFIG_FILE) -> Machine:
     Raises BadSetting, which names the file and the key.
     """
     try:
-        text = limited_files.text(file)
+        text = files.read_text(file)
     except FileNotFoundError:  # most machines have none
         return Machine(file)
     except OSError as error:

@@ -33,7 +33,7 @@ from typing import IO, NamedTuple
 
 from msgspec.structs import replace
 
-from .. import forks
+from .. import threads
 from ..errors import LedgerUnavailable
 from ..facts import Owner
 from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
@@ -468,7 +468,7 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
 
 
 _open_files: weakref.WeakSet[OwnerFile] = weakref.WeakSet()
-_making = forks.awaited(threading.Lock())
+_making = threads.awaited(threading.Lock())
 
 
 def _close_in_child() -> None:

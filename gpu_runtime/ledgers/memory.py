@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from .. import forks
+from .. import threads
 from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from .base import require_usable
 from .invariants import refuse_unlawful
@@ -30,7 +30,7 @@ class _MemoryBook:
 
     def __init__(self) -> None:
         self.book = Book()
-        self.writing = forks.freed(threading.Lock())
+        self.writing = threads.freed(threading.Lock())
         self.bells: dict[str, Bell] = {}
         self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
         self.names: dict[str, dict[str, Declared]] = {}
@@ -38,7 +38,7 @@ class _MemoryBook:
 
 
 _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
-_naming = forks.freed(threading.Lock())
+_naming = threads.freed(threading.Lock())
 
 
 class MemoryLedger:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
-from ..private_paths import make_directory, replace_file
+from ..files import make_directory, replace_file
 from . import host_config
 from .access import MARK, Access, cannot_write, file_system_of, is_network, owners_in
 from .keeper.ledger import PATIENCE_SECONDS, answers

@@ -20,9 +20,9 @@ from ..devices import checkpoint, drivers
 from ..devices.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, CallFailed
 from ..errors import Busy, GpuError, NotAllowed, ProbeFailed
 from ..facts import HOST, Lease, Outcome, Share, Value, where
+from ..files import make_directory, replace_file, weak_step
 from ..ledgers.access import local_state
 from ..ledgers.liveness import boot_id, name_of, start_ticks
-from ..private_paths import make_directory, replace_file, weak_step
 from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted
 from ..units import GIB, show_bytes

@@ -29,7 +29,6 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
-from ..cell_keys import cell_key
 from ..errors import CannotGovern, GpuError, NotAllowed, WaitEnded
 from ..facts import (
     NORMAL,
@@ -43,7 +42,7 @@ from ..facts import (
     Staying,
     lease_title,
 )
-from ..notebook import notebook_path
+from ..notebook import cell_key, notebook_path
 from ..scheduler import caps, relief
 from ..scheduler.victims import reason_to_stay
 from ..telemetry.measurements import Measurements, cells_of_this_user

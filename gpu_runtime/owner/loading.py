@@ -30,7 +30,7 @@ from ..errors import (
     UnknownModel,
     UnknownSize,
 )
-from ..estimation.footprint import from_name
+from ..estimation import from_name
 from ..facts import (
     NORMAL,
     Declared,

@@ -1,7 +1,7 @@
 """Loads the models of waiting cells while the running cell still runs.
 
 One thread makes one load at a time, and every request of a user is served first.
-`scheduler/look_ahead.py` decides which memory such a load may use. The module `upcoming_cells`
+`scheduler/look_ahead.py` decides which memory such a load may use. The module `notebook`
 lists the running and the waiting cells. For a model without room, its files are read instead.
 """
 
@@ -31,11 +31,11 @@ from ..facts import (
     Wait,
     World,
 )
+from ..notebook import upcoming
 from ..scheduler import plan as decisions
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..scheduler.policies import policy
-from ..upcoming_cells import upcoming
 from . import acquire, arrivals, registry, release
 from .resident import Place, Resident
 from .session import Key, Session

@@ -1,6 +1,6 @@
 """What this process measures: the size of its models, and the blocks of its memory allocator.
 
-The size of a model is estimated by `estimation/footprint.py` from what the source shows, and from
+The size of a model is estimated by `estimation.py` from what the source shows, and from
 the file of measurements.
 """
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ..devices.allocators import bounded
 from ..devices.probe import Probe
 from ..errors import GpuError
-from ..estimation.footprint import CONTEXT_BYTES, footprint
+from ..estimation import CONTEXT_BYTES, footprint
 from ..facts import AllocatorMap, Book, Device, Evidence, Footprint, Measurement, ModelSpec, Shares
 from ..ledgers.base import Ledger
 from ..telemetry.measurements import Measurements

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 from ..errors import NeedsWith, reword
 from ..facts import NEVER
-from ..kernel_activity import Activity, activity
+from ..notebook import Activity, activity
 from ..threads import imported
 
 Anchor = MethodType

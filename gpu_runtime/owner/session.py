@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from .. import forks, threads
+from .. import threads
 from ..backends.base import Backend
 from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import backend_names, open_backend
@@ -35,9 +35,9 @@ from ..catalog.store import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
 from ..facts import HOST, Asker, Book, Device, Event, Lease, ModelSpec, Owner, Staying, Wait, World
-from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
+from ..notebook import activity
 from ..scheduler import capacity, transitions
 from ..scheduler import transitions as books
 from ..scheduler.policies import policy
@@ -116,7 +116,7 @@ class Session:
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.lock = threading.Lock()  # protects residents and the monitor's start; no load holds it
         # Held for one transaction. A signal handler of the user may begin a second one in the thread.
-        self._turn = forks.freed(threading.RLock())
+        self._turn = threads.freed(threading.RLock())
         self._turns_ended = 0
         self.guest = False  # True for a command that sends requests and holds no model itself
         self.notebook = ""  # the notebook's path, if it became known after the ledger was opened

@@ -3,7 +3,7 @@
 Pure. For a grant, the smaller of two numbers counts: the budget less all claims in the book, and
 the bytes that the driver measured as free. The module `queue` decides which request may spend the
 free bytes first. `relief` decides when idle models leave a device that is too full. The levels and
-the table of idle times come from Semantik (see `gpu_runtime.presets`).
+the table of idle times come from Semantik (see `gpu_runtime.verbs`).
 
 Memory that no lease covers is the measured use less the leases and less the residue, which is the
 memory of known processes beyond their leases. A process without leases is visible only there. Code

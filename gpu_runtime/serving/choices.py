@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, UnknownModel
 from ..facts import Evidence, ModelSpec, Value
-from ..private_paths import make_directory, replace_file, state_home
+from ..files import make_directory, replace_file, state_home
 from ..safe_text import quoted
 from .engines import chat_template
 from .records import Cost, Costs

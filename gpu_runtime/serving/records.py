@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from prometheus_client import Histogram
 from prometheus_client.metrics_core import Metric
 
-from .. import limited_files
+from .. import files
 from ..errors import BadSetting
 from ..facts import Value
 from .breaker import BreakerState
@@ -117,7 +117,7 @@ def open_log(target: str | None) -> None:
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if target != STDERR:
         try:
-            limited_files.open_regular(target, to_append=True).close()
+            files.open_regular(target, to_append=True).close()
             handler = WatchedFileHandler(target)  # follows a program that rotates the file
         except OSError as error:
             expected = f"a file that can be written ({error.strerror or error}), or -"

@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ..private_paths import make_directory, state_home
+from ..files import make_directory, state_home
 from .requests import Json
 from .thread_stream import in_thread
 

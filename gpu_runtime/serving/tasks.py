@@ -32,11 +32,11 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from .. import limited_files
+from .. import files
 from ..catalog import documents
 from ..errors import BadDocument
 from ..facts import IMPORTANCE, Value, parse_importance
-from ..private_paths import config_home
+from ..files import config_home
 from .fields import OTHER_NAMES
 from .requests import Call, Json, Refused, bad, check_numbers, prompts_of
 
@@ -180,7 +180,7 @@ def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
         return ServingConfig()
     name = os.fspath(path)
     try:
-        with limited_files.open_regular(name) as file:
+        with files.open_regular(name) as file:
             data = file.read(documents.MOST_BYTES + 1)
     except OSError as error:
         raise BadDocument(name, 0, "", f"it cannot be read ({error.strerror or error})") from None

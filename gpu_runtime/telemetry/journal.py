@@ -11,7 +11,7 @@ The content of another user's journal is never trusted. Each file is copied into
 works on the copy. So the reader holds no lock, and the writer never waits for it. A file of another
 user cannot make SQLite write or wait in this process.
 
-A fork waits until no thread of gpu-console is inside SQLite (`forks.py`). But a fork does not wait
+A fork waits until no thread of gpu-console is inside SQLite (`threads.py`). But a fork does not wait
 for the threads of other libraries, such as the thread that saves IPython's history. A lock that
 such a thread held stays locked in the child for ever, and the first call that needs this lock never
 returns. So the child makes its first call in a separate thread, and waits for the call only a
@@ -38,10 +38,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from .. import forks, threads
+from .. import threads
 from ..facts import Decided, Event
+from ..files import make_directory, read_plain
 from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
-from ..private_paths import make_directory, read_plain
 
 TRY_SECONDS = 3.0
 _began_as = os.getpid()
@@ -54,7 +54,7 @@ def sqlite_is_usable() -> bool:
     if pid == _began_as:
         return True
     if pid not in _usable_in:
-        found = forks.is_clean() and threads.start(_use_once).wait(TRY_SECONDS)
+        found = threads.is_clean() and threads.start(_use_once).wait(TRY_SECONDS)
         _usable_in.clear()
         _usable_in[pid] = found
     return _usable_in[pid]
@@ -111,8 +111,8 @@ class Journal:
         self._decided: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
         self._numbered = 0  # how many decisions this process has recorded
         self._written_at = float("-inf")
-        self._lock = forks.awaited(threading.Lock())
-        self._reading_others = forks.awaited(threading.Lock())  # no writer waits for it
+        self._lock = threads.awaited(threading.Lock())
+        self._reading_others = threads.awaited(threading.Lock())  # no writer waits for it
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:

@@ -25,12 +25,12 @@ from typing import TypeVar
 
 import msgspec
 
-from .. import forks
-from ..cell_keys import FILE
+from .. import threads
 from ..facts import Evidence, Measurement, ModelSpec, Value
+from ..files import make_directory, read_plain, replace_file
 from ..ledgers.access import access_to, local_state, state_in
 from ..model_fields import FIELDS
-from ..private_paths import make_directory, read_plain, replace_file
+from ..notebook import FILE
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
@@ -48,7 +48,7 @@ class MeasurementFile(Value):
     models: dict[str, Measurement] = {}  # in the order of their measurement
     contexts: dict[str, int] = {}  # bytes of a CUDA context, by the card's name
     # The bytes that a notebook's cell took beyond those that the notebook held before, by the key of
-    # the cell, then by card; see `cell_keys`. Earlier versions stored whole peaks as `cells`, which
+    # the cell, then by card; see `notebook.cell_key`. Earlier versions stored whole peaks as `cells`, which
     # are not read.
     cell_bytes: dict[str, dict[str, int]] = {}
 
@@ -61,7 +61,7 @@ class Measurements:
         self._path = path
         self._content = MeasurementFile()
         self._stamp: tuple[int, ...] = ()
-        self._lock = forks.awaited(threading.Lock())
+        self._lock = threads.awaited(threading.Lock())
         self._gave_up = False  # whether the file was found to be unusable
         self._blocked = False  # whether another process held the lock at the last write
 

@@ -28,12 +28,12 @@ from pathlib import Path
 
 import msgspec
 
-from .. import forks
+from .. import threads
 from ..devices.sampler_client import Figures, boot_seconds
 from ..facts import Book, DeviceView, Moment, Sample, Section, World
+from ..files import make_directory
 from ..ledgers.access import access_to, state_in
 from ..ledgers.reader import Peek, peek
-from ..private_paths import make_directory
 from ..scheduler.capacity import views
 from . import journal
 from .journal import opened
@@ -165,7 +165,7 @@ class Record:
         """The history in the file `path`. The first write creates the file."""
         self.path = path
         self._warned = False
-        self._lock = forks.awaited(threading.Lock())
+        self._lock = threads.awaited(threading.Lock())
 
     # Writing
 

@@ -30,7 +30,7 @@ from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
 
 from ..errors import GpuError
-from ..private_paths import make_directory, state_home, weak_step
+from ..files import make_directory, state_home, weak_step
 from ..settings import Settings, masked
 from .auth import AccessRules, Visitor
 

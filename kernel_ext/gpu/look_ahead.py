@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from IPython.core.inputtransformer2 import TransformerManager
 
 from gpu_runtime.facts import CellModels
-from gpu_runtime.upcoming_cells import Governed, upcoming
+from gpu_runtime.notebook import Governed, upcoming
 
 log = logging.getLogger("gpu_runtime")
 

@@ -36,8 +36,8 @@ import gpu_runtime
 from gpu_runtime import GpuError, error_pages, facts, names, verbs
 from gpu_runtime.errors import reword
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.kernel_activity import activity
 from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespace, registered
+from gpu_runtime.notebook import activity
 from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.user_frames import running_cell
 from gpu_runtime.verb_arguments import (

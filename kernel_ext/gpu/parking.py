@@ -32,9 +32,8 @@ from IPython.core.events import EventManager
 
 import gpu_runtime
 from gpu_runtime import GpuError, threads
-from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.errors import rebuilt
-from gpu_runtime.notebook import notebook_path
+from gpu_runtime.notebook import cell_key, is_remembered, notebook_path
 from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB

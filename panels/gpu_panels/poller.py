@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from gpu_runtime import forks, threads
+from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Lease, Snapshot
 
@@ -250,7 +250,7 @@ def _error_text(failure: Exception) -> str:
 
 
 _pollers: weakref.WeakValueDictionary[int, Poller] = weakref.WeakValueDictionary()
-_making = forks.freed(threading.Lock())
+_making = threads.freed(threading.Lock())
 
 
 def of(rt: Any, read: Callable[[], Snapshot] | None = None) -> Poller:

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gpu_runtime import estimation
 from gpu_runtime.backends.formats import sources
 from gpu_runtime.backends.formats.sources import AbsentBackend
 from gpu_runtime.backends.registry import file_backend, open_backend
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.estimation import kv_cache
-from gpu_runtime.estimation.kv_cache import PlannedUse, cache_layers, kv_cache_bytes
+from gpu_runtime.estimation import PlannedUse, cache_layers, kv_cache_bytes
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
 from tests import tiny_models
@@ -127,7 +127,7 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
     with torch.no_grad(), LiveBytes(model) as live:
         answer = model(torch.zeros(2, 512, dtype=torch.long), use_cache=True, logits_to_keep=1)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in answer.past_key_values.layers)
-    estimate = kv_cache.activation_bytes(said(model), PlannedUse(512, 2, 32.0, 4, eager))
+    estimate = estimation.activation_bytes(said(model), PlannedUse(512, 2, 32.0, 4, eager))
     assert estimate == pytest.approx(live.peak - cache, rel=0.1)
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from gpu_runtime.backends.formats import gguf as ours
 from gpu_runtime.backends.formats import sources
 from gpu_runtime.errors import LoadFailed, NotAModel
-from gpu_runtime.estimation.footprint import footprint
-from gpu_runtime.estimation.kv_cache import cache_layers, kv_cache_bytes
+from gpu_runtime.estimation import cache_layers, footprint, kv_cache_bytes
 
 
 def write(

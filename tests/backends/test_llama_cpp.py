@@ -18,7 +18,7 @@ from gpu_runtime.backends.processes.engine import card_environment
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.errors import BadSetting, LoadFailed
-from gpu_runtime.estimation.footprint import footprint
+from gpu_runtime.estimation import footprint
 from gpu_runtime.facts import HOST, Device, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.backtest import ENGINES, HistoryModel, HistoryRequest, UseHistory, replay
-from gpu_runtime.backtest.replay import LEAST_PIECE_BYTES, Result
+from gpu_runtime.backtest import (
+    ENGINES,
+    LEAST_PIECE_BYTES,
+    HistoryModel,
+    HistoryRequest,
+    Result,
+    UseHistory,
+    replay,
+)
 from gpu_runtime.facts import IMPORTANCE, decode_uses
 from gpu_runtime.scheduler.policies import POLICIES, keep_score, lru
 

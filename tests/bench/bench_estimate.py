@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from gpu_runtime.backends.formats import sources
-from gpu_runtime.estimation.footprint import footprint
+from gpu_runtime.estimation import footprint
 
 from .results import Row
 from .timing import medians, seconds

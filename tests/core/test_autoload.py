@@ -7,42 +7,42 @@ import sys
 import pytest
 
 from gpu_runtime import GpuError
-from gpu_runtime.autoload import END, FILE, autoload
+from gpu_runtime.verbs import AUTOLOAD_FILE, END, write_autoload
 from tests.clock import finished
 
 
 def test_it_is_written_once_and_removed_without_a_trace(tmp_path):
-    path = tmp_path / "etc" / "ipython" / FILE
+    path = tmp_path / "etc" / "ipython" / AUTOLOAD_FILE
     for _ in range(2):
-        assert autoload(prefix=str(tmp_path)).done
+        assert write_autoload(prefix=str(tmp_path)).done
     assert path.read_text().count('append("gpu")') == 1
-    autoload(remove=True, prefix=str(tmp_path))
-    autoload(remove=True, prefix=str(tmp_path))
+    write_autoload(remove=True, prefix=str(tmp_path))
+    write_autoload(remove=True, prefix=str(tmp_path))
     assert not path.exists()
 
 
 @pytest.mark.parametrize("own", ["c = get_config()\n", "c = get_config()  # no newline"])
 def test_what_the_operator_wrote_stays(tmp_path, own):
-    path = tmp_path / "etc" / "ipython" / FILE
+    path = tmp_path / "etc" / "ipython" / AUTOLOAD_FILE
     path.parent.mkdir(parents=True)
     path.write_text(own)
-    autoload(prefix=str(tmp_path))
+    write_autoload(prefix=str(tmp_path))
     assert path.read_text().startswith(own)
-    autoload(remove=True, prefix=str(tmp_path))
+    write_autoload(remove=True, prefix=str(tmp_path))
     assert path.read_text().rstrip("\n") == own.rstrip("\n")
 
 
 def test_every_byte_the_mode_and_a_link_of_the_operators_file_stay(tmp_path):
-    path, target = tmp_path / "etc" / "ipython" / FILE, tmp_path / "shared.py"
+    path, target = tmp_path / "etc" / "ipython" / AUTOLOAD_FILE, tmp_path / "shared.py"
     path.parent.mkdir(parents=True)
     own = "# caf\xe9, in Latin 1\n".encode("latin-1")
     target.write_bytes(own)
     target.chmod(0o664)
     path.symlink_to(target)
-    autoload(prefix=str(tmp_path))
+    write_autoload(prefix=str(tmp_path))
     assert path.is_symlink() and target.read_bytes().startswith(own)
     assert stat.S_IMODE(target.stat().st_mode) == 0o664
-    autoload(remove=True, prefix=str(tmp_path))
+    write_autoload(remove=True, prefix=str(tmp_path))
     assert target.read_bytes() == own
 
 
@@ -50,23 +50,23 @@ def test_every_user_can_read_what_an_operator_with_a_closed_umask_writes(tmp_pat
     """IPython ignores a file that a kernel may not read, so the extension would not load."""
     umask = os.umask(0o077)
     try:
-        autoload(prefix=str(tmp_path))
+        write_autoload(prefix=str(tmp_path))
     finally:
         os.umask(umask)
-    path = tmp_path / "etc" / "ipython" / FILE
+    path = tmp_path / "etc" / "ipython" / AUTOLOAD_FILE
     modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)]
     assert modes == [0o644, 0o755, 0o755]
 
 
 def test_nothing_is_deleted_if_the_end_of_the_block_is_missing(tmp_path):
     """The lines that follow may be the operator's."""
-    path = tmp_path / "etc" / "ipython" / FILE
-    autoload(prefix=str(tmp_path))
+    path = tmp_path / "etc" / "ipython" / AUTOLOAD_FILE
+    write_autoload(prefix=str(tmp_path))
     edited = path.read_text().replace(END, "") + "c = get_config()\n"
     path.write_text(edited)
     for remove in (True, False):
         with pytest.raises(GpuError, match="Delete the lines"):
-            autoload(remove=remove, prefix=str(tmp_path))
+            write_autoload(remove=remove, prefix=str(tmp_path))
     assert path.read_text() == edited
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(
         GpuError, match=r"(?s)ipython_kernel_config.py cannot be written.*%load_ext gpu"
     ):
-        autoload(prefix=str(tmp_path))
+        write_autoload(prefix=str(tmp_path))
 
 
 @pytest.mark.processes
@@ -83,7 +83,7 @@ def test_a_kernel_finds_the_extension_and_imports_no_torch(tmp_path):
     """The test starts IPython as a kernel does: it reads the configuration, and then loads the
     extensions named there.
     """
-    autoload(prefix=str(tmp_path))
+    write_autoload(prefix=str(tmp_path))
     code = (
         "import sys\n"
         "from ipykernel.kernelapp import IPKernelApp\n"

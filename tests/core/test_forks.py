@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import forks
+from gpu_runtime import threads
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("gpu_runtime", "kernel_ext/gpu", "panels/gpu_panels")
@@ -18,7 +18,7 @@ LOCKS = {"Lock", "RLock", "Condition", "allocate_lock"}
 
 
 def bare_locks(source: str) -> list[int]:
-    """The lines of a module's top level that make a lock without registering it in `forks`."""
+    """The lines of a module's top level that make a lock without registering it in `threads`."""
     if not any(f"{lock}(" in source for lock in LOCKS):
         return []
     found = []
@@ -40,7 +40,7 @@ def test_each_lock_of_a_module_is_known_to_forks(folder):
         if (lines := bare_locks(path.read_text()))
         and (name := path.relative_to(ROOT).as_posix()) not in OTHERWISE
     }
-    assert found == {}, "wrap them:  forks.freed(threading.Lock())"
+    assert found == {}, "wrap them:  threads.freed(threading.Lock())"
 
 
 def test_a_bare_lock_is_found_by_the_names_of_threading():
@@ -52,16 +52,16 @@ def test_a_lock_that_nobody_uses_any_more_is_forgotten():
     """Each ledger and each journal has a lock, and a notebook may open thousands of them. So a lock
     that is no longer used must not be kept.
     """
-    before = len(forks._awaited) + len(forks._freed)
-    kept = [forks.awaited(threading.Lock()), forks.freed(threading.Lock())]
-    assert len(forks._awaited) + len(forks._freed) == before + 2
+    before = len(threads._awaited) + len(threads._freed)
+    kept = [threads.awaited(threading.Lock()), threads.freed(threading.Lock())]
+    assert len(threads._awaited) + len(threads._freed) == before + 2
     kept.clear()
-    assert len(forks._awaited) + len(forks._freed) == before
+    assert len(threads._awaited) + len(threads._freed) == before
 
 
 def test_a_fork_that_began_before_the_import_ends_without_an_error():
     """A library forks in a thread while another thread imports this module: only the hooks after the fork run then."""
-    thread = threading.Thread(target=forks._release)
+    thread = threading.Thread(target=threads._release)
     raised: list[object] = []
     before, threading.excepthook = threading.excepthook, raised.append
     try:

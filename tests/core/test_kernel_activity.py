@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.kernel_activity import Activity, State
+from gpu_runtime.notebook import Activity, State
 from tests.clock import Clock
 
 STEPS = st.lists(

@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 GROUND = (
-    "safe_text errors fault_texts units facts arguments settings forks threads attribution"
-    " kinds model_fields presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
-    " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes limited_files stop_text"
+    "safe_text errors fault_texts units facts arguments settings threads attribution files"
+    " kinds model_fields tcp_sockets names tracked_objects"
+    " notebook user_frames error_pages access_keys version torch_modes stop_text"
     " other_libraries"
 )
 ACTING = (
@@ -29,14 +29,11 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "errors": "safe_text user_frames",
     "error_pages": "errors",
     "fault_texts": "",
-    "forks": "",
     "threads": "",
     "attribution": "",
-    "private_paths": "",
     "tcp_sockets": "",
-    "engine_logs": "private_paths",
-    "limited_files": "units",
-    "access_keys": "safe_text errors facts private_paths",
+    "files": "units",
+    "access_keys": "safe_text errors facts files",
     "units": "errors",
     "facts": "safe_text errors units",
     "torch_modes": "",
@@ -44,17 +41,13 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "kinds": "safe_text errors units facts",
     "model_fields": "safe_text errors units facts kinds",
     "arguments": "errors kinds model_fields torch_modes",
-    "kernel_activity": "facts",
-    "presets": "safe_text errors",
     "names": "",
     "tracked_objects": "",
-    "notebook": "safe_text",
-    "cell_keys": "private_paths",
+    "notebook": "safe_text facts files",
     "version": "",
-    "upcoming_cells": "facts",
     "settings": "safe_text errors units facts kinds",
     "samples": "errors units threads",
-    "web": "errors units settings threads private_paths tcp_sockets",
+    "web": "errors units settings threads files tcp_sockets",
     "estimation": "errors units facts",
     "scheduler": "errors units facts attribution",
     "backtest": "errors units facts scheduler",
@@ -67,11 +60,9 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "runtime": f"owner scheduler {ACTING}",
     "rendering": f"owner {GROUND}",
     "fleet": f"runtime scheduler.offers catalog backends {GROUND}",
-    "__init__": "runtime fleet errors forks threads version",
+    "__init__": "runtime fleet errors threads version",
     "verb_arguments": GROUND,
-    "autoload": "errors facts private_paths",
-    "verb_acts": f"__init__ fleet autoload verb_arguments owner catalog ledgers {GROUND}",
-    "verbs": f"verb_acts verb_arguments {GROUND}",
+    "verbs": f"__init__ fleet verb_arguments owner catalog ledgers {GROUND}",
     "serving": f"__init__ runtime rendering web fleet catalog backends.pytorch.sentence_modules {GROUND}",
     "watching": f"__init__ runtime ledgers {GROUND}",
     "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet {GROUND}",

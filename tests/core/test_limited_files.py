@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gpu_runtime import limited_files
-from gpu_runtime.limited_files import BadFile, count_fault, json_object, read
+from gpu_runtime import files
+from gpu_runtime.files import BadFile, count_fault, json_object, read_limited
 
 
 def nested(depth: int) -> bytes:
@@ -15,10 +15,10 @@ def nested(depth: int) -> bytes:
 def test_a_file_of_exactly_the_limits_is_read(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     path.write_bytes(b"12345")
-    assert read(path, 5) == b"12345"
+    assert read_limited(path, 5) == b"12345"
     with pytest.raises(BadFile, match="5 B, and at most 4 B"):
-        read(path, 4)
-    monkeypatch.setattr(limited_files, "DEEPEST", 3)
+        read_limited(path, 4)
+    monkeypatch.setattr(files, "DEEPEST", 3)
     path = tmp_path / "config.json"
     for depth in (2, 3):
         path.write_bytes(nested(depth))

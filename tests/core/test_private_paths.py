@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpu_runtime.private_paths import make_directory, weak_step
+from gpu_runtime.files import make_directory, weak_step
 from tests.clock import PATIENCE
 
 

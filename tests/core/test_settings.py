@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import PlacementRules, Rules
-from gpu_runtime.presets import PRESETS, preset
 from gpu_runtime.settings import Settings, masked
+from gpu_runtime.verbs import PRESETS, preset
 
 DEFAULTS = {
     "GPU_MEMORY_MAX_PERCENT": "0.9", "CPU_MEMORY_MAX_PERCENT": "0.5",

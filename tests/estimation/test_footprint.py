@@ -7,15 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpu_runtime import estimation
 from gpu_runtime.errors import BadSetting, UnknownSize
-from gpu_runtime.estimation import kv_cache
-from gpu_runtime.estimation.footprint import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
-from gpu_runtime.estimation.kv_cache import (
+from gpu_runtime.estimation import (
+    CONTEXT_BYTES,
+    QUANT_BITS,
     Layer,
     PlannedUse,
     activation_bytes,
     attention_heads,
     cache_layers,
+    footprint,
+    from_name,
     kv_cache_bytes,
     longest_context,
 )
@@ -233,8 +236,8 @@ def test_a_context_is_reserved_for_a_model_that_only_its_name_describes():
 @given(billions=st.integers(1, 2000), tokens=st.integers(1, 2**27))
 def test_a_larger_model_never_has_a_smaller_cache(billions, tokens):
     def cache(count):
-        layers = kv_cache.typical_layers(count)
-        return kv_cache.kv_cache_bytes(layers, tokens=tokens)
+        layers = estimation.typical_layers(count)
+        return estimation.kv_cache_bytes(layers, tokens=tokens)
 
     assert cache(billions * 1e9) <= cache((billions + 1) * 1e9)
 

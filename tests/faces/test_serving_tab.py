@@ -10,7 +10,7 @@ from gpu_panels.poller import Poller
 from gpu_panels.tabs import ServingTab
 from msgspec.structs import replace
 
-from gpu_runtime.engine_logs import new_log
+from gpu_runtime.files import new_log
 from gpu_runtime.serving.api.openai import Job, Jobs
 from gpu_runtime.serving.breaker import BreakerState
 from gpu_runtime.serving.records import CallFigures, ModelCalls, Pattern, served

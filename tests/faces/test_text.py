@@ -24,9 +24,9 @@ from gpu_runtime.facts import (
     parse_importance,
 )
 from gpu_runtime.owner.status import health
-from gpu_runtime.presets import preset
 from gpu_runtime.rendering import html, render, text, views
 from gpu_runtime.settings import Settings
+from gpu_runtime.verbs import preset
 
 from . import samples
 from .samples import GIB, lease, snapshot

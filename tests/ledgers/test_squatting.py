@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.files import weak_step
 from gpu_runtime.ledgers import access, open_ledger
 from gpu_runtime.ledgers.access import default_url, local_state, require_private
-from gpu_runtime.private_paths import weak_step
 from tests.impostor import NOBODY
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")

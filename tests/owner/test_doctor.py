@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from gpu_runtime import DoesNotFit, verb_acts
+from gpu_runtime import DoesNotFit, verbs
 from gpu_runtime.devices import nvml
 from gpu_runtime.errors import LedgerUnavailable
 
@@ -80,7 +80,7 @@ def test_where_nothing_opens_it_says_why_and_the_rest_all_the_same(environment, 
 
     monkeypatch.setattr(gpu_runtime, "runtime", broken)
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@nowhere:1/0")
-    report = verb_acts.doctor(None, argparse.Namespace())
+    report = verbs.doctor(None, argparse.Namespace())
     assert (
         "the ledger /x cannot be written."
         in next(c for c in report.chapters if c.title == "the runtime does not open").rows[0][1]
@@ -94,7 +94,7 @@ def test_a_setting_that_is_wrong_hides_only_the_settings(environment, monkeypatc
     from gpu_runtime.settings import Settings
 
     monkeypatch.setattr(gpu_runtime, "runtime", Settings.load)
-    report = verb_acts.doctor(None, argparse.Namespace())
+    report = verbs.doctor(None, argparse.Namespace())
     assert "GPU_RELIEF" in chapter(report, "settings")["not known"]
     assert chapter(report, "versions")["python"]
 

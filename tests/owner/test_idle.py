@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Ticket
-from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import TICKS_A_SECOND
+from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import cards, maintenance
 from gpu_runtime.owner.session import promptly
 from tests.clock import until

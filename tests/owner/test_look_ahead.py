@@ -6,8 +6,8 @@ import pytest
 
 from gpu_runtime import threads
 from gpu_runtime.facts import CellModels, ModelSpec
+from gpu_runtime.notebook import upcoming
 from gpu_runtime.owner.look_ahead import stage_files
-from gpu_runtime.upcoming_cells import upcoming
 from tests.clock import PATIENCE, until
 from tests.owner.conftest import fakes, where
 

@@ -5,9 +5,9 @@ import torch
 
 from gpu_runtime import Busy, GpuError, NotAllowed
 from gpu_runtime.facts import HOST
-from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.ledgers.memory import MemoryLedger
+from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import holdings, maintenance, requests
 from gpu_runtime.owner.holdings import MOST_LETTERS, MOST_ROWS
 from gpu_runtime.scheduler import recall

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpu_runtime import StillInUse
-from gpu_runtime.kernel_activity import activity
+from gpu_runtime.notebook import activity
 from gpu_runtime.owner import registry
 
 from .conftest import where

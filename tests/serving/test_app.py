@@ -7,9 +7,9 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_runtime.engine_logs import new_log
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import AllocatorMap, ProblemKind
+from gpu_runtime.files import new_log
 from gpu_runtime.serving.api.openai import MAX_JOBS, Jobs
 from tests.serving.loops import until
 

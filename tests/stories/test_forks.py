@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 
-from gpu_runtime import Runtime, forks, threads
+from gpu_runtime import Runtime, threads
 from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
 from gpu_runtime.owner.session import promptly
 from gpu_runtime.telemetry import journal
@@ -132,7 +132,7 @@ def fork_at_each_step(rt: Runtime, stride: int) -> int:
     for line in lines:
         writing = Paused(write, line)
         assert writing.at.wait(PATIENCE)
-        answer = child(lambda: (forks.is_clean(), list(rt.status().sections) != []))
+        answer = child(lambda: (threads.is_clean(), list(rt.status().sections) != []))
         writing.done.set()
         writing.end()
         assert answer == "(True, True)", f"forked at line {line}"
@@ -203,7 +203,7 @@ def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, wh
 
 
 def test_locks_that_other_threads_hold_are_free_in_the_child():
-    lock = forks.freed(threading.Lock())
+    lock = threads.freed(threading.Lock())
     with lock:
         assert child(lambda: lock.acquire(timeout=PATIENCE)) == "True"
     assert lock.acquire(timeout=PATIENCE)

@@ -239,7 +239,7 @@ def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
     notebook.run("for name in 'uv': rt.register(name, backend='fake', size='8MiB')")
     sent = (
         awaited(4),
-        "from gpu_runtime.upcoming_cells import upcoming\n"
+        "from gpu_runtime.notebook import upcoming\n"
         "seen = [cell.uses for cell in upcoming.cells(['u', 'v'], lambda value: '')]",
         "with rt.use('u'): story.append('u')",
         "with rt.use('v'): story.append('v')",

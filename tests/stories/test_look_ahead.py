@@ -34,7 +34,7 @@ def running_kernel(arguments=(), stderr=None, notebook=""):
 def kernel():
     """A kernel without the extension."""
     with running_kernel() as (manager, client):
-        run_all(client, ["from gpu_runtime.upcoming_cells import upcoming\nimport time"])
+        run_all(client, ["from gpu_runtime.notebook import upcoming\nimport time"])
         yield manager, client
 
 
@@ -77,7 +77,7 @@ def awaited(cells):
     """Code that waits until the kernel knows so many `cells`, the running one included."""
     known = "len(upcoming.cells(['a'], lambda v: ''))"
     return (
-        "import time; from gpu_runtime.upcoming_cells import upcoming\n"
+        "import time; from gpu_runtime.notebook import upcoming\n"
         f"until = time.monotonic() + {PATIENCE}\n"
         f"while {known} < {cells} and time.monotonic() < until: time.sleep(0.02)\n"
     )
@@ -120,7 +120,7 @@ def test_a_kernel_that_starts_with_the_extension_loses_no_message(tmp_path):
     log = tmp_path / "log"
     with log.open("w") as stderr, running_kernel(["--IPKernelApp.extensions=gpu"], stderr) as found:
         _, client = found
-        known = "from gpu_runtime.upcoming_cells import upcoming"
+        known = "from gpu_runtime.notebook import upcoming"
         first = [known, f"{awaited(2)}{LOOK}", "rt.use('b')"]
         printed = run_all(client, first)[1][1]
     assert [uses for _, uses, _ in seen(printed)] == [(), ("b",)]
@@ -231,7 +231,7 @@ def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
 def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(tmp_path):
     """The later cells were sent before, so it reads them from the notebook's file."""
     codes = [
-        "%load_ext gpu\nfrom gpu_runtime.upcoming_cells import upcoming",
+        "%load_ext gpu\nfrom gpu_runtime.notebook import upcoming",
         f"x = 1; {LOOK}",
         "rt.use('b')",
         "1",

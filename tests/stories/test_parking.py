@@ -12,9 +12,9 @@ import nbformat
 import pytest
 
 from gpu_runtime import GpuError, Runtime
-from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.facts import HOST
 from gpu_runtime.facts.problems import ProblemKind, problems
+from gpu_runtime.notebook import cell_key, is_remembered
 from gpu_runtime.owner import requests
 from tests.clock import PATIENCE, scaled, until
 from tests.user_modes import MODES

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import limited_files
+from ...files import count_fault, open_regular
 from ...units import MIB
 from .safetensors import Stamp, damaged
 
@@ -149,7 +149,7 @@ def _read_file(path: Path, name: str) -> GgufHeader:
 # One load reads the header three times, and a header with a vocabulary takes 45 ms.
 @lru_cache(maxsize=32)
 def _header(stamp: Stamp) -> GgufHeader:
-    with limited_files.open_regular(stamp.path) as file:
+    with open_regular(stamp.path) as file:
         return _parse(_HeaderReader(file, stamp.size), stamp.size)
 
 
@@ -177,7 +177,7 @@ def _parse(data: _HeaderReader, size: int) -> GgufHeader:
                 metadata[key] = value
     except _Unreadable:  # a type that is newer than this reader
         return GgufHeader(metadata, None, size)
-    if why := limited_files.count_fault(config(metadata)):
+    if why := count_fault(config(metadata)):
         raise ValueError(why)
     rows = [_tensor_row(data) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)

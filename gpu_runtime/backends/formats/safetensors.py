@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ... import limited_files
 from ...errors import LoadFailed, NotAModel
+from ...files import count_fault, json_object, open_regular, read_limited, require_regular_files
 from ...units import MIB
 
 ITEM_BITS = {  # dtype -> bits of an element
@@ -239,11 +239,11 @@ def read(directory: Path, name: str) -> Checkpoint:
     if not config_path.is_file():
         raise _no_model(name, directory, "config.json beside *.safetensors,")
     try:
-        limited_files.require_regular_files(directory)
-        config = limited_files.json_object(config_path)
+        require_regular_files(directory)
+        config = json_object(config_path)
     except OSError as error:
         raise _unreadable(name, error, config_path) from error
-    if why := limited_files.count_fault(config):
+    if why := count_fault(config):
         raise damaged(name, config_path, why)
     weight_files = _weight_files(directory, name)
     tensors: dict[str, TensorEntry] = {}
@@ -261,7 +261,7 @@ def listed_modules(directory: Path) -> list[dict[str, Any]]:
 
     The path of each row is in `directory`.
     """
-    rows = json.loads(limited_files.read(directory / MODULES_FILE))
+    rows = json.loads(read_limited(directory / MODULES_FILE))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{MODULES_FILE} is no list of modules")
     for row in rows:
@@ -297,7 +297,7 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
     has no gaps and reaches to the end of the file.
     """
     try:
-        with limited_files.open_regular(path) as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
@@ -390,7 +390,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 def _shards(index: Path, name: str) -> list[Path]:
     """The files that the `index` lists. Raises LoadFailed if one is not beside the `index`."""
     try:
-        weight_map = _INDEX.decode(limited_files.read(index, _LONGEST_INDEX)).weight_map
+        weight_map = _INDEX.decode(read_limited(index, _LONGEST_INDEX)).weight_map
     except OSError as error:
         raise _unreadable(name, error, index) from error
     except (RecursionError, ValueError) as error:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ... import limited_files
 from ...errors import GpuError, LoadFailed, NotAModel
 from ...facts import Evidence, ModelSpec
+from ...files import json_object, read_text
 from ...threads import import_whole
 from ..base import Backend, looks_like_hub_id
 from . import gguf, safetensors
@@ -58,9 +58,9 @@ def template(source: str, name: str, revision: str | None = None) -> str | None:
         path = directory(source, name, revision)
         own_file, config_file = path / "chat_template.jinja", path / "tokenizer_config.json"
         if own_file.is_file():
-            return limited_files.text(own_file)
+            return read_text(own_file)
         if config_file.is_file():
-            found = limited_files.json_object(config_file).get("chat_template")
+            found = json_object(config_file).get("chat_template")
         else:
             if holds_gguf(path):
                 path = only(sorted(path.glob("*.gguf")), name)

@@ -22,10 +22,10 @@ from typing import Any
 from ... import threads
 from ...devices.probe import Probe
 from ...devices.process_memory import out_of_memory
-from ...engine_logs import new_log
 from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
 from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, last_line, recognise
+from ...files import new_log
 from ..base import Progress
 from ..processes.engine import (
     Child,

@@ -24,10 +24,10 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 from ... import threads
 from ...devices.probe import Probe
 from ...devices.process_memory import Block, out_of_memory
-from ...engine_logs import new_log
 from ...errors import CannotGovern, EngineDied, GpuError, LoadFailed, NotResident
 from ...facts import ModelSpec, Share, Shares, where
 from ...fault_texts import Kind, last_line, recognise
+from ...files import new_log
 from ..base import Backend, Progress
 from . import orphan_guard
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import limited_files
+from ... import files
 from ...threads import import_whole
 from ...torch_modes import with_own_modes
 from ..base import is_out_of_memory
@@ -149,7 +149,7 @@ def most_tokens_of_pair(directory: Path, tokenizer: Any) -> int | None:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    return limited_files.json_object(file) if file.is_file() else {}
+    return files.json_object(file) if file.is_file() else {}
 
 
 def _step(directory: Path, kind: str, row: dict[str, Any]) -> nn.Module:

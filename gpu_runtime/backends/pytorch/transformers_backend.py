@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import forks
+from ... import threads
 from ...devices.probe import Probe
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Shares
@@ -640,7 +640,7 @@ class _Records(logging.Filter):
 
 _active_loads = 0
 _had_bars = False
-_loads_lock = forks.freed(threading.Lock())
+_loads_lock = threads.freed(threading.Lock())
 
 
 @contextlib.contextmanager

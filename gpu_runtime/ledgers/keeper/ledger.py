@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ... import forks
+from ... import threads
 from ...errors import LedgerRefused, LedgerUnavailable
 from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from .. import access
@@ -144,8 +144,8 @@ class _KeeperBell(Bell):
         self._wire: _Wire | None = None
         with contextlib.suppress(OSError):  # the keeper has just ended: the next wait tries again
             self._wire = open_wire()
-        self._opening = forks.freed(threading.Lock())
-        self._telling = forks.freed(threading.Lock())
+        self._opening = threads.freed(threading.Lock())
+        self._telling = threads.freed(threading.Lock())
 
     def tell(self, message: core.Request) -> None:
         """Sends a message that has no reply. Never fails; the message may be lost."""
@@ -238,8 +238,8 @@ class KeeperLedger(NamesTeller):
         self._declared: frozenset[str] = frozenset()
         self._closed = False
         self._secret, self._registered = secrets.token_bytes(8), False
-        self._calling = forks.freed(threading.RLock())
-        self._reading = forks.freed(threading.Lock())
+        self._calling = threads.freed(threading.RLock())
+        self._reading = threads.freed(threading.Lock())
         self._wire: _Wire | None = None
         self._reader: Reader | None = None
         access.prepare(self.directory)

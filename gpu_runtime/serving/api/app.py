@@ -35,9 +35,9 @@ from starlette.exceptions import HTTPException as StarletteError
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Match
 
-from ...engine_logs import newest_log, part_of
 from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ...facts import AllocatorMap, Event, ProblemKind, Snapshot, problems
+from ...files import newest_log, part_of
 from ...safe_text import listed, nearest, quoted
 from ..records import request_id
 from ..requests import Json, Refused

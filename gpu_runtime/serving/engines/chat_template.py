@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ... import limited_files
+from ... import files
 from ...errors import BadSetting
 from ...stop_text import held_back
 from ..requests import Call, Json, Refused
@@ -44,7 +44,7 @@ def override(options: Mapping[str, Any]) -> str | None:
     if "{" in value:
         return value
     try:
-        return limited_files.text(os.path.expanduser(value))[:MAX_LETTERS]
+        return files.read_text(os.path.expanduser(value))[:MAX_LETTERS]
     except OSError as error:
         expected = f"{_EXPECTED} ({error.strerror or error})"
         raise BadSetting("chat_template", value, expected) from None

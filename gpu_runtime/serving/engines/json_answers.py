@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import Any
 
-from ... import forks
+from ... import threads
 from ..requests import Refused, bad
 from .base import cannot
 from .tool_calls import Tools
@@ -24,7 +24,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
     weakref.WeakKeyDictionary()
 )
-_reading = forks.freed(threading.Lock())
+_reading = threads.freed(threading.Lock())
 
 
 def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:

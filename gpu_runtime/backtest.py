@@ -1,28 +1,44 @@
-"""The replay of a history: the real scheduler decides, and a virtual clock runs.
+"""Replays a history of uses through the scheduler, with another policy, card size or host memory size.
 
-The replayed machine has one card and host memory. Requests for the same model run at the same time.
-A model in use is never evicted. Each granted transfer takes the seconds that the history has for
-it. A lane is a path for transfers, such as from the disk to the card, or from the card to host
-memory. Each lane does one transfer at a time. With stages, a large model leaves the card in stages,
-and a waiting model returns in parts meanwhile, as in `scheduler.admission`.
+A history is read from two CSV files or from the journal. `docs/guides/backtest.md` describes the
+files and the journal. The journal does not record how long a use took, so every use is assumed to
+last `USE_SECONDS`.
+
+The real scheduler decides, and a virtual clock runs. The replayed machine has one card and host
+memory. Requests for the same model run at the same time. A model in use is never evicted. Each
+granted transfer takes the seconds that the history has for it. A lane is a path for transfers, such
+as from the disk to the card, or from the card to host memory. Each lane does one transfer at a time.
+With stages, a large model leaves the card in stages, and a waiting model returns in parts meanwhile,
+as in `scheduler.admission`.
+
+Two policies are always replayed too, with the plain engine. `lru` is the reference. `clairvoyant`
+knows when each model is used next, so it shows the most that a better policy could gain.
 """
 
 from __future__ import annotations
 
+import csv
 import heapq
+import math
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from ..facts import (
+from .errors import BadSetting, BadSize, GpuError
+from .facts import (
     HOST,
     IMPORTANCE,
+    NORMAL,
     Book,
     Device,
     Drop,
+    Event,
     Footprint,
     Lease,
     Load,
@@ -39,14 +55,225 @@ from ..facts import (
     Step,
     Ticket,
     World,
+    decode_uses,
     encode_uses,
     merged_uses,
+    parse_importance,
 )
-from ..scheduler import admission, victims
-from ..scheduler.admission import admit
-from ..scheduler.queue import load_seconds, queue
-from ..scheduler.transitions import perform
-from .histories import HistoryRequest, UseHistory
+from .scheduler import admission, victims
+from .scheduler.admission import admit
+from .scheduler.policies import POLICIES, policy
+from .scheduler.queue import load_seconds, queue
+from .scheduler.transitions import perform
+from .units import parse_bytes
+
+# -- the history -----------------------------------------------------------------------------------
+
+
+GB = 10**9
+USE_SECONDS = 1.0  # assumed for each use in the journal, which records only when the use began
+DISK_BYTES_PER_SECOND = 1 * GB  # assumed for a load whose duration the journal does not have
+HOST_BYTES_PER_SECOND = 10 * GB  # assumed for an offload, and for a restore without a duration
+# The actions of the events from which uses, bytes and durations are read.
+USED = ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped", "released")
+REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")
+MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
+T = TypeVar("T")
+
+
+class HistoryModel(NamedTuple):
+    """A model with its bytes, and the seconds that loading, restoring and offloading take."""
+
+    name: str
+    bytes: int
+    load_seconds: float  # from disk to the card
+    restore_seconds: float  # from host memory to the card
+    offload_seconds: float  # from the card to host memory
+
+
+class HistoryRequest(NamedTuple):
+    """One use of a model."""
+
+    seconds: float  # since the history began
+    model: str
+    service_seconds: float  # how long the model is in use
+    importance: int
+
+
+class UseHistory(NamedTuple):
+    """All models of a history, and their uses in chronological order."""
+
+    models: dict[str, HistoryModel]
+    requests: tuple[HistoryRequest, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all models together."""
+        return sum(model.bytes for model in self.models.values())
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest model."""
+        return max((model.bytes for model in self.models.values()), default=0)
+
+
+def read_history(requests: str | Path, models: str | Path) -> UseHistory:
+    """The history in two CSV files.
+
+    `requests` is the file with the columns t_s, model, service_s, importance. `models` is the file
+    with the columns model, size_gb (10⁹ bytes), load_s, restore_s, offload_s. Raises BadSetting
+    with the file and the line of a mistake.
+    """
+    known: dict[str, HistoryModel] = {}
+    for model in _rows_of(models, MODEL_FIELDS, _model):
+        if model.name in known:
+            raise BadSetting(str(models), model.name, "described once, and it is there twice")
+        known[model.name] = model
+    found = list(_rows_of(requests, REQUEST_FIELDS, _request))
+    for line, request in enumerate(found, 2):
+        if request.model not in known:
+            raise BadSetting(
+                f"{requests}, line {line}", request.model, f"a model that {models} describes"
+            )
+    found.sort(key=lambda request: request.seconds)
+    return UseHistory(known, tuple(found))
+
+
+def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: float) -> UseHistory:
+    """The history up to the time `wall`, from the journal's `events` and the present `leases`.
+
+    `wall` is in epoch seconds. If several processes loaded models from the same source, the history
+    counts these models as one.
+    """
+    models: dict[str, _SeenModel] = {}
+    for event in events:
+        if event.action in USED:
+            models.setdefault(event.source or event.model, _SeenModel(event.model)).saw(event)
+    for lease in leases:
+        if lease.kind == "model" and lease.bytes:
+            seen = models.setdefault(lease.source or lease.name, _SeenModel(lease.name))
+            seen.bytes = max(seen.bytes, lease.own_bytes)
+            seen.uses |= set(decode_uses(lease.recent_uses, wall))
+    known = {}
+    requests = []
+    for seen in models.values():
+        if seen.bytes:
+            model = seen.model(seen.name if seen.name not in known else f"{seen.name}#{len(known)}")
+            known[model.name] = model
+            requests += [
+                HistoryRequest(float(at), model.name, USE_SECONDS, NORMAL) for at in seen.uses
+            ]
+    first = min((request.seconds for request in requests), default=0.0)
+    moved = [request._replace(seconds=request.seconds - first) for request in requests]
+    return UseHistory(known, tuple(sorted(moved)))
+
+
+class _SeenModel:
+    """The uses, bytes and durations of one model, as read from the journal."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.bytes = name, 0
+        self.uses: set[int] = set()  # epoch seconds
+        self.seconds: dict[str, float] = {}  # "loaded" or "restored" -> the newest duration
+
+    def saw(self, event: Event) -> None:
+        """Updates the model's uses, bytes and durations from `event`."""
+        if event.action in ("loaded", "restored"):
+            self.bytes = max(self.bytes, event.bytes)
+            self.uses.add(int(event.wall))
+            if event.seconds:
+                self.seconds[event.action] = event.seconds
+        self.uses |= set(decode_uses(event.uses, event.wall))
+
+    def model(self, name: str) -> HistoryModel:
+        """The model under the name `name`.
+
+        A load or a restore that was never measured is estimated from the model's size. The
+        duration of an offload is always estimated.
+        """
+        by_host = self.bytes / HOST_BYTES_PER_SECOND
+        return HistoryModel(
+            name,
+            self.bytes,
+            self.seconds.get("loaded") or self.bytes / DISK_BYTES_PER_SECOND,
+            self.seconds.get("restored") or by_host,
+            by_host,
+        )
+
+
+def _rows_of(
+    path: str | Path, fields: tuple[str, ...], parsed: Callable[[dict[str, str]], T]
+) -> Iterator[T]:
+    try:
+        file = open(path, newline="", encoding="utf-8-sig")  # a spreadsheet may write a BOM
+    except OSError as error:
+        raise BadSetting("the history", str(path), f"a file that can be read ({error})") from None
+    with file:
+        try:
+            yield from _parsed(path, csv.DictReader(file), fields, parsed)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise BadSetting("the history", str(path), f"a CSV file in UTF-8 ({error})") from None
+
+
+def _parsed(
+    path: str | Path,
+    reader: csv.DictReader[str],
+    fields: tuple[str, ...],
+    parsed: Callable[[dict[str, str]], T],
+) -> Iterator[T]:
+    missing = [field for field in fields if field not in (reader.fieldnames or ())]
+    if missing:
+        raise BadSetting(
+            f"the first line of {path}",
+            ",".join(reader.fieldnames or ()),
+            f"the columns {', '.join(fields)}",
+        )
+    for row in reader:
+        place = f"{path}, line {reader.line_num}"
+        if None in row.values():
+            raise BadSetting(place, dict(row), f"{len(fields)} values")
+        try:
+            yield parsed(row)
+        except BadSetting as error:
+            raise BadSetting(f"{place}, {error.setting}", error.value, error.expected) from None
+        except (ValueError, TypeError) as error:
+            raise BadSetting(place, dict(row), str(error)) from None
+
+
+def _model(row: dict[str, str]) -> HistoryModel:
+    size = int(_number(row["size_gb"]) * GB)
+    if size <= 0:
+        raise ValueError("a size_gb above 0")
+    return HistoryModel(
+        row["model"],
+        size,
+        _number(row["load_s"]),
+        _number(row["restore_s"]),
+        _number(row["offload_s"]),
+    )
+
+
+def _request(row: dict[str, str]) -> HistoryRequest:
+    return HistoryRequest(
+        _number(row["t_s"]),
+        row["model"],
+        _number(row["service_s"]),
+        parse_importance(row["importance"]),
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:  # refused below
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"a number from 0, not {text or 'empty'}")
+    return number
+
+
+# -- the replay ------------------------------------------------------------------------------------
+
 
 CARD = "card"
 LEAST_IMPORTANT = max(IMPORTANCE.values())
@@ -463,3 +690,160 @@ class _Replay:
         if more:
             self._start_steps(lane, more)
         self._decide()
+
+
+# -- every combination of policy, card, host memory and engine -------------------------------------
+
+
+CLAIRVOYANT = "clairvoyant"
+REFERENCE = ("lru", "plain")
+DEVICES = "80GB,10%,20%,40%"
+HOSTS = "0GB,20%,50%,100%"
+
+
+class BacktestRow(NamedTuple):
+    """The result of one replay. Sizes are in bytes, and `wait_*` is in seconds. `wait_vs_lru` is a ratio."""
+
+    policy: str
+    engine: str
+    device_bytes: int
+    host_bytes: int
+    requests: int
+    wait_s: float
+    wait_p50_s: float
+    wait_p99_s: float
+    loads: int
+    restores: int
+    moved_bytes: int
+    requests_per_s: float  # over the whole replay: what a shorter wait may cost
+    wait_vs_lru: float  # against lru on the plain engine; 1.0 if neither waits
+
+
+def compare(
+    history: UseHistory,
+    *,
+    policies: Sequence[str] = ("lru", "cost_aware", "keep_score"),
+    engines: Sequence[str] = ("full",),
+    devices: Sequence[str] = tuple(DEVICES.split(",")),
+    hosts: Sequence[str] = tuple(HOSTS.split(",")),
+) -> Iterator[BacktestRow]:
+    """Yields one row for each combination of the arguments, as soon as the replay for it has ended.
+
+    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models together.
+    A card that is given in percent has at least the bytes of the largest model.
+
+    Raises BadSetting for an unknown policy or engine, for a size that cannot be read, and for a
+    card that is smaller than the largest model. Raises GpuError for an empty `history`.
+    """
+    if not history.requests:
+        raise GpuError(
+            "there is nothing to replay: the history has no use of a model.\n"
+            "  Replay a trace:  gpu backtest --requests FILE --models FILE"
+        )
+    for name in policies:
+        if name not in (*POLICIES, CLAIRVOYANT):
+            raise BadSetting("policy", name, f"one of {', '.join(POLICIES)}")
+    for name in engines:
+        if name not in ENGINES:
+            raise BadSetting("engine", name, f"one of {', '.join(ENGINES)}")
+    for what, sizes in (("device", devices), ("host", hosts)):
+        if not sizes:
+            raise BadSetting(what, "", "a size such as 80GB, or a percent such as 20%")
+    cards = [_card(text, history) for text in devices]
+    memories = [_bytes(text, history, "host") for text in hosts]
+    for card, memory in product(cards, memories):
+        yield from _rows(history, card, memory, policies, engines)
+
+
+def _rows(
+    history: UseHistory, card: int, memory: int, policies: Sequence[str], engines: Sequence[str]
+) -> Iterator[BacktestRow]:
+    """The rows for one card size and one host memory size, with the reference row first."""
+    choices = [REFERENCE, (CLAIRVOYANT, "plain"), *product(policies, engines)]
+    reference = 0.0
+    for name, engine in dict.fromkeys(choices):
+        rank = _clairvoyant(history) if name == CLAIRVOYANT else policy(name)
+        result = replay(history, card, memory, rank, ENGINES[engine])
+        if (name, engine) == REFERENCE:
+            reference = result.wait_seconds
+        yield _row(name, engine, card, memory, result, reference)
+
+
+def _row(
+    name: str, engine: str, card: int, memory: int, result: Result, reference: float
+) -> BacktestRow:
+    waited = result.wait_seconds
+    if reference:
+        ratio = waited / reference
+    else:
+        ratio = 1.0 if not waited else float("inf")
+    return BacktestRow(
+        name,
+        engine,
+        card,
+        memory,
+        len(result.waits),
+        round(waited, 3),
+        round(result.percentile(0.50), 3),
+        round(result.percentile(0.99), 3),
+        result.loads,
+        result.restores,
+        result.moved_bytes,
+        round(len(result.waits) / result.seconds, 4) if result.seconds else 0.0,
+        round(ratio, 4),
+    )
+
+
+def _card(text: str, history: UseHistory) -> int:
+    size = _bytes(text, history, "device")
+    if text.strip().endswith("%"):
+        return max(size, history.largest)
+    if size < history.largest:
+        largest = max(history.models.values(), key=lambda model: model.bytes)
+        raise BadSetting(
+            "device", text, f"at least {largest.bytes / 1e9:.1f}GB, the size of {largest.name}"
+        )
+    return size
+
+
+def _bytes(text: str, history: UseHistory, what: str) -> int:
+    """The bytes of a size such as `80GB`, or of a percentage of the bytes of all models."""
+    words = text.strip()
+    try:
+        if words.endswith("%"):
+            share = float(words[:-1]) / 100
+            if share < 0 or share != share or share == float("inf"):
+                raise ValueError
+            return int(history.bytes * share)
+        return parse_bytes(words)
+    except (BadSize, ValueError):
+        raise BadSetting(what, text, "a size such as 80GB, or a percent such as 20%") from None
+
+
+def _clairvoyant(history: UseHistory) -> Policy:
+    """A policy that evicts the model whose next use is farthest in the future."""
+    times: dict[str, list[float]] = {}
+    for request in history.requests:
+        times.setdefault(request.model, []).append(request.seconds)
+
+    def next_use(lease: Lease, world: World) -> float:
+        """The rank of `lease`; the lowest rank is evicted first.
+
+        The rank is the negated seconds until the next use, or -inf if there is no later use.
+        """
+        uses: list[float] = times[lease.name]
+        later = bisect_right(uses, world.now)
+        return -(uses[later] - world.now) if later < len(uses) else float("-inf")
+
+    return next_use
+
+
+def split_words(text: str | Iterable[str]) -> tuple[str, ...]:
+    """The words of `text`, which are separated by commas. If `text` is a sequence, its items are returned.
+
+    >>> split_words("lru, keep_score")
+    ('lru', 'keep_score')
+    """
+    if not isinstance(text, str):
+        return tuple(text)
+    return tuple(word.strip() for word in text.split(",") if word.strip())
