@@ -73,13 +73,22 @@ def unknown_option(name: str, value: Any, known: Iterable[str], taker: str) -> B
 # -- kinds of values -----------------------------------------------------------------------------
 
 
-class _Refused(Exception):
-    """The rule does not accept the value."""
+def _where(
+    is_right: Callable[[Any], object], read: Callable[[Any], Any] | None = None
+) -> Callable[[Any], Any]:
+    """A function that converts a value by `read`, by default `plain`, and requires that it `is_right`."""
+
+    def reader(value: Any) -> Any:
+        found = plain(value) if read is None else read(value)
+        if not is_right(found):
+            raise ValueError
+        return found
+
+    return reader
 
 
-def _require(condition: object) -> None:
-    if not condition:
-        raise _Refused
+def _same(value: Any) -> Any:
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -121,56 +130,46 @@ def bad_name(name: Any) -> str:
     return ""
 
 
-def _new_name(value: Any) -> str:
-    name = plain(value)
-    _require(isinstance(name, str) and not bad_name(name))
-    return name
+def _is_text(value: Any, most: int = LONGEST_TEXT) -> bool:
+    """Whether `value` is valid UTF-8 of at most `most` characters that the operating system accepts."""
+    is_short = isinstance(value, str) and len(value) <= most and "\0" not in value
+    return is_short and value.encode() is not None  # raises for a lone surrogate
 
 
-def _text(value: Any) -> str:
-    """Returns `value` if it is text that is valid UTF-8 and that the operating system accepts."""
-    text = plain(value)
-    _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and "\0" not in text)
-    text.encode()  # raises for a lone surrogate
-    return text
+_text = _where(_is_text)
 
 
-def _word(value: Any) -> str:
-    """One line of text for the book, at most as long as a name. None becomes an empty text."""
-    text = "" if value is None else plain(value)
-    _require(isinstance(text, str) and len(text) <= LONGEST_NAME and text.isprintable())
-    return text
+def _or_empty(value: Any) -> Any:
+    return "" if value is None else plain(value)
+
+
+# One line of text for the book, at most as long as a name. None becomes an empty text.
+_word = _where(
+    lambda text: isinstance(text, str) and len(text) <= LONGEST_NAME and text.isprintable(),
+    _or_empty,
+)
 
 
 def _one_line(value: Any) -> str:
     """Free text for people, as one line. Text longer than the longest allowed name is shortened."""
-    text = "" if value is None else plain(value)
-    _require(isinstance(text, str))
+    text = _where(lambda text: isinstance(text, str), _or_empty)(value)
     return printable(" ".join(text[:LONGEST_TEXT].split()), LONGEST_NAME)
-
-
-def _template(value: Any) -> str:
-    """A chat template, or the path of a file with a chat template."""
-    text = plain(value)
-    _require(isinstance(text, str) and len(text) <= LONGEST_TEMPLATE and "\0" not in text)
-    text.encode()
-    return text
 
 
 def _path(value: Any) -> str:
     """A path as text, with the home directory for `~`. Bytes that are not UTF-8 become text as by `os.fsdecode`."""
     text = plain(os.fspath(value))
-    _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and "\0" not in text)
+    if not isinstance(text, str) or len(text) > LONGEST_TEXT or "\0" in text:
+        raise ValueError
     os.fsencode(text)
     return os.path.expanduser(text)
 
 
 def _source(value: Any) -> Any:
-    """A path or a hub id as text. Any other object is returned unchanged."""
+    """A path or a hub id as text. Any other object but bytes is returned unchanged."""
     if isinstance(value, (str, os.PathLike)):
         return _path(value)
-    _require(not isinstance(value, (bytes, bytearray, memoryview)))
-    return value
+    return _where(lambda one: not isinstance(one, (bytes, bytearray, memoryview)), _same)(value)
 
 
 def _model(value: Any) -> str | LeaseId:
@@ -181,9 +180,7 @@ def _model(value: Any) -> str | LeaseId:
 
 
 def _size_or_source(value: Any) -> str | int | float:
-    if isinstance(value, (str, os.PathLike)):
-        return _path(value)
-    return parse_room(plain(value))
+    return _path(value) if isinstance(value, (str, os.PathLike)) else parse_room(plain(value))
 
 
 def _devices(value: Any) -> tuple[str, ...]:
@@ -191,70 +188,21 @@ def _devices(value: Any) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         return (_word(value),)
-    _require(isinstance(value, (tuple, list, set, frozenset)))
-    return tuple(_word(device) for device in value if _is_text(device))
-
-
-def _is_text(value: Any) -> bool:
-    _require(isinstance(value, str))
-    return True
+    devices = tuple(
+        _where(lambda one: isinstance(one, (tuple, list, set, frozenset)), _same)(value)
+    )
+    if not all(isinstance(device, str) for device in devices):
+        raise ValueError
+    return tuple(map(_word, devices))
 
 
 def _cards(value: Any) -> str | tuple[str, ...]:
     return _word(value) if isinstance(value, str) else _devices(value)
 
 
-def _slot_cards(value: Any) -> str | tuple[str, ...]:
-    cards = _cards(value)
-    _require(cards and (isinstance(cards, str) or len(set(cards)) == len(cards)))
-    return cards
-
-
-def _truth(value: Any) -> bool:
-    _require(value is True or value is False)
-    return value
-
-
-def _object(value: Any) -> Any:
-    _require(value.__class__)  # `isinstance` reads this attribute, and a property may raise
-    return value
-
-
-def _optimizer(value: Any) -> Any:
-    _require(isinstance(_object(value).state, Mapping))
-    _require(isinstance(value.param_groups, list))
-    return value
-
-
-def _callable(value: Any) -> Any:
-    _require(callable(value))
-    return value
-
-
-def _importance(value: Any) -> int:
-    return parse_importance(plain(value))
-
-
 def _words(value: Any) -> tuple[str, ...]:
-    """Words from a list, or from a text that separates them by commas."""
     words = value.split(",") if isinstance(value, str) else _devices(value)
-    found = tuple(_word(word.strip()) for word in words if word.strip())
-    _require(found)
-    return found
-
-
-def _days(value: Any) -> float:
-    days = _number(value)
-    _require(0 < days < MOST_DAYS)
-    return days
-
-
-def _seconds(value: Any) -> float:
-    return parse_seconds(plain(value))
-
-
-def _room(value: Any) -> int:
-    return parse_room(plain(value))
+    return tuple(_word(word.strip()) for word in words if word.strip())
 
 
 def _dtype(value: Any) -> Any:
@@ -264,38 +212,22 @@ def _dtype(value: Any) -> Any:
 
 def _number(value: Any) -> float:
     number = plain(value)
-    _require(isinstance(number, (int, float)) and not isinstance(number, bool))
-    _require(abs(number) <= MOST)  # False for nan
+    if type(number) not in (int, float) or not abs(number) <= MOST:  # also for nan
+        raise ValueError
     return float(number)
 
 
 def words(value: Any) -> list[str]:
     """The arguments of a command line."""
-    _require(isinstance(value, (list, tuple)))
-    found = [plain(word) for word in value]
-    _require(all(isinstance(word, (str, int, float)) for word in found))
+    found = list(map(plain, _where(lambda one: isinstance(one, (list, tuple)), _same)(value)))
+    if not all(isinstance(word, (str, int, float)) for word in found):
+        raise ValueError
     return [_text(str(word)) for word in found]
-
-
-def _probe(value: Any) -> Any:
-    _require(callable(value.samples) and value.devices)
-    return value
-
-
-def _stillness(value: Any) -> Any:
-    _require(all(callable(getattr(value, name)) for name in ("why_not", "mark", "change")))
-    return value
 
 
 def whole(least: int, most: int) -> Callable[[Any], int]:
     """A function that reads a whole number from `least` to `most`."""
-
-    def read_whole(value: Any) -> int:
-        number = plain(value)
-        _require(type(number) is int and least <= number <= most)
-        return number
-
-    return read_whole
+    return _where(lambda number: type(number) is int and least <= number <= most)
 
 
 def optional(rule: Rule) -> Rule:
@@ -426,7 +358,8 @@ DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
 NEW_NAME = Rule(
-    f"at most {LONGEST_NAME} printable characters, without '@' or spaces around them", _new_name
+    f"at most {LONGEST_NAME} printable characters, without '@' or spaces around them",
+    _where(lambda name: isinstance(name, str) and not bad_name(name)),
 )
 MODEL = Rule("the name of a model, such as 'qwen' or 'qwen@4121'", _model)
 SOURCE = Rule(
@@ -437,27 +370,57 @@ WORD = _text_rule(f"text of at most {LONGEST_NAME} printable characters", _word)
 ONE_LINE = Rule("text for people", _one_line)
 TEXT = _text_rule(f"text of at most {LONGEST_TEXT} characters", _text)
 PATH = _text_rule("the path of a file or directory", _path)
-TEMPLATE = _text_rule("a Jinja template, or the path of a file with one", _template)
-TRUTH = Rule("True or False", _truth, _written_truth)
-SECONDS = Rule("seconds, or text such as '30s' or '10m'", _seconds, parse_seconds)
-IMPORTANCE = Rule("urgent, high, normal, low, batch or a number", _importance, _written_importance)
+TEMPLATE = _text_rule(
+    "a Jinja template, or the path of a file with one",
+    _where(lambda text: _is_text(text, LONGEST_TEMPLATE)),
+)
+TRUTH = Rule(
+    "True or False", _where(lambda value: value is True or value is False, _same), _written_truth
+)
+SECONDS = Rule(
+    "seconds, or text such as '30s' or '10m'",
+    lambda value: parse_seconds(plain(value)),
+    parse_seconds,
+)
+IMPORTANCE = Rule(
+    "urgent, high, normal, low, batch or a number",
+    lambda value: parse_importance(plain(value)),
+    _written_importance,
+)
 DTYPE = Rule("auto, bfloat16, float16 or float32", _dtype, word_of(DTYPES, None, "dtype"))
-CALLABLE = Rule("a function", _callable)
+CALLABLE = Rule("a function", _where(callable, _same))
 ROWS = Rule("a number of rows, 0 or more", whole(0, MOST))
-SIZE = Rule("a size, such as '8 GiB'", _room, written_size)
+SIZE = Rule("a size, such as '8 GiB'", lambda value: parse_room(plain(value)), written_size)
 COUNT = Rule("a whole number above 0", whole(1, MOST))
 TOKENS = Rule(COUNT.expected, whole(1, MOST_TOKENS), number_in_file(int, above=0, most=MOST_TOKENS))
 SEQUENCES = Rule(
     COUNT.expected, whole(1, MOST_SEQUENCES), number_in_file(int, above=0, most=MOST_SEQUENCES)
 )
 NUMBER = Rule("a number", _number)
-DAYS = Rule("a number of days above 0", _days)
-WORDS = Rule("words in a list, or in a text that separates them by commas", _words)
-OBJECT = Rule("an object", _object)
-OPTIMIZER = Rule("an optimizer, such as torch.optim.Adam(module.parameters())", _optimizer)
+DAYS = Rule("a number of days above 0", _where(lambda days: 0 < days < MOST_DAYS, _number))
+WORDS = Rule("words in a list, or in a text that separates them by commas", _where(bool, _words))
+# `isinstance` reads the attribute `__class__`, and a property may raise
+OBJECT = Rule("an object", _where(lambda value: value.__class__, _same))
+OPTIMIZER = Rule(
+    "an optimizer, such as torch.optim.Adam(module.parameters())",
+    _where(
+        lambda one: isinstance(one.state, Mapping) and isinstance(one.param_groups, list),
+        OBJECT.read,
+    ),
+)
 DEVICES = Rule("a device's id such as 'cuda:1', or a list of them", _devices)
 CARDS = Rule("a card's id such as 'cuda:1', or a list of them", _cards)
-SLOT_CARDS = Rule("cards of the host, such as 'cuda:1' or 'cuda:0,1'", _slot_cards)
+SLOT_CARDS = Rule(
+    "cards of the host, such as 'cuda:1' or 'cuda:0,1'",
+    _where(
+        lambda cards: cards and (isinstance(cards, str) or len(set(cards)) == len(cards)), _cards
+    ),
+)
 SIZE_OR_SOURCE = Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source)
-STILLNESS = Rule("an object with why_not(), mark() and change()", _stillness)
-PROBE = Rule("a Probe", _probe)
+STILLNESS = Rule(
+    "an object with why_not(), mark() and change()",
+    _where(
+        lambda one: callable(one.why_not) and callable(one.mark) and callable(one.change), _same
+    ),
+)
+PROBE = Rule("a Probe", _where(lambda one: callable(one.samples) and one.devices, _same))

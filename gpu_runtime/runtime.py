@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import attribution
 from .arguments import checked, read_all
 from .backends.base import Progress, Stillness
-from .catalog.store import Catalog, Catalogued
+from .catalog.files import Catalog, Catalogued
 from .devices.probe import Probe, open_probe
 from .facts import (
     AllocatorMap,

@@ -273,7 +273,7 @@ def apply(rt: Any, files: list[str]) -> Any:
 def catalogue(rt: Any) -> Any:
     """The object with the methods of the catalogue's verbs: `rt`, or a Catalog if `rt` is None."""
     from . import settings
-    from .catalog.store import Catalog
+    from .catalog.files import Catalog
 
     return rt if rt is not None else Catalog(settings.Settings.load())
 

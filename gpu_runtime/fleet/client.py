@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..arguments import checked
 from ..backends.processes import remote_calls
-from ..catalog.store import Catalog
+from ..catalog.files import Catalog
 from ..errors import (
     AmbiguousName,
     Busy,

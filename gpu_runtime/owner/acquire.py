@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Progress, is_out_of_memory
-from ..catalog.entries import require_loadable
+from ..catalog.fields import require_loadable
 from ..errors import NotResident
 from ..facts import (
     Book,

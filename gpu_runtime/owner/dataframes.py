@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..catalog.entries import state
+from ..catalog.fields import state
 from ..errors import GpuError
 from ..facts import (
     AllocatorMap,

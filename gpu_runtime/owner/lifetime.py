@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .. import threads
-from ..catalog.store import Catalogued
+from ..catalog.files import Catalogued
 from ..devices.probe import Probe, check_index
 from ..devices.sampler_client import Sampling
 from ..errors import GpuError, LedgerUnavailable

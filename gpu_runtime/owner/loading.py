@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ..backends.base import Progress
 from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import file_backend, open_backend
-from ..catalog.entries import obstacle, source_absent
+from ..catalog.fields import obstacle, source_absent
 from ..errors import (
     AlreadyRegistered,
     BadSetting,

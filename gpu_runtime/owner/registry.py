@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from ..backends.engines.recipe import group_flags
 from ..backends.registry import backend_for
-from ..catalog.entries import require_loadable
-from ..catalog.fields import is_trust
+from ..catalog.fields import is_trust, require_loadable
 from ..errors import (
     AlreadyRegistered,
     AmbiguousName,

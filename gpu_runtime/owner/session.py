@@ -31,7 +31,7 @@ from .. import threads
 from ..backends.base import Backend
 from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import backend_names, open_backend
-from ..catalog.store import Catalogued
+from ..catalog.files import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
 from ..facts import HOST, Asker, Book, Device, Event, Lease, ModelSpec, Owner, Staying, Wait, World

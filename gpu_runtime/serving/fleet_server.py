@@ -24,7 +24,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..access_keys import Keys
-from ..catalog.store import Catalog
+from ..catalog.files import Catalog
 from ..errors import FleetUnavailable, GpuError, NodeLost, StillInUse, UnknownDevice, UnknownModel
 from ..facts import Evidence, ModelSpec, Outcome, Snapshot
 from ..fleet import cluster

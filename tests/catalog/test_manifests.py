@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.catalog.documents import read
-from gpu_runtime.catalog.entries import CatalogEntry, notes, spec_of
-from gpu_runtime.catalog.manifests import API_VERSION, manifests
+from gpu_runtime.catalog.fields import CatalogEntry, notes, spec_of
+from gpu_runtime.catalog.files import API_VERSION, manifests
 from gpu_runtime.errors import BadDocument
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB, MIB

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import BadDocument, BadSetting, CatalogUnavailable, UnknownModel, verbs
-from gpu_runtime.catalog import store as catalogs
-from gpu_runtime.catalog.store import Catalog
+from gpu_runtime.catalog import files as catalogs
+from gpu_runtime.catalog.files import Catalog
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 from gpu_runtime.verb_arguments import fill
@@ -317,7 +317,7 @@ def test_by_default_it_is_in_the_state_directory(environment, tmp_path):
 
 APPLY = """
 import sys
-from gpu_runtime.catalog.store import Catalog
+from gpu_runtime.catalog.files import Catalog
 from gpu_runtime.settings import Settings
 catalog = Catalog(Settings.load())
 for number in range(6):

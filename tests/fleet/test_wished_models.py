@@ -11,7 +11,7 @@ import pytest
 
 from gpu_runtime import Busy, Runtime, StillInUse
 from gpu_runtime.backends.fake import FakeBackend
-from gpu_runtime.catalog.store import Catalog
+from gpu_runtime.catalog.files import Catalog
 from gpu_runtime.fleet import agent as agents
 from gpu_runtime.fleet import cluster, controller
 from gpu_runtime.fleet.agent import HostAgent
