@@ -478,17 +478,10 @@ _TABLE = (
         places=(MAGIC,),
     ),
     Verb(
-        "forget",
-        "frees a model of this notebook, and its name",
-        forget,
-        (NAME,),
-        places=(MAGIC,),
+        "forget", "frees a model of this notebook, and its name", forget, (NAME,), places=(MAGIC,)
     ),
     Verb(
-        "preload",
-        "loads a model onto its device before it is needed",
-        preload,
-        (LOADABLE, TIMEOUT),
+        "preload", "loads a model onto its device before it is needed", preload, (LOADABLE, TIMEOUT)
     ),
     Verb(
         "evict",
@@ -614,12 +607,7 @@ _TABLE = (
         (
             CATALOG_NAME,
             option(
-                "--format",
-                "F",
-                "yaml or json",
-                "formats",
-                choices=["yaml", "json"],
-                default="yaml",
+                "--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml"
             ),
         ),
         needs_runtime=False,

@@ -49,13 +49,7 @@ _encoder = msgspec.json.Encoder()
 
 
 # A lower number is more important.
-IMPORTANCE = {
-    "urgent": 1,
-    "high": 5,
-    "normal": 10,
-    "low": 20,
-    "batch": 30,
-}
+IMPORTANCE = {"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 30}
 NORMAL = IMPORTANCE["normal"]
 _NUMBER = re.compile("-?[0-9]{1,9}")
 _MOST = 999_999_999

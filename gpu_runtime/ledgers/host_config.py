@@ -211,9 +211,7 @@ _CAP_KEYS: dict[str, _CapKey] = {
     "bytes_per_device": _CapKey("bytes_per_device", parse_bytes, "a size, such as '20 GiB'"),
     "enforce": _CapKey("enforce", _yes_or_no, "true or false"),
     "importance": _CapKey(
-        "importance",
-        _importance,
-        f"a number above 0, or one of {', '.join(IMPORTANCE)}",
+        "importance", _importance, f"a number above 0, or one of {', '.join(IMPORTANCE)}"
     ),
     "keep": _CapKey("keep", _yes_or_no, "true or false"),
     "longest_lease": _CapKey(

@@ -32,11 +32,7 @@ class Write(NamedTuple):
 
 
 def refuse_unlawful(
-    old: Book,
-    new: Book,
-    writer: str,
-    dead: Callable[[Book], frozenset[str]],
-    path: str = "",
+    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]], path: str = ""
 ) -> None:
     """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 

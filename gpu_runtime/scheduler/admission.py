@@ -471,23 +471,12 @@ def _enqueue(
 
 def _note_waiting(book: Book, request: Request, world: World, wait: Wait) -> Book:
     return note(
-        book,
-        world,
-        request.lease,
-        "waiting",
-        "request",
-        wait.because,
-        size=request.footprint.bytes,
+        book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes
     )
 
 
 def _ticket(
-    request: Request,
-    world: World,
-    wait: Wait,
-    need: Shares,
-    old: Ticket | None,
-    seconds: float,
+    request: Request, world: World, wait: Wait, need: Shares, old: Ticket | None, seconds: float
 ) -> Ticket:
     """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any.
 

@@ -147,11 +147,7 @@ FREEING = ("offloaded", "unloaded", "moved", "lost")  # events that free device 
 Bytes = dict[str, int]  # by device id
 
 
-def limit_of(
-    book: Book,
-    world: World,
-    device: str,
-) -> int:
+def limit_of(book: Book, world: World, device: str) -> int:
     """The budget of a `device` in bytes: the smaller of the book's and this process's limit."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
@@ -211,25 +207,14 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
 
     shared = one_memory(world.devices)
     if shared:
-        left = _left_of_one_memory(
-            book,
-            world,
-            shared,
-            samples,
-            claims,
-            unseen,
-        )
+        left = _left_of_one_memory(book, world, shared, samples, claims, unseen)
         for id in shared:
             if id in free:
                 free[id] = min(free[id], left)
     return free, blind
 
 
-def _why_blind(
-    device: Device,
-    sample: Sample | None,
-    world: World,
-) -> str:
+def _why_blind(device: Device, sample: Sample | None, world: World) -> str:
     """Why no grant can be based on the `sample` of this device; empty if a grant can be."""
     id = device.id
     if sample is None:
@@ -338,12 +323,7 @@ def _freed_by(event: Event, device: str) -> int:
     return sum(share.bytes for share in shares if share.device == device)
 
 
-def on_cards(
-    book: Book,
-    owner: str,
-    *,
-    leaving: bool = True,
-) -> int:
+def on_cards(book: Book, owner: str, *, leaving: bool = True) -> int:
     """Bytes that the models of one `owner` (its id) claim on all cards together.
 
     If `leaving` is False, models that are leaving their device are not counted.

@@ -93,13 +93,7 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
         )
         if fixed:
             because += f"; {show_bytes(fixed)} there cannot leave now"
-        found[card] = Refuse(
-            because,
-            kind="cap",
-            need_bytes=size,
-            budget_bytes=left,
-            device=card,
-        )
+        found[card] = Refuse(because, kind="cap", need_bytes=size, budget_bytes=left, device=card)
     return found
 
 
@@ -267,9 +261,7 @@ def drained(book: Book, world: World) -> dict[str, str]:
 
 
 def drained_cards(
-    request: Request,
-    world: World,
-    sentences: Mapping[str, str],
+    request: Request, world: World, sentences: Mapping[str, str]
 ) -> dict[str, Refuse]:
     """The refusal of `request` on each drained card. `sentences` is the result of `drained`."""
     size = request.footprint.bytes

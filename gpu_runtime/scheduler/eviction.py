@@ -172,11 +172,7 @@ def multi_card_ways(
 
 
 def one_card_victims(
-    share: Share,
-    context: Context,
-    idle: Sequence[Lease],
-    host_bytes: int,
-    host: PartsRoom | None,
+    share: Share, context: Context, idle: Sequence[Lease], host_bytes: int, host: PartsRoom | None
 ) -> tuple[Lease, ...] | None:
     """The leases to evict for the `share` on one card; None if no set of leases is enough.
 
@@ -467,11 +463,7 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
 
 
 def _priced(
-    candidate: Candidate,
-    leaving: tuple[Lease, ...],
-    order: int,
-    context: Context,
-    rank: Policy,
+    candidate: Candidate, leaving: tuple[Lease, ...], order: int, context: Context, rank: Policy
 ) -> _Priced:
     """The way to make room for `candidate` by evicting the leases `leaving`, with its cost.
 
@@ -504,15 +496,7 @@ def _priced(
             order,
         )
     else:
-        cost = (
-            most_important,
-            most_wished,
-            highest_rank,
-            rounded_seconds,
-            cards,
-            leases,
-            order,
-        )
+        cost = (most_important, most_wished, highest_rank, rounded_seconds, cards, leases, order)
     return _Priced(cost, candidate, leaving, seconds, highest_rank)
 
 
@@ -526,9 +510,7 @@ def _seconds_to_return(lease: Lease) -> float:
 
 
 def _most_precious(
-    leaving: tuple[Lease, ...],
-    world: World,
-    rank: Policy,
+    leaving: tuple[Lease, ...], world: World, rank: Policy
 ) -> tuple[float, int, float]:
     """The worth of the last lease in `leaving`.
 

@@ -244,8 +244,7 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
         )
     if why == "kept":
         return StillInUse(
-            f"{title} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
-            **facts,
+            f"{title} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}", **facts
         )
     return StillInUse(f"{title} cannot leave now: it is {why}. Try again.", **facts)
 

@@ -70,11 +70,7 @@ class Stuck(NamedTuple):
         return max(0, min(claimed, own) - self.host_bytes)
 
 
-def stuck_leases(
-    book: Book,
-    request: Request,
-    world: World,
-) -> Stuck:
+def stuck_leases(book: Book, request: Request, world: World) -> Stuck:
     """The leases that cannot leave their card, or may have to stay, while this `request` waits."""
     leases: dict[str, list[tuple[Lease, str]]] = {}
     precious: dict[str, list[Lease]] = {}
@@ -225,11 +221,7 @@ def _no_such_device(request: Request) -> Refuse:
     return Refuse(because, need_bytes=request.footprint.bytes)
 
 
-def _all_drained(
-    book: Book,
-    world: World,
-    cards: Iterable[str],
-) -> bool:
+def _all_drained(book: Book, world: World, cards: Iterable[str]) -> bool:
     out = drained(book, world)
     return all(card in out for card in cards)
 
@@ -264,11 +256,7 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
     return refusals
 
 
-def _above_card_bytes(
-    request: Request,
-    card: Device,
-    size: int,
-) -> Refuse:
+def _above_card_bytes(request: Request, card: Device, size: int) -> Refuse:
     most = request.placement.card_bytes.get(card.id, 0)
     name = request.lease.name
     return Refuse(
@@ -279,12 +267,7 @@ def _above_card_bytes(
     )
 
 
-def _above_limit(
-    request: Request,
-    card: Device,
-    size: int,
-    limit: int,
-) -> Refuse:
+def _above_limit(request: Request, card: Device, size: int, limit: int) -> Refuse:
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)} on one device; the largest budget is "
         f"{show_bytes(limit)} ({card.id})",
@@ -295,11 +278,7 @@ def _above_limit(
 
 
 def _beside_stuck(
-    request: Request,
-    card: Device,
-    size: int,
-    limit: int,
-    all_stuck: Stuck,
+    request: Request, card: Device, size: int, limit: int, all_stuck: Stuck
 ) -> Refuse | None:
     """The refusal if leases that cannot leave this card use too much of the card, else None."""
     stuck = all_stuck.leases.get(card.id, [])
@@ -391,12 +370,7 @@ def _cards_in_words(limits: Bytes) -> str:
     return where(tuple(Share(card, 0) for card in limits))
 
 
-def _held_up(
-    request: Request,
-    limits: Bytes,
-    room: Bytes,
-    stuck: Stuck,
-) -> Refuse:
+def _held_up(request: Request, limits: Bytes, room: Bytes, stuck: Stuck) -> Refuse:
     """The refusal because of leases that cannot leave and use too much of the cards."""
     name, size = request.lease.name, request.footprint.bytes
     holders: dict[str, tuple[Lease, str]] = {}
@@ -417,12 +391,7 @@ def _held_up(
 
 
 def _too_small(
-    request: Request,
-    world: World,
-    limits: Bytes,
-    room: Bytes,
-    *,
-    capped: bool,
+    request: Request, world: World, limits: Bytes, room: Bytes, *, capped: bool
 ) -> Refuse:
     """The refusal because the cards' budgets, or the operator's cap, are too small."""
     footprint, rules, cap = request.footprint, request.placement, world.rules.cap
@@ -451,12 +420,7 @@ def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
     return ", and since its number of attention heads is unknown, 2, 4 or 8 cards can share it"
 
 
-def _margin_rule(
-    footprint: Footprint,
-    rules: PlacementRules,
-    room: Bytes,
-    limits: Bytes,
-) -> str:
+def _margin_rule(footprint: Footprint, rules: PlacementRules, room: Bytes, limits: Bytes) -> str:
     """The end of a sentence: the bytes that stay free for the driver.
 
     The text is empty if the model would not fit even without these bytes.
@@ -685,11 +649,7 @@ def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
     return stays
 
 
-def _fits(
-    ticket: Ticket,
-    limits: dict[str, int],
-    stays: dict[str, int],
-) -> bool:
+def _fits(ticket: Ticket, limits: dict[str, int], stays: dict[str, int]) -> bool:
     """Whether the `ticket` fits on its allowed cards, beside the bytes that stay on the cards.
 
     A ticket records neither the safety margin nor the pieces of the model. So the answer may be too
@@ -725,11 +685,7 @@ def _allowed_cards(ticket: Ticket, limits: Iterable[str]) -> list[str]:
     return [card for card in limits if not ticket.places or card in ticket.places]
 
 
-def _blocking_others(
-    book: Book,
-    stuck: list[Ticket],
-    limits: dict[str, int],
-) -> tuple[Ticket, ...]:
+def _blocking_others(book: Book, stuck: list[Ticket], limits: dict[str, int]) -> tuple[Ticket, ...]:
     """The requests in `stuck` whose threads block another request in `stuck`.
 
     A thread blocks another request if it holds bytes on a card that the request could use.
@@ -742,10 +698,7 @@ def _blocking_others(
 
 
 def _blocks_another(
-    book: Book,
-    ticket: Ticket,
-    stuck: list[Ticket],
-    limits: dict[str, int],
+    book: Book, ticket: Ticket, stuck: list[Ticket], limits: dict[str, int]
 ) -> bool:
     wanted: set[str] = set()
     for other in stuck:

@@ -131,9 +131,7 @@ def _filled(sums: Sequence[int], free: Sequence[int]) -> tuple[int, bool]:
 
 
 def _cut(
-    sums: Sequence[int],
-    ideal: Sequence[float],
-    most: Sequence[int],
+    sums: Sequence[int], ideal: Sequence[float], most: Sequence[int]
 ) -> tuple[int, ...] | None:
     """The bytes of consecutive whole pieces on each card; None if no such division is found.
 
@@ -212,12 +210,7 @@ def _possible_ends(sums: Sequence[int], free: Sequence[int]) -> list[list[int]]:
     return ends[::-1]
 
 
-def _nearest(
-    sums: Sequence[int],
-    ideal: float,
-    low: int,
-    high: int,
-) -> int:
+def _nearest(sums: Sequence[int], ideal: float, low: int, high: int) -> int:
     """The index from `low` to `high` whose running sum is nearest to `ideal`.
 
     If two running sums are equally near, the lower index is returned.
@@ -241,10 +234,7 @@ Holds = Callable[[Room], bool]
 
 
 def split(
-    footprint: Footprint,
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> tuple[Candidate, ...]:
     """The divisions of the `footprint` that fit: one for each number of cards, fewest cards first.
 
@@ -256,10 +246,7 @@ def split(
 
 
 def divisions(
-    footprint: Footprint,
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> Iterator[Candidate]:
     """Yields the candidates that `split` returns. Each candidate is computed when it is needed."""
     for parts in sets_that_fit(footprint, room, rules, limits):
@@ -267,10 +254,7 @@ def divisions(
 
 
 def sets_that_fit(
-    footprint: Footprint,
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> Iterator[dict[str, int]]:
     """Yields the sets of cards that `split` tries and that fit: for each card, the model's bytes."""
     cards = [card for card in room if not rules.devices or card in rules.devices]
@@ -304,10 +288,7 @@ def _first_that_fits(
 
 
 def divide(
-    footprint: Footprint,
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> Candidate | None:
     """The `footprint`, divided over all cards of this `room`; None if the cards cannot hold it.
 
@@ -322,12 +303,7 @@ def divide(
     return None if parts is None else _divided(room, parts, rules, limits)
 
 
-def _divided(
-    room: Room,
-    parts_by_card: Room,
-    rules: PlacementRules,
-    limits: Room,
-) -> Candidate:
+def _divided(room: Room, parts_by_card: Room, rules: PlacementRules, limits: Room) -> Candidate:
     cards, parts = tuple(parts_by_card), tuple(parts_by_card.values())
     if rules.layout == "whole":
         claims = [limits[card] for card in cards]
@@ -342,10 +318,7 @@ def _divided(
 
 
 def _parts(
-    footprint: Footprint,
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> dict[str, int] | None:
     """The model's own bytes on each card of the `room`; None if the cards cannot hold it."""
     if rules.layout in ("balanced", "whole") and not fitting(footprint, tuple(room), rules, limits)(
@@ -368,10 +341,7 @@ def _parts(
 
 
 def fitting(
-    footprint: Footprint,
-    cards: Sequence[str],
-    rules: PlacementRules,
-    limits: Room,
+    footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room
 ) -> Holds:
     """Returns a function that takes the room on `cards`, and returns whether the `footprint` fits.
 
@@ -392,11 +362,7 @@ def _never_holds(room: Room) -> bool:
     return False
 
 
-def _fitting_whole(
-    footprint: Footprint,
-    cards: Sequence[str],
-    limits: Room,
-) -> Holds:
+def _fitting_whole(footprint: Footprint, cards: Sequence[str], limits: Room) -> Holds:
     if parts_in_proportion(footprint, [limits[card] for card in cards]) is None:
         return _never_holds
 
@@ -406,11 +372,7 @@ def _fitting_whole(
     return holds
 
 
-def _fitting_balanced(
-    footprint: Footprint,
-    cards: Sequence[str],
-    rules: PlacementRules,
-) -> Holds:
+def _fitting_balanced(footprint: Footprint, cards: Sequence[str], rules: PlacementRules) -> Holds:
     if not _share_heads_equally(footprint, len(cards), rules):
         return _never_holds
     equal = equal_parts(footprint, len(cards))
@@ -430,11 +392,7 @@ def _fitting_balanced(
     return holds
 
 
-def _share_heads_equally(
-    footprint: Footprint,
-    count: int,
-    rules: PlacementRules,
-) -> bool:
+def _share_heads_equally(footprint: Footprint, count: int, rules: PlacementRules) -> bool:
     """Whether `count` cards can hold equal numbers of attention heads, as tensor parallelism needs.
 
     If the number of heads is unknown, only a power of two is likely to divide it. So any other
@@ -466,12 +424,7 @@ def _fitting_proportional(footprint: Footprint, rules: PlacementRules) -> Holds:
     return holds
 
 
-def claimed(
-    footprint: Footprint,
-    cards: Sequence[str],
-    rules: PlacementRules,
-    limits: Room,
-) -> int:
+def claimed(footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room) -> int:
     """The most bytes that the `footprint` can claim on these `cards` together.
 
     The overhead of each card's part is rounded up. `rules` and `limits` are as in `split`.
@@ -503,10 +456,7 @@ def may_use_one_card(rules: PlacementRules) -> bool:
 
 
 def _sets(
-    footprint: Footprint,
-    free: Room,
-    count: int,
-    rules: PlacementRules,
+    footprint: Footprint, free: Room, count: int, rules: PlacementRules
 ) -> Iterator[tuple[str, ...]]:
     """Sets of `count` cards, in the order in which they are tried.
 
@@ -533,10 +483,7 @@ def _sets(
 
 
 def _to_give(
-    cards: Sequence[str],
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
+    cards: Sequence[str], room: Room, rules: PlacementRules, limits: Room
 ) -> dict[str, int]:
     """Bytes that each card can give to a model whose parts may differ; 0 if the card is not free."""
     if rules.layout == "whole":
@@ -545,11 +492,7 @@ def _to_give(
 
 
 def _to_give_equally(
-    footprint: Footprint,
-    cards: Sequence[str],
-    count: int,
-    room: Room,
-    rules: PlacementRules,
+    footprint: Footprint, cards: Sequence[str], count: int, room: Room, rules: PlacementRules
 ) -> dict[str, int]:
     """Bytes that each card can give to a model in `count` equal parts; 0 if no part fits."""
     if not _share_heads_equally(footprint, count, rules):
@@ -562,12 +505,7 @@ def _to_give_equally(
     return give
 
 
-def _first_in_order(
-    cards: Sequence[str],
-    free: Room,
-    count: int,
-    size: int,
-) -> tuple[str, ...]:
+def _first_in_order(cards: Sequence[str], free: Room, count: int, size: int) -> tuple[str, ...]:
     """The first set of `count` cards, in the order of `cards`, that has `size` bytes together.
 
     If no set has so many bytes, the result has fewer than `count` cards.
@@ -587,20 +525,12 @@ def _first_in_order(
     return tuple(chosen)
 
 
-def _held_to(
-    free: int,
-    card: str,
-    rules: PlacementRules,
-) -> int:
+def _held_to(free: int, card: str, rules: PlacementRules) -> int:
     """The free bytes of a card, or fewer if the rules limit the model's bytes on this card."""
     return min(free, rules.card_bytes.get(card, 0)) if rules.card_bytes else free
 
 
-def _to_spend(
-    free: int,
-    card: str,
-    rules: PlacementRules,
-) -> int:
+def _to_spend(free: int, card: str, rules: PlacementRules) -> int:
     """The bytes of the model that a card can hold beside the margin and the overhead."""
     spend = free - rules.margin_bytes
     if rules.card_bytes:
@@ -636,10 +566,7 @@ def check_layout(name: str) -> str:
 
 
 def place(
-    footprint: Footprint,
-    room: Bytes,
-    rules: PlacementRules,
-    limits: Bytes | None = None,
+    footprint: Footprint, room: Bytes, rules: PlacementRules, limits: Bytes | None = None
 ) -> tuple[Candidate, ...]:
     """The candidates for the `footprint`: first candidates that fit, then candidates that do not.
 
@@ -660,10 +587,7 @@ def place(
 
 
 def on_one_card(
-    footprint: Footprint,
-    room: Bytes,
-    rules: PlacementRules,
-    limits: Bytes,
+    footprint: Footprint, room: Bytes, rules: PlacementRules, limits: Bytes
 ) -> tuple[Candidate, ...]:
     """One candidate for each device. The order and the parameters are as in `place`."""
     size = footprint.bytes
@@ -684,11 +608,7 @@ def on_one_card(
 
 
 def _claiming_more(
-    footprint: Footprint,
-    allowed: Iterable[str],
-    room: Bytes,
-    rules: PlacementRules,
-    limits: Bytes,
+    footprint: Footprint, allowed: Iterable[str], room: Bytes, rules: PlacementRules, limits: Bytes
 ) -> tuple[Candidate, ...]:
     """The candidates of `on_one_card` for rules that limit a card's bytes, or claim extra bytes."""
     found = []
@@ -705,11 +625,7 @@ def _claiming_more(
 
 
 def _claimed_candidate(
-    footprint: Footprint,
-    device: str,
-    free: int,
-    rules: PlacementRules,
-    limit: int,
+    footprint: Footprint, device: str, free: int, rules: PlacementRules, limit: int
 ) -> Candidate:
     size = claim(footprint, rules, limit)
     filled = (Share(device, footprint.bytes),) if size != footprint.bytes else ()
@@ -728,11 +644,7 @@ def claims_footprint_only(rules: PlacementRules) -> bool:
     return rules.layout != "whole" and not rules.factor
 
 
-def claim(
-    footprint: Footprint,
-    rules: PlacementRules,
-    limit: int,
-) -> int:
+def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
     """Bytes that the `footprint` claims of one card with the budget `limit`, in bytes.
 
     A result above `limit` means that the model cannot fit. With the layout `whole`, the claim is
@@ -757,12 +669,7 @@ def claim(
     return max(size, limit)
 
 
-def _because(
-    device: str,
-    size: int,
-    free: int,
-    rules: PlacementRules,
-) -> str:
+def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
     if free < size:
         free = max(free, 0)
         missing = show_bytes(size - free)
@@ -777,9 +684,7 @@ def _because(
 
 
 def runners_up(
-    considered: Iterable[Candidate],
-    taken: Shares,
-    rules: PlacementRules,
+    considered: Iterable[Candidate], taken: Shares, rules: PlacementRules
 ) -> tuple[Candidate, ...]:
     """The `considered` candidates: the chosen candidate first, then all others with a reason.
 
@@ -804,11 +709,7 @@ def _cards(shares: Shares) -> tuple[str, ...]:
     return tuple(share.device for share in shares)
 
 
-def _why_not(
-    other: Candidate,
-    chosen: Candidate,
-    rules: PlacementRules,
-) -> str:
+def _why_not(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
     if other.victims:
         return _why_not_evict(other, chosen, rules)
     if not other.fits:

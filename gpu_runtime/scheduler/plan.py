@@ -56,12 +56,7 @@ from .transitions import MOST_BESIDE, perform
 from .victims import copied_bytes, eviction_step, mark_leaving, shed_step
 
 
-def plan(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-) -> Plan:
+def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
     """What would happen to this `request` if every step of the decisions of `admit` succeeded.
 
     `book`, `world` and `rank` (the eviction policy) are as in `admit`. The caller's book is
@@ -78,14 +73,7 @@ def plan(
         considered = considered or verdict.considered
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
-            granted = _granted(
-                request,
-                verdict,
-                steps + verdict.steps,
-                asked,
-                reasons,
-                considered,
-            )
+            granted = _granted(request, verdict, steps + verdict.steps, asked, reasons, considered)
             return _with_effort(granted, verdict, steps, before, book, world)
         if isinstance(verdict, Refuse):
             level = PlanLevel.NEVER
@@ -192,11 +180,7 @@ def _bytes(step: Step) -> int:
     return sum(share.bytes for share in shares)
 
 
-def _steps_of_others(
-    book: Book,
-    verdict: Wait,
-    world: World,
-) -> list[Step]:
+def _steps_of_others(book: Book, verdict: Wait, world: World) -> list[Step]:
     """The steps by which other owners do what `verdict` requests: evict leases, free shadows."""
     host_room = room(book, world).get(HOST, 0)
     parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
@@ -216,11 +200,7 @@ def _steps_of_others(
     return steps
 
 
-def _as_if_measured(
-    book: Book,
-    step: Step,
-    world: World,
-) -> World:
+def _as_if_measured(book: Book, step: Step, world: World) -> World:
     """The `world` as a measurement after the finished `step` would show it.
 
     A sample is one measurement of a device. In the samples, the bytes that the step freed are free.

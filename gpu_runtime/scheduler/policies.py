@@ -118,11 +118,7 @@ def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
     return ranked
 
 
-POLICIES: Mapping[str, Policy] = {
-    "lru": lru,
-    "cost_aware": cost_aware,
-    "keep_score": keep_score,
-}
+POLICIES: Mapping[str, Policy] = {"lru": lru, "cost_aware": cost_aware, "keep_score": keep_score}
 
 
 def policy(name: str) -> Policy:

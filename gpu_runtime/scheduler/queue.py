@@ -31,11 +31,7 @@ _Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 
 
-def aged(
-    importance: int,
-    waited_seconds: float,
-    world: World,
-) -> int:
+def aged(importance: int, waited_seconds: float, world: World) -> int:
     """The importance that a request has in the queue: one class higher for each 30 s of waiting.
 
     `importance` is the request's own importance; lower numbers are more important. `waited_seconds`
@@ -61,11 +57,7 @@ def queue(book: Book, world: World) -> tuple[Ticket, ...]:
     return tuple(waiting)
 
 
-def elders(
-    book: Book,
-    request: Request,
-    world: World,
-) -> tuple[Ticket, ...]:
+def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
     """The tickets ahead of this `request` in the queue.
 
     A ticket that was not refreshed lately is skipped, because its process is stopped.
@@ -77,14 +69,7 @@ def elders(
     if book.ticket(request.key) is None:
         users = {**users, model: users.get(model, 0) + request.users}
     seconds = load_seconds(book, request)
-    own = _position(
-        wanted.importance,
-        request.arrived,
-        request.key,
-        users[model],
-        seconds,
-        world,
-    )
+    own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
     own_importance = own[0]
     now, rules = world.now, world.rules
     found = []
@@ -147,12 +132,7 @@ def _ticket_position(ticket: Ticket, users: dict[tuple[str, str], int], world: W
 
 
 def _position(
-    importance: int,
-    arrived: float,
-    key: str,
-    users: int,
-    seconds: float,
-    world: World,
+    importance: int, arrived: float, key: str, users: int, seconds: float, world: World
 ) -> _Position:
     """The sort key of a request; requests with lower keys are served earlier.
 
@@ -175,12 +155,7 @@ def awake(ticket: Ticket, world: World) -> bool:
     return world.now - ticket.refreshed <= world.rules.refresh_seconds
 
 
-def may_pass(
-    book: Book,
-    elder: Ticket,
-    request: Request,
-    world: World,
-) -> bool:
+def may_pass(book: Book, elder: Ticket, request: Request, world: World) -> bool:
     """Whether the `request` may take room before this `elder`, a request ahead in the queue.
 
     In two cases the elder cannot use the room now, so the request may take it. In the first case, a
@@ -253,11 +228,7 @@ class Context(NamedTuple):
         recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
         held = held_bytes(book, request, never)
         room_later, leaving = _later(
-            room_now,
-            blocking,
-            leases,
-            freed_since(book, world),
-            request.lease.id if held else "",
+            room_now, blocking, leases, freed_since(book, world), request.lease.id if held else ""
         )
         own_left, own_left_later = _left_of_own_limit(book, request, world)
         return cls(
@@ -376,11 +347,7 @@ def held_bytes(book: Book, request: Request, never: Container[str]) -> dict[str,
     return {} if any(card in never for card in held) else held
 
 
-def _left_of_own_limit(
-    book: Book,
-    request: Request,
-    world: World,
-) -> tuple[int | None, int | None]:
+def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int | None, int | None]:
     """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once the leaving models have left.
 
     Both are None if no limit is set, or if the request is not for a model.
@@ -399,11 +366,7 @@ def _cap_owners(book: Book, world: World) -> frozenset[str]:
     return caps.owners_of(book, cap.user) if cap else frozenset()
 
 
-def _silent(
-    ticket: Ticket | None,
-    leases: Iterable[Lease],
-    world: World,
-) -> frozenset[str]:
+def _silent(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
     """Ids of the idle leases that have not left although this `ticket` recalled them.
 
     The result is empty until the owner has had `answer_seconds` to answer.
@@ -419,11 +382,7 @@ def _silent(
     return frozenset(silent)
 
 
-def _silent_shadows(
-    ticket: Ticket | None,
-    leases: Iterable[Lease],
-    world: World,
-) -> frozenset[str]:
+def _silent_shadows(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
     """Ids of the leases that still have a shadow although this `ticket` recalled the shadow.
 
     The owner has had `answer_seconds` to free the shadow.

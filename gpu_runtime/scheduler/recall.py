@@ -173,13 +173,7 @@ def _new_ticket(asked: Ask, world: World) -> Ticket:
     )
 
 
-def _log(
-    book: Book,
-    asked: Ask,
-    world: World,
-    action: str,
-    because: str,
-) -> Book:
+def _log(book: Book, asked: Ask, world: World, action: str, because: str) -> Book:
     owner_id, _, name = asked.target.partition("/")
     process = process_of(asked.by, book.owner(asked.owner))
     return note(
@@ -216,11 +210,7 @@ def _verdict_of(event: Event, lease: Lease) -> Verdict:
 
 
 def _known_result(
-    book: Book,
-    asked: Ask,
-    section: Section,
-    name: str,
-    world: World,
+    book: Book, asked: Ask, section: Section, name: str, world: World
 ) -> Verdict | None:
     """The verdict that follows from the book alone; None if the owner has to act first."""
     lease = section.lease(name)
@@ -402,15 +392,7 @@ def obey(
             if lease is not None and lease.owner == owner and lease.phase is Phase.SETTLED:
                 steps += _shed_for(book, lease, ticket, asker)
         for lease in _recalled(book, owner, ticket):
-            found = _steps_for(
-                book,
-                lease,
-                ticket,
-                host_room,
-                world,
-                asker,
-                rank,
-            )
+            found = _steps_for(book, lease, ticket, host_room, world, asker, rank)
             if ticket.verb == "evict" and not found and ticket.key not in answered:
                 book = _decline(book, lease, ticket, world, asker)
             for step in found:
@@ -603,12 +585,7 @@ def _unload_from_host(lease: Lease, ticket: Ticket, who: str, by: str) -> tuple[
 
 
 def _unloaded_for(
-    book: Book,
-    lease: Lease,
-    step: Move | Drop | None,
-    person: bool,
-    world: World,
-    rank: Policy,
+    book: Book, lease: Lease, step: Move | Drop | None, person: bool, world: World, rank: Policy
 ) -> Renewed:
     """Returns a function that chooses the leases to unload from host memory so that `lease` fits.
 
@@ -636,13 +613,7 @@ def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Sh
 
 
 def answer(
-    book: Book,
-    world: World,
-    owner: str,
-    order: Order,
-    action: str,
-    because: str,
-    size: int = 0,
+    book: Book, world: World, owner: str, order: Order, action: str, because: str, size: int = 0
 ) -> Book:
     """The book with the answer of `owner` to `order`: an event with the key of the request.
 
@@ -651,15 +622,7 @@ def answer(
     """
     lease = book.lease(owner, order.name) or Lease(owner, order.name)
     return note(
-        book,
-        world,
-        lease,
-        action,
-        order.verb,
-        because,
-        size=size,
-        by=order.who,
-        answers=order.key,
+        book, world, lease, action, order.verb, because, size=size, by=order.who, answers=order.key
     )
 
 

@@ -109,16 +109,7 @@ def relieve(
             at = _level_now(view, freed, world)
             if relief(at, rules) is None:
                 break
-            for step in _steps(
-                book,
-                lease,
-                at,
-                view,
-                freed,
-                host_room,
-                world,
-                rank,
-            ):
+            for step in _steps(book, lease, at, view, freed, host_room, world, rank):
                 steps.append(step)
                 if isinstance(step, Shed):
                     continue  # other leases leave first; this lease leaves at a later call
@@ -157,15 +148,7 @@ def park_kernels(
                 continue
             because = f"{view.device.id} holds more than its limit."
             step = eviction_step(lease, host_room, world, because=because, reason="memory_pressure")
-            copies = _shed_first(
-                book,
-                lease,
-                step,
-                host_room,
-                world,
-                rank,
-                because,
-            )
+            copies = _shed_first(book, lease, step, host_room, world, rank, because)
             if copies:
                 return book, copies
             if step is not None and not why_no_return(book, lease, world):
@@ -228,27 +211,9 @@ def _steps(
     because = f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}."
     drops = on_host or (demand.drop and world.rules.relief == "always")
     step = eviction_step(
-        lease,
-        host_room,
-        world,
-        part=part,
-        drop=drops,
-        because=because,
-        reason="memory_pressure",
+        lease, host_room, world, part=part, drop=drops, because=because, reason="memory_pressure"
     )
-    copies = (
-        ()
-        if drops
-        else _shed_first(
-            book,
-            lease,
-            step,
-            host_room,
-            world,
-            rank,
-            because,
-        )
-    )
+    copies = () if drops else _shed_first(book, lease, step, host_room, world, rank, because)
     if copies:
         return copies
     if step is None or (isinstance(step, Drop) and not demand.may_drop):
@@ -272,15 +237,7 @@ def _shed_first(
     """
     if isinstance(step, Move):
         return ()
-    return shed_steps(
-        book,
-        lease,
-        host_room,
-        world,
-        rank,
-        because,
-        "memory_pressure",
-    )
+    return shed_steps(book, lease, host_room, world, rank, because, "memory_pressure")
 
 
 def _without_claims(view: DeviceView, world: World) -> DeviceView:
@@ -376,14 +333,7 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
         return book
     marks = {**book.drained, device.key: Drain(by, world.wall)}
     because = f"{by} drained {device.id}: it takes no new leases, and its idle models leave."
-    return _noted(
-        replace(book, drained=marks),
-        world,
-        device,
-        "drained",
-        because,
-        by,
-    )
+    return _noted(replace(book, drained=marks), world, device, "drained", because, by)
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
@@ -395,36 +345,15 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
         return book
     marks = {key: mark for key, mark in book.drained.items() if key != device.key}
     because = f"{by} ended the drain of {device.id}: it takes leases again."
-    return _noted(
-        replace(book, drained=marks),
-        world,
-        device,
-        "undrained",
-        because,
-        by,
-    )
+    return _noted(replace(book, drained=marks), world, device, "undrained", because, by)
 
 
 def _noted(book: Book, world: World, device: Device, action: str, because: str, by: str) -> Book:
     lease = Lease("", device.id)
-    return note(
-        book,
-        world,
-        lease,
-        action,
-        "drain",
-        because,
-        device=device.id,
-        by=by,
-    )
+    return note(book, world, lease, action, "drain", because, device=device.id, by=by)
 
 
-def vacate(
-    book: Book,
-    owner: str,
-    world: World,
-    key: str,
-) -> tuple[Book, tuple[Step, ...]]:
+def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[Step, ...]]:
     """The book in which idle models of `owner` leave drained cards, and the steps to carry out.
 
     A model in use leaves at a later call, once it is idle. A model marked `keep` leaves once the
@@ -442,13 +371,7 @@ def vacate(
         if reason_to_stay(lease, world, asker=owner, importance=PERSON):
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
-        step = eviction_step(
-            lease,
-            host_room,
-            world,
-            because=f"{cards[card]}.",
-            reason="drain",
-        )
+        step = eviction_step(lease, host_room, world, because=f"{cards[card]}.", reason="drain")
         copies: tuple[Step, ...] = ()
         if not isinstance(step, Move):  # if shadows are freed, this lease leaves at a later call
             copies = shed_steps(book, lease, host_room, world, lru, f"{cards[card]}.", "drain")
@@ -562,21 +485,10 @@ def move(
 
 
 def _shares(
-    book: Book,
-    lease: Lease,
-    footprint: Footprint,
-    rules: PlacementRules,
-    world: World,
+    book: Book, lease: Lease, footprint: Footprint, rules: PlacementRules, world: World
 ) -> Shares | str:
     """The model's bytes on each card of `rules`, or the reason why these cards cannot hold it."""
-    request = Request(
-        "",
-        replace(lease, target=()),
-        footprint,
-        world.now,
-        rules,
-        wait=False,
-    )
+    request = Request("", replace(lease, target=()), footprint, world.now, rules, wait=False)
     context = Context.of(book, request, world)
     blocked = {**drained(book, world), **context.blind}
     for card in rules.devices:

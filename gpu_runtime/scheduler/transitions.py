@@ -222,9 +222,7 @@ def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by:
     else:
         to_host = any(share.device == HOST for share in shares)
         settled = replace(
-            lease.holding(shares),
-            settled_at=world.now,
-            away_since=world.now if to_host else 0.0,
+            lease.holding(shares), settled_at=world.now, away_since=world.now if to_host else 0.0
         )
         book = book.with_lease(settled)
         action = "offloaded" if to_host else "moved"
@@ -255,14 +253,7 @@ def perform(book: Book, step: Step, world: World) -> Book:
     return left(book, step, shares, world)
 
 
-def abandon(
-    book: Book,
-    owner: str,
-    name: str,
-    key: str,
-    world: World,
-    because: str = "",
-) -> Book:
+def abandon(book: Book, owner: str, name: str, key: str, world: World, because: str = "") -> Book:
     """The book without the decision `key` about the lease `name` of `owner`.
 
     A lease that was loading is removed. A lease that was being restored is back where it was. A
@@ -626,10 +617,5 @@ def _leases_differ(before: Book, after: Book) -> bool:
 def _relevant_part(lease: Lease) -> Lease:
     """The lease without the fields that cannot change another request's verdict."""
     return replace(
-        lease,
-        pins=min(lease.pins, 1),
-        pinned_since=0.0,
-        last_used=0.0,
-        uses=0,
-        measured_bytes=None,
+        lease, pins=min(lease.pins, 1), pinned_since=0.0, last_used=0.0, uses=0, measured_bytes=None
     )

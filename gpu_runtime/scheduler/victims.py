@@ -30,10 +30,7 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def victims(
-    need: Bytes,
-    idle: Iterable[Lease],
-    world: World,
-    rank: Policy,
+    need: Bytes, idle: Iterable[Lease], world: World, rank: Policy
 ) -> tuple[Lease, ...] | None:
     """The leases to evict to free `need` bytes on each device; None if all together are not enough.
 
@@ -42,11 +39,7 @@ def victims(
     return first_enough(eviction_order(idle, world, rank), Room.that_lacks(need))
 
 
-def eviction_order(
-    idle: Iterable[Lease],
-    world: World,
-    rank: Policy,
-) -> list[Lease]:
+def eviction_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
     """The `idle` leases in order: by `worth` in this `world`, then by last use, then by name."""
 
     def key(lease: Lease) -> tuple[tuple[int, int, float], float, str, str]:
@@ -436,12 +429,7 @@ def _uses_host_memory(lease: Lease, world: World) -> bool:
     return False
 
 
-def permanent_reason_to_stay(
-    lease: Lease,
-    world: World,
-    *,
-    held: Sequence[str] = (),
-) -> str:
+def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str:
     """The reason why this `lease` never leaves its device, however long a request waits.
 
     The text is the end of a sentence. It is empty if the lease may leave at some time. `held` are
@@ -505,11 +493,7 @@ def leaves_in_words(book: Book, lease: Lease) -> str:
     return "is being moved to RAM" if lease.kind == "kernel" else "is being evicted"
 
 
-def mark_leaving(
-    book: Book,
-    step: Move | Drop,
-    key: str,
-) -> Book:
+def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
     """The `book` with the lease of the `step` marked as leaving.
 
     The lease's bytes count on the old and the new device until the step is done. `key` identifies
@@ -521,11 +505,7 @@ def mark_leaving(
     return book.with_lease(replace(lease, phase=Phase.LEAVING, target=target, key=key))
 
 
-def unfinished_steps(
-    book: Book,
-    owner: str,
-    key: str,
-) -> tuple[Move | Drop, ...]:
+def unfinished_steps(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...]:
     """The steps of this `owner` decided under this `key` and not yet reported as done.
 
     The owner may not have received the verdict with these steps, so they are returned again.
@@ -550,13 +530,7 @@ def unfinished_steps(
 
 
 def warm(
-    book: Book,
-    world: World,
-    *,
-    asker: str,
-    importance: int,
-    owner: str = "",
-    wanted: str = "",
+    book: Book, world: World, *, asker: str, importance: int, owner: str = "", wanted: str = ""
 ) -> list[Lease]:
     """Leases of the `book` in host memory that may be unloaded now.
 
@@ -725,13 +699,7 @@ def shed_step(lease: Lease, because: str, reason: str = "request", by: str = "")
 
 
 def shed_steps(
-    book: Book,
-    lease: Lease,
-    host_room: int,
-    world: World,
-    rank: Policy,
-    because: str,
-    reason: str,
+    book: Book, lease: Lease, host_room: int, world: World, rank: Policy, because: str, reason: str
 ) -> tuple[Shed, ...]:
     """The steps that free shadows of the lease's owner so that `lease` fits into host memory.
 
@@ -763,13 +731,7 @@ def reserve_shadow(
         return book, False
     if any(ticket.shadows for ticket in book.tickets):
         return book, False
-    reserved = replace(
-        lease,
-        shadow_bytes=size,
-        copy=copy,
-        copy_bytes=shared,
-        copied_bytes=shared,
-    )
+    reserved = replace(lease, shadow_bytes=size, copy=copy, copy_bytes=shared, copied_bytes=shared)
     after = book.with_lease(reserved)
     extra = size - shared + max(0, shared - _largest(book, copy))
     if room(book, world).get(HOST, 0) < extra:

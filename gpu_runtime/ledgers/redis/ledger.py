@@ -73,12 +73,7 @@ class RedisLedger(NamesTeller):
     again_seconds = 10.0  # a Redis may lose the names
 
     def __init__(
-        self,
-        url: str,
-        *,
-        notebook: str = "",
-        user: str = "",
-        patience_seconds: float = 10.0,
+        self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
     ) -> None:
         """Opens this host's page at `url` as a new owner, which `notebook` and `user` describe.
 
