@@ -135,9 +135,8 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     """Carries out `verb`, prints the result, and returns the exit code."""
     if verb.name in SERVERS:
         return _print(verb, args, SERVERS[verb.name](args), None)
-    assert verb.act is not None  # only the verbs in SERVERS have no `act`
     if not verb.needs_runtime:
-        return _print(verb, args, verb.act(None, args), None)
+        return _print(verb, args, verb.answer(None, args), None)
     from . import watching
 
     rt = watching.followed()
@@ -146,9 +145,9 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     try:
         if verb.name == "status" and args.watch:
             return watch(rt)
-        value = verb.act(rt, args)
+        value = verb.answer(rt, args)
         if _is_confirmed(verb, args, value):
-            value = verb.act(rt, args)
+            value = verb.answer(rt, args)
         return _print(verb, args, value, rt)
     finally:
         watching.close(rt)

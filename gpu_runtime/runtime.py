@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import attribution
-from .arguments import checked, read_all
+from .arguments import KEYWORDS, checked, read_all
 from .backends.base import Progress, Stillness
 from .catalog.files import Catalog, Catalogued
 from .devices.probe import Probe, open_probe
@@ -35,7 +35,6 @@ from .facts import (
     Snapshot,
     Wait,
 )
-from .model_fields import KEYWORDS
 from .notebook import notebook_path
 from .owner import (
     acquire,

@@ -22,9 +22,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from .arguments import Rule, plain, read
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
-from .kinds import Rule, plain, read
 from .safe_text import MOST_QUOTED
 from .units import GIB, MIB, parse_seconds
 

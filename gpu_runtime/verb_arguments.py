@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from . import kinds
+from .arguments import FIELDS, MOST_DAYS, SEQUENCES, TOKENS, TRUTH, TYPED
+from .arguments import IMPORTANCE as IMPORTANCE_RULE
 from .errors import BadSize
 from .facts import IMPORTANCE
-from .model_fields import FIELDS, TYPED
 from .safe_text import printable, quoted
 from .units import parse_seconds
 
@@ -36,6 +36,11 @@ class Argument(NamedTuple):
     flags: tuple[str, ...]
     options: dict[str, Any]  # keywords of `add_argument`
     completes: str = ""  # the kind of values that Tab offers, such as "models" or "files"
+
+    @property
+    def name(self) -> str:
+        """The attribute of the parsed arguments that has the value."""
+        return self.options.get("dest") or self.flags[0].lstrip("-").replace("-", "_")
 
     @property
     def is_option(self) -> bool:
@@ -70,11 +75,23 @@ class Verb(NamedTuple):
 
     name: str
     doc: str
-    act: Act | None = None  # None: the magic and the command have code of their own
+    act: Act | None = None  # None: the runtime's method of the verb's name, with its arguments
     arguments: tuple[Argument, ...] = ()
     places: tuple[str, ...] = (MAGIC, CLI)
     needs_runtime: bool = True
+    has_own_code: bool = False  # the magic and the command have code of their own
     plain_in_notebook: bool = False  # has arguments in a terminal only
+
+    def answer(self, rt: Any, args: argparse.Namespace) -> Any:
+        """Carries the verb out with the parsed `args`, and returns data; prints nothing.
+
+        `rt` is the runtime. It is None if no runtime is open and the verb needs none.
+        """
+        if self.act is not None:
+            return self.act(rt, args)
+        positionals = [getattr(args, one.name) for one in self.arguments if not one.is_option]
+        options = given(args, *(one.name for one in self.arguments if one.is_option))
+        return getattr(rt, self.name)(*positionals, **options)
 
     def takes(self, place: str) -> tuple[Argument, ...]:
         """The arguments that can be typed in `place`, which is MAGIC or CLI."""
@@ -130,7 +147,7 @@ def importance(text: str) -> str | int:
     Raises ArgumentTypeError if `text` is neither a name of IMPORTANCE nor a number above 0.
     """
     try:
-        number = kinds.IMPORTANCE.in_file(text)
+        number = IMPORTANCE_RULE.in_file(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text if text in IMPORTANCE else number
@@ -165,7 +182,7 @@ def days(text: str) -> float:
         number = float(text)
     except ValueError:  # refused below
         number = 0.0
-    if not 0 < number < kinds.MOST_DAYS:
+    if not 0 < number < MOST_DAYS:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of days above 0")
     return number
 
@@ -242,13 +259,13 @@ HISTORY = (  # what `backtest` replays, and with what
 )
 NEW_NAME = positional("name", "NAME", "the name to give it", "models")
 SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
-_CONVERTERS = {kinds.IMPORTANCE: importance, kinds.TOKENS: count, kinds.SEQUENCES: count}
+_CONVERTERS = {IMPORTANCE_RULE: importance, TOKENS: count, SEQUENCES: count}
 
 
 def _of_field(name: str) -> Argument:
     """The option for the field `name` of a model."""
     rule, typed = FIELDS[name].rule, TYPED[name]
-    if rule is kinds.TRUTH:
+    if rule is TRUTH:
         return switch(typed[0], typed[2])
     more = {"type": _CONVERTERS[rule]} if rule in _CONVERTERS else {}
     return option(*typed, dest=name, **more)

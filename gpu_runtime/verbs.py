@@ -1,9 +1,9 @@
 """The table of verbs, from which the `%gpu` magic, the `gpu` command and their help are made.
 
-To add a magic or a command, add a row: a name, its arguments, and the call on the Runtime. A row
-without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results. An act that is
-more than one method is a function here. `rt` is the runtime; it is None if no runtime is open and the
-verb needs none. `args` are the parsed arguments. An act returns data and prints nothing.
+To add a magic or a command, add a row: a name, its arguments, and an act unless it is the method of
+Runtime with the same name. An act is a function here. `rt` is the runtime; it is None if no runtime is
+open and the verb needs none. `args` are the parsed arguments. An act returns data and prints nothing.
+`rendering` shows the results.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from .arguments import TYPED
 from .errors import BadSetting, GpuError, UnknownVerb
 from .facts import Outcome
 from .files import make_directory, replace_file
-from .model_fields import TYPED
 from .safe_text import MOST_QUOTED, quoted
 from .verb_arguments import (
     BY_DRIVER,
@@ -182,16 +182,6 @@ def status(rt: Any, args: argparse.Namespace) -> Any:
     return rt.status_all() if args.all else rt.status()
 
 
-def plan(rt: Any, args: argparse.Namespace) -> Any:
-    """`rt.plan` for the name, the source and the options in `args`."""
-    return rt.plan(args.name, args.source, **given(args, *TYPED, "timeout"))
-
-
-def load(rt: Any, args: argparse.Namespace) -> Outcome:
-    """Loads the model in `args` and returns the outcome. A new model is registered with `rt` first."""
-    return rt.load(args.name, args.source, **given(args, *TYPED, "timeout"))
-
-
 def register(rt: Any, args: argparse.Namespace) -> Outcome:
     """Registers the model in `args` with `rt`, and returns the outcome."""
     spec = rt.register(args.name, args.source, **given(args, *TYPED))
@@ -226,11 +216,6 @@ def evict(rt: Any, args: argparse.Namespace) -> Outcome:
 def restore(rt: Any, args: argparse.Namespace) -> Outcome:
     """The outcome of `rt.restore` for the name in `args`, under the verb that was typed."""
     return replace(rt.restore(args.name), verb="restore")
-
-
-def preload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The outcome of `rt.preload` for the name in `args`."""
-    return rt.preload(args.name, **given(args, "timeout"))
 
 
 def evictions(rt: Any, args: argparse.Namespace) -> Any:
@@ -415,9 +400,8 @@ _TABLE = (
     Verb(
         "models",
         "models: where each one is, its size, and how long it is idle",
-        lambda rt, args: rt.models(),
     ),
-    Verb("leases", "which process holds how much on which device", lambda rt, args: rt.leases()),
+    Verb("leases", "which process holds how much on which device"),
     Verb(
         "evictions",
         "models that left their device, when, and why",
@@ -433,12 +417,11 @@ _TABLE = (
         lambda rt, args: rt.allocator_maps() if args.map else rt.fragmentation(),
         (switch("--map", "drawn: every segment, and its blocks"),),
     ),
-    Verb("health", "one line about the fullest device", lambda rt, args: rt.health()),
+    Verb("health", "one line about the fullest device"),
     Verb(
         "plan",
         "dry run: memory a model needs, and which models would be evicted",
-        plan,
-        (
+        arguments=(
             positional(
                 "name",
                 "NAME|SIZE|PATH",
@@ -466,8 +449,7 @@ _TABLE = (
     Verb(
         "load",
         "registers a model and loads it",
-        load,
-        (NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
+        arguments=(NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
         places=(MAGIC,),
     ),
     Verb(
@@ -481,7 +463,9 @@ _TABLE = (
         "forget", "frees a model of this notebook, and its name", forget, (NAME,), places=(MAGIC,)
     ),
     Verb(
-        "preload", "loads a model onto its device before it is needed", preload, (LOADABLE, TIMEOUT)
+        "preload",
+        "loads a model onto its device before it is needed",
+        arguments=(LOADABLE, TIMEOUT),
     ),
     Verb(
         "evict",
@@ -501,8 +485,7 @@ _TABLE = (
     Verb(
         "cancel",
         "ends a request's wait for memory: its cell gets an error that names you",
-        lambda rt, args: rt.cancel(args.name, **given(args, "timeout")),
-        (WAITING, TIMEOUT),
+        arguments=(WAITING, TIMEOUT),
     ),
     Verb(
         "restore",
@@ -513,8 +496,7 @@ _TABLE = (
     Verb(
         "move",
         "moves an idle, loaded model to another card, or over several",
-        lambda rt, args: rt.move(args.name, args.device, **given(args, "timeout")),
-        (
+        arguments=(
             NAME,
             positional(
                 "device", "DEVICE", "where to, such as cuda:1, or cuda:0,1 for both", "devices"
@@ -525,32 +507,31 @@ _TABLE = (
     Verb(
         "pin",
         "keeps a model on its device until it is unpinned",
-        lambda rt, args: rt.pin(args.name),
-        (NAME,),
+        arguments=(NAME,),
     ),
     Verb(
         "unpin",
         "allows a pinned model to be evicted again",
-        lambda rt, args: rt.unpin(args.name),
-        (NAME,),
+        arguments=(NAME,),
     ),
     Verb(
         "park",
         "moves what a notebook's own code holds to RAM, until a cell needs it",
-        lambda rt, args: rt.park(args.who or "", **given(args, "checkpoint", "yes")),
-        (WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you")),
+        arguments=(
+            WHO,
+            BY_DRIVER,
+            switch("--yes", "with --checkpoint: its hazards are known to you"),
+        ),
     ),
     Verb(
         "unpark",
         "brings a parked notebook's memory back to its device",
-        lambda rt, args: rt.unpark(args.who or "", **given(args, "checkpoint")),
-        (WHO, BY_DRIVER),
+        arguments=(WHO, BY_DRIVER),
     ),
     Verb(
         "drain",
         "stops new leases on a card, and moves its idle models away",
-        lambda rt, args: rt.drain(args.device, **given(args, "undo", "timeout")),
-        (
+        arguments=(
             positional("device", "DEVICE", "a card, such as cuda:1", "devices"),
             switch("--undo", "allow leases on it again"),
             TIMEOUT,
@@ -559,8 +540,7 @@ _TABLE = (
     Verb(
         "defrag",
         "releases cached, unused device memory: of all processes, or of one",
-        lambda rt, args: rt.defrag(args.process or "", **given(args, "timeout")),
-        (PROCESS, TIMEOUT),
+        arguments=(PROCESS, TIMEOUT),
     ),
     Verb(
         "next",
@@ -571,14 +551,12 @@ _TABLE = (
     Verb(
         "who",
         "which variable, output or error of a notebook holds device memory",
-        lambda rt, args: rt.who(args.who or ""),
-        (WHO,),
+        arguments=(WHO,),
     ),
     Verb(
         "free",
         "releases outputs, the last error and caches; or deletes a variable",
-        lambda rt, args: rt.free(args.name),
-        (positional("name", "NAME", "only this variable", "variables", nargs="?"),),
+        arguments=(positional("name", "NAME", "only this variable", "variables", nargs="?"),),
         places=(MAGIC,),
     ),
     Verb(
@@ -615,8 +593,7 @@ _TABLE = (
     Verb(
         "delete",
         "removes a model from the catalogue; if it is loaded, it stays loaded",
-        lambda rt, args: rt.delete(args.name),
-        (CATALOG_NAME,),
+        arguments=(CATALOG_NAME,),
     ),
     Verb(
         "doctor",
@@ -641,6 +618,7 @@ _TABLE = (
     Verb(
         "console",
         "the operator's console: live in a notebook, served from a terminal",
+        has_own_code=True,
         arguments=(
             HOST,
             option("--port", "N", "the port; else the first free one from 8211", type=port_number),
@@ -655,6 +633,7 @@ _TABLE = (
     Verb(
         "serve",
         "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port",
+        has_own_code=True,
         arguments=(
             HOST,
             option("--port", "N", "the port; 8210 unless given", type=port_number),
@@ -694,8 +673,7 @@ _TABLE = (
     Verb(
         "help",
         "this help, or the help of one verb or error",
-        lambda rt, args: args.verb,
-        (positional("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
+        arguments=(positional("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
         needs_runtime=False,
     ),
 )

@@ -104,7 +104,7 @@ def verb_help(lines: Iterable[Line]) -> str:
 
 def fields_table(lines: Iterable[Line]) -> str:
     """Name and meaning of the catalogue's fields in a group."""
-    from gpu_runtime.model_fields import GROUPS
+    from gpu_runtime.arguments import GROUPS
 
     fields = {name: field for line in lines for name, field in GROUPS[line.name].items()}
     rows = ((f"`{name}`", cell(field.meaning)) for name, field in fields.items())

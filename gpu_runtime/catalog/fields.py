@@ -1,6 +1,6 @@
 """One model of the catalogue: the fields of its entry, and the ModelSpec that a process makes from it.
 
-The table `model_fields` says how each field is checked and converted to the project's units: sizes
+The table of fields in `arguments.py` says how each field is checked and converted to the project's units: sizes
 to bytes, durations to seconds. An unknown field is kept, unless it looks like a misspelled known
 field, which is an error.
 """
@@ -14,13 +14,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .. import files
+from ..arguments import (
+    BACKENDS,
+    DTYPE,
+    FIELDS,
+    KEYWORDS,
+    LAYERS,
+    LLAMA,
+    OPTIONS,
+    PYTHON,
+    TOKENS,
+    WORD,
+    takes,
+)
 from ..backends.base import looks_like_hub_id
 from ..backends.engines.recipe import RESERVED_FLAGS, group_flags, is_placeholder
 from ..backends.registry import backend_names, file_backend, missing
 from ..errors import LoadFailed, ModelDisabled
 from ..facts import ModelSpec, Value
-from ..kinds import DTYPE, TOKENS, WORD
-from ..model_fields import BACKENDS, FIELDS, KEYWORDS, LAYERS, LLAMA, OPTIONS, PYTHON, takes
 from ..settings import Settings
 
 # The fields that a file may have, in the order of the docs.

@@ -40,11 +40,10 @@ import msgspec
 from filelock import FileLock, Timeout
 from msgspec.structs import replace
 
-from ..arguments import checked
+from ..arguments import bad_name, checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownDevice, UnknownModel
 from ..facts import Applied, Device, ModelSpec
 from ..files import make_directory, open_regular, state_home
-from ..kinds import bad_name
 from ..safe_text import quoted
 from ..settings import Settings
 from .documents import MOST_BYTES, Document, as_yaml, read

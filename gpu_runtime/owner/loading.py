@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from ..arguments import FIELDS, FLAGS, KEYWORDS, plain, read, read_options
 from ..backends.base import Progress
 from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import file_backend, open_backend
@@ -46,8 +47,6 @@ from ..facts import (
     Request,
     lease_title,
 )
-from ..kinds import plain, read
-from ..model_fields import FIELDS, FLAGS, KEYWORDS, read_options
 from ..safe_text import MOST_QUOTED, printable, quoted
 from ..scheduler import placement
 from ..scheduler import transitions as books

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..arguments import KEYWORDS, read_options, unknown_option
 from ..backends.engines.recipe import group_flags
 from ..backends.registry import backend_for
 from ..catalog.fields import is_trust, require_loadable
@@ -38,8 +39,6 @@ from ..facts import (
     of_notebook,
     parse_importance,
 )
-from ..kinds import unknown_option
-from ..model_fields import KEYWORDS, read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted

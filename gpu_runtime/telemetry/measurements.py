@@ -26,10 +26,10 @@ from typing import TypeVar
 import msgspec
 
 from .. import threads
+from ..arguments import FIELDS
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..files import make_directory, read_plain, replace_file
 from ..ledgers.access import access_to, local_state, state_in
-from ..model_fields import FIELDS
 from ..notebook import FILE
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first

@@ -153,8 +153,7 @@ class GpuMagics(Magics):
         if verb.name in IN_NOTEBOOK:
             return IN_NOTEBOOK[verb.name](self._runtime())
         rt = self._opened(verb)
-        assert verb.act is not None  # only the verbs of IN_NOTEBOOK have no act
-        value = render.with_titles(verb.name, verb.act(rt, args), rt)
+        value = render.with_titles(verb.name, verb.answer(rt, args), rt)
         if args.json:
             return render.Json(render.as_json(value))
         if render.is_frame(value):

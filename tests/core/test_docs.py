@@ -17,10 +17,10 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import Runtime
+from gpu_runtime.arguments import FIELDS, GROUPS
 from gpu_runtime.backtest import BacktestRow
 from gpu_runtime.catalog.fields import KNOWN
 from gpu_runtime.error_pages import WHAT_TO_DO
-from gpu_runtime.model_fields import FIELDS, GROUPS
 from gpu_runtime.owner import dataframes
 from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai

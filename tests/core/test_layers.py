@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUND = (
     "safe_text errors fault_texts units facts arguments settings threads attribution files"
-    " kinds model_fields tcp_sockets names tracked_objects"
+    " tcp_sockets names tracked_objects"
     " notebook user_frames error_pages access_keys version torch_modes stop_text"
     " other_libraries"
 )
@@ -38,14 +38,12 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "facts": "safe_text errors units",
     "torch_modes": "",
     "other_libraries": "threads tracked_objects units",
-    "kinds": "safe_text errors units facts",
-    "model_fields": "safe_text errors units facts kinds",
-    "arguments": "errors kinds model_fields torch_modes",
+    "arguments": "safe_text errors units facts torch_modes",
     "names": "",
     "tracked_objects": "",
     "notebook": "safe_text facts files",
     "version": "",
-    "settings": "safe_text errors units facts kinds",
+    "settings": "safe_text errors units facts arguments",
     "samples": "errors units threads",
     "web": "errors units settings threads files tcp_sockets",
     "estimation": "errors units facts",

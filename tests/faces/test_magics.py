@@ -15,7 +15,7 @@ from IPython.utils.capture import capture_output
 
 import gpu_runtime
 from gpu_runtime import errors, facts, verbs
-from gpu_runtime.model_fields import FLAGS
+from gpu_runtime.arguments import FLAGS
 from gpu_runtime.rendering import render
 from tests.clock import finished
 from tests.worlds import owner

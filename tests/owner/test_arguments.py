@@ -12,13 +12,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime import BadSetting, BadSize, GpuError, NeedsWith, Runtime
-from gpu_runtime.arguments import RULES, rules_of
+from gpu_runtime.arguments import (
+    FIELDS,
+    KEYWORDS,
+    OPTIONS,
+    REFUSED,
+    RULES,
+    read,
+    read_options,
+    rules_of,
+)
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
 from gpu_runtime.fleet.client import Fleet
-from gpu_runtime.kinds import read
-from gpu_runtime.model_fields import FIELDS, KEYWORDS, OPTIONS, REFUSED, read_options
 from gpu_runtime.safe_text import MOST_MESSAGE
 from gpu_runtime.settings import Settings
 

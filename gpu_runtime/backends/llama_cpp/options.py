@@ -14,9 +14,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...arguments import embedded_tokens
 from ...errors import BadSetting, NotAModel
 from ...facts import Evidence, ModelSpec, Share, Shares, beside
-from ...model_fields import embedded_tokens
 from ..formats import gguf, sources
 from ..formats.sources import AbsentBackend
 

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from ...arguments import embedded_tokens
 from ...facts import ModelSpec, Value
-from ...model_fields import embedded_tokens
 from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
 from ..requests import tokens_if_too_many
