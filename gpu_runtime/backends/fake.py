@@ -126,7 +126,7 @@ class FakeBackend(Backend):
             return
         to_host = all(share.device == HOST for share in shares)
         from_host = all(share.device == HOST for share in model.place[0])
-        if to_host and model.shadow_bytes != _total(shares):
+        if to_host and model.shadow_bytes != sum(share.bytes for share in shares):
             self.free_shadow(model)
         ready = model.shadow if to_host else ()
         kept = self._settle(model, shares, lambda: model.hook and model.hook("move"), ready)
@@ -233,10 +233,6 @@ def _copy_after(
     if copy >= on_card or going >= on_card:
         return max(0, copy - going) if going < on_card else 0
     return copy
-
-
-def _total(shares: Shares) -> int:
-    return sum(share.bytes for share in shares)
 
 
 def _free(blocks: Iterable[Block]) -> None:

@@ -326,17 +326,13 @@ class HostAgent:
             time.sleep(WATCH_SECONDS)
             turn += 1
             try:
-                if len(self.holds):
-                    self._end_holds_of_the_dead()
+                # Ray does not report the end of a client.
+                if len(self.holds) and (count := self.holds.release_jobs(cluster.ended_jobs())):
+                    log.info("%s: ended %d uses of clients that have ended", self.host, count)
                 if turn % NODE_TURNS == 0 and cluster.is_given_up():
                     self._end()
             except Exception as error:  # noqa: BLE001 - the head restarts: ask again
                 log.debug("the head does not answer: %s", error)
-
-    def _end_holds_of_the_dead(self) -> None:
-        """Ends the uses of jobs that have ended. Ray does not report the end of a client."""
-        if count := self.holds.release_jobs(cluster.ended_jobs()):
-            log.info("%s: ended %d uses of clients that have ended", self.host, count)
 
     def _end(self) -> None:
         """Ends this frozen process, whose node is declared dead: its clients use other hosts already."""

@@ -167,12 +167,12 @@ class Controller:
         while asked and not _can_serve(offers.values()):
             more, missing = self._ask("offer", asked[:MOST_PLANNED], name, revision, for_wish)
             offers, reasons, asked = offers | more, reasons | missing, asked[MOST_PLANNED:]
-        others = [self._no_offer(name, host, why) for host, why in sorted(reasons.items())]
+        silent = (cluster.SILENT, cluster.GONE)
+        others = [
+            Offer(host, name, PlanLevel.NEVER, why, answered=why not in silent)
+            for host, why in sorted(reasons.items())
+        ]
         return ranked([*offers.values(), *others]), revision
-
-    def _no_offer(self, name: str, host: str, why: str) -> Offer:
-        answered = why not in (cluster.SILENT, cluster.GONE)
-        return Offer(host, name, PlanLevel.NEVER, why, answered=answered)
 
     def _ask(
         self,

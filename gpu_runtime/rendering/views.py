@@ -450,7 +450,8 @@ def event_phrase(event: Event) -> str:
 def event_sentence(event: Event) -> str:
     """A sentence about the `event`, with the person who requested it, and the event's reason."""
     because = event.because.strip().rstrip(".")
-    requested = f"{_requester_prefix(event)} {event.by}" if event.by else ""
+    prefix = " by" if event.action in ("asked", "declined") else ", requested by"
+    requested = f"{prefix} {event.by}" if event.by else ""
     reason = f": {because}" if because else ""
     return f"{event_phrase(event)}{requested}{reason}."
 
@@ -475,10 +476,6 @@ def titled(events: Sequence[Event], snapshot: Snapshot | None) -> list[tuple[str
             title = f"{title} of {holder(snapshot, event.owner, events)}"
         found.append((title, event))
     return found
-
-
-def _requester_prefix(event: Event) -> str:
-    return " by" if event.action in ("asked", "declined") else ", requested by"
 
 
 def counters(snapshot: Snapshot) -> str:

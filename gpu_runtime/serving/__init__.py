@@ -12,8 +12,8 @@ model cannot.
     holds          the pins of the models that answer them
     breaker        circuit breakers, and the cause of each error
     access         what each visitor's key allows, and its limits
-    records        what is recorded of each call: log, durations, figures
-    store          the calls and tokens of each visitor; the file that keeps them, and the jobs
+    records        what is recorded of each call: log, durations, figures, usage
+    store          the file that keeps the usage of each visitor, and the jobs
     server         `gpu serve`: one port, behind the gate; the server of a host of a fleet
     fleet_server   `gpu serve --fleet`, which passes each call to the server of a host
     thread_stream  blocking work in a thread

@@ -16,9 +16,8 @@ from ..facts import parse_importance
 from ..web.auth import Visitor
 from .choices import TASK_PREFIX, Choice
 from .engines.openai_format import max_tokens_of
-from .records import CallRecord, current, prompt_tokens
+from .records import CallRecord, Usage, current, prompt_tokens
 from .requests import Call, Refused, prompts_of
-from .store import Usage
 
 BEGIN = "key:"  # a visitor's name begins with this if the visitor has a key
 _WRITTEN = ("chat", "completions")

@@ -418,7 +418,17 @@ class Choices:
         if task is not None:
             budget = task.budget_s if call.budget is None else call.budget
             call = replace(call, budget=budget)
-            return self._of_task(call, task, cost), call
+            found = candidates(
+                call.model.removeprefix(TASK_PREFIX),
+                task,
+                warm=self._rt.here,
+                known=self._known,
+                cost=cost,
+                allow_cloud=self._guard.allowed,
+                budget=budget,
+                load=self.calls_of,
+            )
+            return found, call
         if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
             raise self._unknown(call.model, may_name)
         stand_ins = self._config().stand_ins(call.model)
@@ -490,18 +500,6 @@ class Choices:
         if known and known.context_length:  # the second name is vLLM's
             row |= dict.fromkeys(("context_length", "max_model_len"), known.context_length)
         return row
-
-    def _of_task(self, call: Call, task: Task, cost: Callable[[str], Cost]) -> tuple[Choice, ...]:
-        return candidates(
-            call.model.removeprefix(TASK_PREFIX),
-            task,
-            warm=self._rt.here,
-            known=self._known,
-            cost=cost,
-            allow_cloud=self._guard.allowed,
-            budget=call.budget,
-            load=self.calls_of,
-        )
 
     def _known(self, name: str) -> bool:
         try:

@@ -30,7 +30,6 @@ from ..facts import Evidence, ModelSpec, Outcome, Snapshot
 from ..fleet import cluster
 from ..fleet.client import Fleet, open_fleet
 from ..fleet.hosts import on
-from ..fleet.wishes import Wishes
 from ..settings import Settings
 from ..threads import Cancellation, start
 from ..version import VERSION
@@ -81,7 +80,11 @@ class FleetModels:
         """Reads the living hosts, the models that the fleet should hold, and how many hosts have each on a card."""
         wishes = self.fleet._wishes()
         if wishes.revision != self._revision:
-            self._specs = {spec.name: spec for spec in _specs_of(wishes)}
+            with tempfile.TemporaryDirectory() as directory:
+                lines = [json.dumps(wish.body) for wish in wishes.models]
+                (Path(directory) / "fleet.json").write_text("\n".join(lines))
+                specs = Catalog(Settings.load(gpu_catalog=directory)).specs()
+            self._specs = {spec.name: spec for spec in specs}
             self._revision = wishes.revision
         self.hosts = self.fleet.hosts()
         held = [pair for models in self.fleet._holdings().values() for pair in models.items()]
@@ -148,13 +151,6 @@ class FleetModels:
         """The parts of a snapshot that the gateway reads: the owner, and rules that cap no call's importance."""
         rules = SimpleNamespace(cap=None)
         return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=rules, sections={})
-
-
-def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:
-    with tempfile.TemporaryDirectory() as directory:
-        lines = [json.dumps(wish.body) for wish in wishes.models]
-        (Path(directory) / "fleet.json").write_text("\n".join(lines))
-        return Catalog(Settings.load(gpu_catalog=directory)).specs()
 
 
 class FleetModel:

@@ -58,9 +58,9 @@ from .engines.registry import adapter_for
 from .fields import require_fields
 from .holds import Holds, KeepWarm, stay_warm_seconds
 from .queue import Queue, Turn, calls_at_once
-from .records import CallFigures, CallRecord, Clients, Costs, GatewayState, Timing, current
+from .records import CallFigures, CallRecord, Clients, Costs, GatewayState, Timing, Usage, current
 from .requests import LOAD, Call, Json, Refused, Reply, read_call
-from .store import Store, Usage
+from .store import Store
 from .tasks import ServingConfig, TasksFile, apply_profile, default_file, with_alias
 from .thread_stream import in_thread
 
@@ -154,7 +154,7 @@ class Gateway:
         if an error occurs before, a stand-in from `tasks.yaml` can answer, or the caller gets an HTTP status.
         """
         record = record or self.record(kind, client)
-        with record.until_answered(), count_refusals(self._counts), self._until_closed():
+        with record.until_answered(), self._accepted():
             call = read_call(kind, body, client)
             call = apply_profile(call, self.serving.clients.get(call.profile))
             record.note(client=call.client, asked=call.model)
@@ -223,16 +223,15 @@ class Gateway:
         """Refuses new calls from now on, and waits up to `seconds` until all accepted calls are answered."""
         self._draining = True
         until = asyncio.get_running_loop().time() + seconds
-        while self._is_answering() and asyncio.get_running_loop().time() < until:
+        while self._calls or any(not stream.over for stream in self._streams):
+            if asyncio.get_running_loop().time() >= until:
+                return
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     def require_open(self) -> None:
         """Raises Refused (503) if no new calls are accepted, because the server ends."""
         if self._closed or self._draining:
             raise server_ending()
-
-    def _is_answering(self) -> bool:
-        return bool(self._calls) or any(not stream.over for stream in self._streams)
 
     async def close(self) -> None:
         """Ends running calls with an error for their callers. Then no call is accepted and no load begins."""
@@ -253,18 +252,26 @@ class Gateway:
     # -- answering
 
     @contextlib.contextmanager
-    def _until_closed(self) -> Iterator[None]:
-        """Raises Refused (503) if the gateway drains, or closes during the call in this block."""
+    def _accepted(self) -> Iterator[None]:
+        """The call in this block is accepted. Counts its refusal by status, and its cancellation.
+
+        Raises Refused (503) if the gateway drains, or closes during the call.
+        """
         task = asyncio.current_task()
         assert task is not None
-        self.require_open()
-        self._calls.add(task)
         try:
+            self.require_open()
+            self._calls.add(task)
             yield
+        except Refused as refused:
+            self._counts[f"refused_{refused.status}"] += 1
+            raise
         except asyncio.CancelledError:
             if not self._closed:
+                self._counts["cancelled"] += 1
                 raise
             task.uncancel()
+            self._counts["refused_503"] += 1
             raise server_ending() from None
         finally:
             self._calls.discard(task)
@@ -300,7 +307,8 @@ class Gateway:
     ) -> Reply:
         """Adds to `reply` the model and the reason for this model, and counts the call as answered."""
         if choice.model != reply.asked:
-            reply.because = why_this_model(choice, failed)
+            errors = [f"{model} could not answer: {first_line(error)}" for model, error in failed]
+            reply.because = "; ".join(errors) or choice.because
             self._counts["stood_in"] += bool(failed)
         add_origin(reply)
         self._counts["answered"] += 1
@@ -635,13 +643,6 @@ def raise_if_final(error: Exception, choice: Choice, choices: tuple[Choice, ...]
         del refused, error  # else a cycle: error -> traceback -> this frame -> error
 
 
-def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
-    """Why the model of `choice` answers, in words: the errors of the models that `failed` before, if any did."""
-    if not failed:
-        return choice.because
-    return "; ".join(f"{model} could not answer: {first_line(error)}" for model, error in failed)
-
-
 def add_origin(reply: Reply) -> None:
     """Writes into the body and headers of `reply` which model answered and why, and what its adapter noted (TOLD)."""
     origin = {"asked": reply.asked, "model": reply.model}
@@ -655,19 +656,6 @@ def add_origin(reply: Reply) -> None:
         f"X-GPU-{name.replace('_', '-').title()}": _header_text(str(value))
         for name, value in origin.items()
     }
-
-
-@contextlib.contextmanager
-def count_refusals(counts: Any) -> Any:
-    """Adds to `counts` each refusal raised in this block, by status, and each cancelled call."""
-    try:
-        yield
-    except Refused as refused:
-        counts[f"refused_{refused.status}"] += 1
-        raise
-    except asyncio.CancelledError:
-        counts["cancelled"] += 1
-        raise
 
 
 def _error_event(error: BaseException) -> Json:

@@ -100,11 +100,6 @@ class Hold:
         """Whether `release` was called."""
         return self._release.is_set()
 
-    def wait_until_released(self) -> None:
-        """Blocks until `release` is called."""
-        while not self.ends_now():
-            self._release.wait()
-
     def leave(self) -> None:
         """The thread leaves this hold, and may do other work from now on."""
         with self._ending:
@@ -220,7 +215,8 @@ class Holds:
                     self._loaded(hold.model, self._clock() - hold.began)
                 hold.settle(hold.ready, value)
                 del value  # this frame must not keep a model that was evicted
-                hold.wait_until_released()
+                while not hold.ends_now():
+                    hold._release.wait()
         except _Released:  # no call waits for the model any more
             hold.settle(hold.ready, None, Abandoned(hold.model))
         except BaseException as error:  # noqa: BLE001 - raised where the call waits

@@ -1,4 +1,4 @@
-"""What is recorded of each call: its line in the request log, its durations, its client's habits, and figures.
+"""What is recorded of each call: its line in the request log, durations, its client's habits, figures, and usage.
 
 The request log has one line of JSON for each call, with the durations of the call's parts and its outcome. The lines go
 to the logger `gpu_runtime.requests`. `open_log` writes them to a file. They have no text of a prompt or of an answer.
@@ -15,6 +15,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
 from logging.handlers import WatchedFileHandler
 from statistics import median, median_low
 from typing import Any
@@ -28,6 +29,8 @@ from ..errors import BadSetting
 from ..facts import Value
 from .breaker import BreakerState
 from .requests import Call, Json, Refused, characters, given_tokens
+from .store import Store, UsageRow
+from .thread_stream import in_thread
 
 # -- the request log
 
@@ -549,3 +552,89 @@ def _calls(known: dict[str, float]) -> ModelCalls:
         int(known.get("prompt_tokens_sum", 0)),
         int(known.get("answer_tokens_sum", 0)),
     )
+
+
+# -- the calls and tokens of each visitor
+
+WRITE_SECONDS = 1.0  # the longest time for which calls are in memory only
+MOST_DAYS = 400
+RECENT_DAYS = 30
+RECENT_SECONDS = 5.0  # how long `recent` returns the same rows
+_Place = tuple[str, str, str]  # day, client, model
+
+
+class Usage:
+    """The calls of one gateway, and their tokens, by visitor, model and day, in its event loop."""
+
+    def __init__(self, store: Store | None = None, wall: Callable[[], float] = time.time) -> None:
+        """The counts go to `store`; without a store they stay in memory. `wall` returns epoch seconds."""
+        self._store = store
+        self._wall = wall
+        self._new: dict[_Place, list[int]] = {}  # calls, tokens read and written
+        self._writing: asyncio.Task[None] | None = None
+        self._recent: list[Json] = []
+        self._recent_until = 0.0  # epoch seconds
+
+    def add(self, client: str, facts: Json) -> None:
+        """Counts one call of the visitor `client`. `facts` are the facts of the call in the request log."""
+        place = (self._day(0), client, facts["model"])
+        self._count(place, 1, facts["prompt_tokens"], facts["completion_tokens"])
+        if self._store is not None and self._writing is None:
+            self._writing = asyncio.ensure_future(self._write_soon())
+
+    def of(self, days: int, client: str | None = None) -> list[Json]:
+        """Rows with the calls and tokens of each client and model in the last `days`; of `client` alone, if given."""
+        since = self._day(days - 1)
+        rows = self._store.usage(since) if self._store is not None else []
+        sums: dict[tuple[str, str], list[int]] = {}
+        for day, who, model, *counts in (*rows, *self._rows()):
+            if day >= since and client in (None, who):
+                known = sums.setdefault((who, model), [0, 0, 0])
+                sums[who, model] = [a + b for a, b in zip(known, counts, strict=True)]
+        return [
+            {
+                "client": who,
+                "model": model,
+                "calls": calls,
+                "prompt_tokens": read,
+                "answer_tokens": made,
+            }
+            for (who, model), (calls, read, made) in sorted(sums.items())
+        ]
+
+    def recent(self) -> list[Json]:
+        """The rows of the last RECENT_DAYS for all clients. They may be RECENT_SECONDS old."""
+        if self._wall() >= self._recent_until:
+            self._recent, self._recent_until = self.of(RECENT_DAYS), self._wall() + RECENT_SECONDS
+        return self._recent
+
+    async def close(self) -> None:
+        """Writes the counts that are not in the store yet."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            await self._write()
+
+    async def _write_soon(self) -> None:
+        await asyncio.sleep(WRITE_SECONDS)
+        self._writing = None
+        await self._write()
+
+    async def _write(self) -> None:
+        rows, store = self._rows(), self._store
+        self._new.clear()
+        if rows and store is not None and not await in_thread(lambda: store.add_usage(rows)):
+            # Such as a full disk: these calls are written with the next one.
+            for day, client, model, *counts in rows:
+                self._count((day, client, model), *counts)
+
+    def _count(self, place: _Place, *counts: int) -> None:
+        known = self._new.get(place, [0, 0, 0])
+        self._new[place] = [a + b for a, b in zip(known, counts, strict=True)]
+
+    def _rows(self) -> list[UsageRow]:
+        return [(*place, *counts) for place, counts in self._new.items()]  # type: ignore[misc]
+
+    def _day(self, ago: int) -> str:
+        now = datetime.fromtimestamp(self._wall(), UTC)
+        return (now - timedelta(days=ago)).date().isoformat()

@@ -120,13 +120,18 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     if kind not in KINDS:
         raise bad("kind", kind, f"one of {', '.join(KINDS)}")
     if not isinstance(body, Mapping):
-        text = f"the body is {_kind_of(body)}; it must be a JSON object"
+        names = {list: "a list", str: "text", type(None): "null"}
+        kind_of_body = names.get(type(body), type(body).__name__)
+        text = f"the body is {kind_of_body}; it must be a JSON object"
         raise Refused(400, "bad_body", text, param=None)
     own, plain = _split(body)
     _require_utf8(plain)
     model = _model_name(plain)
     _CHECKS[kind](plain)
-    _require_bounded(plain)
+    count = characters(plain)
+    if count > MOST_CHARACTERS:
+        text = f"the prompt has {count:,} characters; at most {MOST_CHARACTERS:,} are accepted"
+        raise Refused(413, "prompt_too_long", text, characters=count)
     check_numbers(plain, kind)
     stream = _stream(kind, plain)
     if plain.get("tool_choice") == "any":  # the word of Mistral's clients, which no engine knows
@@ -145,13 +150,6 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
         thinking=_thinking(own.get("x_thinking"), plain),
         budget=_seconds("x_budget", own.get("x_budget"), least=0.001),
     )
-
-
-def _require_bounded(body: Mapping[str, Any]) -> None:
-    count = characters(body)
-    if count > MOST_CHARACTERS:
-        text = f"the prompt has {count:,} characters; at most {MOST_CHARACTERS:,} are accepted"
-        raise Refused(413, "prompt_too_long", text, characters=count)
 
 
 def bad(param: str, value: Any, expected: str) -> Refused:
@@ -453,10 +451,6 @@ def _thinking(own: Any, body: Mapping[str, Any]) -> bool | None:
     if own is None and effort is not None:
         return bool(effort != "none")
     return _flag("x_thinking", own)
-
-
-def _kind_of(value: Any) -> str:
-    return {list: "a list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
 
 
 # -- sizes of prompts

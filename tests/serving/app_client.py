@@ -12,9 +12,8 @@ from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.choices import CloudGuard
-from gpu_runtime.serving.records import CallFigures, CallRecord
+from gpu_runtime.serving.records import CallFigures, CallRecord, Usage
 from gpu_runtime.serving.requests import Refused, Reply, read_call
-from gpu_runtime.serving.store import Usage
 from gpu_runtime.web.auth import Visitor
 
 OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)

@@ -16,9 +16,8 @@ from starlette.testclient import TestClient
 from gpu_runtime.access_keys import AccessKey, digest
 from gpu_runtime.serving.access import WINDOW_SECONDS, Allowance, KeyRules, visitor_of
 from gpu_runtime.serving.api.app import application
-from gpu_runtime.serving.records import CallRecord, prompt_tokens
+from gpu_runtime.serving.records import CallRecord, Usage, prompt_tokens
 from gpu_runtime.serving.requests import Refused, read_call
-from gpu_runtime.serving.store import Usage
 from gpu_runtime.serving.tasks import ServingConfig, Task
 from gpu_runtime.web.auth import Visitor
 from tests.clock import Clock

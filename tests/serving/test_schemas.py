@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gpu_runtime.serving.engines.json_answers import grammar_of
+from gpu_runtime.serving.engines.base import grammar_of
 from gpu_runtime.serving.engines.tool_calls import tools_of
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text, refusal, stream_text

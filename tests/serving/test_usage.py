@@ -11,11 +11,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from gpu_runtime.access_keys import AccessKey
-from gpu_runtime.serving import store as usages
+from gpu_runtime.serving import records
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.openai import Jobs
+from gpu_runtime.serving.records import Usage
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.store import KEPT_DAYS, Store, Usage
+from gpu_runtime.serving.store import KEPT_DAYS, Store
 from gpu_runtime.web.auth import Visitor
 from tests.serving.app_client import Gateway, with_visitor
 from tests.serving.harness import chat, harness
@@ -81,7 +82,7 @@ async def test_usage_survives_a_restart_and_days_are_added(path):
 
 async def test_usage_is_written_again_and_again_while_the_server_runs(path, monkeypatch):
     """A server that is killed loses the last second of its usage, not the last day."""
-    monkeypatch.setattr(usages, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(records, "WRITE_SECONDS", 0.0)
     store = Store(path)
     usage = Usage(store)
     for calls in (1, 2, 3):

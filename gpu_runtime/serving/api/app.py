@@ -39,9 +39,9 @@ from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ...facts import AllocatorMap, Event, ProblemKind, Snapshot, problems
 from ...files import newest_log, part_of
 from ...safe_text import listed, nearest, quoted
-from ..records import request_id
+from ..records import MOST_DAYS, request_id
 from ..requests import Json, Refused
-from ..store import MOST_DAYS, Store
+from ..store import Store
 from . import anthropic, memory, ollama, openai, responses
 from .openai import Jobs
 from .routes import ACTS, CallRoute, StrictRequest, StrictRoute, caller

@@ -16,8 +16,7 @@ from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
 from ..requests import tokens_if_too_many
 from ..thread_stream import Emit, emit_each, in_thread_until, stream_from_thread
-from .base import TextAdapter, text_too_long, too_long, unit_vector
-from .json_answers import grammar_of, schema_of
+from .base import TextAdapter, grammar_of, schema_of, text_too_long, too_long, unit_vector
 from .openai_format import TextPiece, Token, Unsent, count_of, max_tokens_of, stops_of
 from .tool_calls import Tools, tools_of
 

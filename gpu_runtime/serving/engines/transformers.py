@@ -23,8 +23,16 @@ from ...stop_text import StopText
 from ..fields import SAMPLING, sampling
 from ..requests import LONGEST_TOKEN, Json, Refused, bad, tokens_if_too_many
 from ..thread_stream import Emit, in_thread_until, stream_from_thread
-from .base import TextAdapter, cannot, remember, text_too_long, too_long
-from .json_answers import ForcedTokens, grammar_of, schema_of
+from .base import (
+    ForcedTokens,
+    TextAdapter,
+    cannot,
+    grammar_of,
+    remember,
+    schema_of,
+    text_too_long,
+    too_long,
+)
 from .openai_format import Scored, TextPiece, Token, Unsent, count_of, max_tokens_of, stops_of
 from .tool_calls import Tools, tools_of
 
