@@ -266,10 +266,7 @@ def of_segments(
 
 
 def of_torch(
-    device: str,
-    number: int,
-    segments: Iterable[Mapping[str, Any]],
-    stats: Mapping[str, Any],
+    device: str, number: int, segments: Iterable[Mapping[str, Any]], stats: Mapping[str, Any]
 ) -> AllocatorMap:
     """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 

@@ -136,8 +136,7 @@ def _visible(listing: Listing, environment: Mapping[str, str]) -> Listing:
         return listing._replace(cards=listing.source.visible(listing, environment))
     except NoAnswer as error:
         raise ProbeFailed(
-            f"the {listing.kind} cards cannot be told apart: {error}.",
-            device=listing.kind,
+            f"the {listing.kind} cards cannot be told apart: {error}.", device=listing.kind
         ) from error
 
 

@@ -308,10 +308,7 @@ _SEVERAL = re.compile(r"([0-9]{1,9})x(.+)")  # 2x24GiB
 
 
 def open_probe(
-    devices: str = "auto",
-    *,
-    cpu_only: bool = False,
-    environment: Mapping[str, str] = os.environ,
+    devices: str = "auto", *, cpu_only: bool = False, environment: Mapping[str, str] = os.environ
 ) -> Probe:
     """The probe of the devices that the text `devices` names.
 

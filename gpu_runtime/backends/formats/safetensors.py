@@ -40,10 +40,7 @@ DTYPE_BYTES = {
 _STORED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 # Weights that transformers loads as float32, though the rest of the model is float16: model type ->
 # a part of their names. Source: transformers 5, `_keep_in_fp32_modules`; only large ones are here.
-_FLOAT32_IN_FLOAT16 = {
-    **dict.fromkeys(("t5", "mt5", "umt5", "udop"), ".wo."),
-    "blip-2": "qformer.",
-}
+_FLOAT32_IN_FLOAT16 = {**dict.fromkeys(("t5", "mt5", "umt5", "udop"), ".wo."), "blip-2": "qformer."}
 # Heads, which a load as an embedder leaves out.
 _HEADS = ("lm_head.", "cls.", "score.", "classifier.", "vocab_", "lm_predictions.", "qa_outputs.")
 _LAYER = re.compile(r"([\w.]*?)\.(\d+)\.")

@@ -151,10 +151,7 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
     plan = found.plan
     if plan is None:
         return f'<div class="alarm">{_lines(found.error)}</div>'
-    parts = [
-        f'<div class="verdict">{esc(verdict(plan))}</div>',
-        f"<p>{esc(plan.because)}</p>",
-    ]
+    parts = [f'<div class="verdict">{esc(verdict(plan))}</div>', f"<p>{esc(plan.because)}</p>"]
     if plan.obstacle:
         parts.append(f'<div class="alarm">It would not be loaded: {esc(plan.obstacle)}.</div>')
     sentences = evicted(plan, snapshot)
