@@ -97,14 +97,7 @@ def vacate(session: Session) -> None:
         return
     key = session.new_key("drain")
     try:
-        steps = session.decide(
-            lambda book, world: relief.vacate(
-                book,
-                session.me,
-                world,
-                key.text,
-            )
-        )
+        steps = session.decide(lambda book, world: relief.vacate(book, session.me, world, key.text))
         for step in steps:
             release.step_aside(session, step, key)
     finally:

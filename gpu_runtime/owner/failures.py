@@ -71,14 +71,7 @@ def record_loss(session: Session, resident: Resident, kind: str, because: str) -
     if not session.settings.enable_memory_governor:
         return
     try:
-        session.note(
-            lease,
-            "lost",
-            kind,
-            because,
-            fresh=True,
-            size=lease.bytes,
-        )
+        session.note(lease, "lost", kind, because, fresh=True, size=lease.bytes)
     except GpuError as error:
         log.debug("the loss of %s is recorded later: %s", lease.name, error)
 

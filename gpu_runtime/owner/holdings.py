@@ -250,12 +250,7 @@ def _reach(
         hidden = shared | emptied
         reach = reached(namespace.held(name), graphs, shared=hidden, parked=parked, limit=limit)
         whole = whole and reach.whole
-        one = _Reached(
-            name,
-            reach.direct & wanted,
-            reach.saved & wanted,
-            reach.alone & wanted,
-        )
+        one = _Reached(name, reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
         if one.every:
             found.append(one)
     return found, whole
@@ -603,13 +598,7 @@ def answer(session: Session, order: Order) -> Outcome:
     found = _shortened(found)
     session.ledger.publish_answer(order.asker, found, private=own_user)
     because = f"{show_bytes(found.held_bytes)} on devices, {show_bytes(found.parked_bytes)} parked"
-    return Outcome(
-        verb="who",
-        name="",
-        done=True,
-        because=because,
-        bytes=0,
-    )
+    return Outcome(verb="who", name="", done=True, because=because, bytes=0)
 
 
 def _listed_for_others(session: Session) -> Holdings:

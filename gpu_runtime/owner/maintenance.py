@@ -189,13 +189,7 @@ def log_overstays(session: Session) -> None:
             session.overstayed.add(lease.name)
             because = caps.overstay(book, lease, world)
             log.warning("%s", because)
-            session.note(
-                lease,
-                "overstayed",
-                "cap",
-                because,
-                size=lease.bytes,
-            )
+            session.note(lease, "overstayed", "cap", because, size=lease.bytes)
 
 
 # -- measuring

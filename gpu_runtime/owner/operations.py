@@ -231,14 +231,7 @@ def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     because = _keep_sentence(resident, keep)
     requests.note_action(session, verb, target.name, because)
     where = resident.lease.where if resident.handle is not None else "disk"
-    return Outcome(
-        verb=verb,
-        name=target.name,
-        done=True,
-        because=because,
-        bytes=0,
-        where=where,
-    )
+    return Outcome(verb=verb, name=target.name, done=True, because=because, bytes=0, where=where)
 
 
 def _keep_sentence(resident: Resident, keep: bool) -> str:
@@ -293,12 +286,7 @@ def ask_owner(
         raise _refused(session, target, verdict)
     if must and wait and isinstance(verdict, Wait):
         raise _unanswered(target, verdict, seconds)
-    return Outcome(
-        verb=verb,
-        name=title,
-        done=False,
-        because=verdict.because,
-    )
+    return Outcome(verb=verb, name=title, done=False, because=verdict.because)
 
 
 def _moved_bytes(verb: str, before: Lease | None, done: Grant) -> int:
@@ -784,12 +772,7 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
             f"nothing proves that it has ended, or that it lives. {holds}. "
             f"If you know that it has ended:  %gpu evict {process} --lost --force"
         )
-        return Outcome(
-            verb="evict",
-            name=process,
-            done=False,
-            because=because,
-        )
+        return Outcome(verb="evict", name=process, done=False, because=because)
     for section in lost:
         _require_allowed_to_end(session, section)
     ids = [section.owner.id for section in lost]
@@ -797,13 +780,7 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
     said_by = requests.person(session) or session.owner.user
     session.decide(lambda book, world: (_without_lost(session, book, ids, world, said_by), None))
     because = f"its leases were ended; {show_bytes(freed)} came free. {holds}"
-    return Outcome(
-        verb="evict",
-        name=process,
-        done=True,
-        because=because,
-        bytes=freed,
-    )
+    return Outcome(verb="evict", name=process, done=True, because=because, bytes=freed)
 
 
 def _without_lost(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:

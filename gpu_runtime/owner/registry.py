@@ -560,13 +560,7 @@ def in_ram_already(session: Session, verb: str, name: str, leases: list[Lease]) 
     because = f"all of it is in RAM already: {'; '.join(parts)}{back}"
     if not leases:
         because = "it holds nothing on a card, and nothing in RAM"
-    return Outcome(
-        verb=verb,
-        name=name,
-        done=True,
-        because=because,
-        bytes=0,
-    )
+    return Outcome(verb=verb, name=name, done=True, because=because, bytes=0)
 
 
 def in_ram(session: Session, id: LeaseId) -> Lease | None:

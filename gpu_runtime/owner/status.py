@@ -204,12 +204,7 @@ def delete(session: Session, name: str) -> Outcome:
     because = f"{entry.name} is no longer in the catalogue"
     if holders:
         because += f"; {', '.join(holders)} has it loaded, and keeps it until it is evicted"
-    return Outcome(
-        verb="delete",
-        name=entry.name,
-        done=True,
-        because=because,
-    )
+    return Outcome(verb="delete", name=entry.name, done=True, because=because)
 
 
 # -- the console, found through an entry point, since this folder must not import `panels`
