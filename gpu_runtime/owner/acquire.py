@@ -46,7 +46,7 @@ from ..user_frames import shorten_interrupt
 from ..version import VERSION
 from . import arrivals, failures, release, requests
 from .pins import AnchorRef, Held
-from .resident import NONE_RETURNED, Place, Resident
+from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 log = logging.getLogger("gpu_runtime")
@@ -197,7 +197,7 @@ def _obtain_governed(
     with_load: bool,
 ) -> None:
     deadline = session.clock() + timeout if with_load and timeout is not None else None
-    attempts, returned, spec = 0, NONE_RETURNED, resident.spec
+    attempts, returned, spec = 0, arrivals.NONE_RETURNED, resident.spec
 
     def wishes() -> tuple[Lease, Footprint, PlacementRules]:
         """What to request. This reads the model's source if the model is not loaded."""
@@ -263,83 +263,67 @@ def grants(
     least `stage_bytes` return while room is made for the rest; 0 means that no part returns alone.
     Raises Busy, and the errors of `explain.refusal`.
     """
-    reported = False
-    try:
-        for verdict in _verdicts(
-            session, key, wanted, footprint, rules, timeout, is_here, stage_bytes
-        ):
-            wait = verdict if isinstance(verdict, Wait) else None
-            whole = isinstance(verdict, Grant) and not admission.is_part(verdict.lease)
-            if session.on_wait and (wait or (reported and whole)):
-                reported = wait is not None
-                session.on_wait(wanted.name, wait)
-            if isinstance(verdict, Grant):
-                yield verdict
-    finally:
-        if reported and session.on_wait:
-            session.on_wait(wanted.name, None)
-
-
-def _verdicts(
-    session: Session,
-    key: Key,
-    wanted: Lease,
-    footprint: Footprint,
-    rules: PlacementRules,
-    timeout: float | None,
-    is_here: Callable[[], bool],
-    stage_bytes: int,
-) -> Iterator[Grant | Wait]:
-    """Yields each Grant that has steps. Also yields each Wait, before the thread pauses for it."""
     began = session.clock()
     deadline = None if timeout is None else began + timeout
     checked_for_dead, because = False, ""
     rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
     compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
     departures = _Departures(session, key)
-    while not is_here():
-        if key.ended_by:
-            raise explain.wait_ended(wanted.name, key.ended_by, because, session.clock() - began)
-        held = session.pinned_by_caller()
-        request = Request(
-            key.text,
-            wanted,
-            footprint,
-            began,
-            rules,
-            held,
-            stage_bytes=stage_bytes,
-            under_way=departures.under_way(),
-        )
-        verdict = _admitted(session, request, compared)
-        if isinstance(verdict, Grant):
-            if verdict.steps:
-                yield verdict
-            continue
-        if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
-            compared = verdict.considered
-        if not checked_for_dead:  # first check that all owners in the way are alive
-            checked_for_dead = True
-            if session.reap():
+    reported = False  # whether the front end shows a wait
+    try:
+        while not is_here():
+            if key.ended_by:
+                raise explain.wait_ended(
+                    wanted.name, key.ended_by, because, session.clock() - began
+                )
+            held = session.pinned_by_caller()
+            request = Request(
+                key.text,
+                wanted,
+                footprint,
+                began,
+                rules,
+                held,
+                stage_bytes=stage_bytes,
+                under_way=departures.under_way(),
+            )
+            verdict = _admitted(session, request, compared)
+            if isinstance(verdict, Grant):
+                if verdict.steps:
+                    if reported and session.on_wait and not admission.is_part(verdict.lease):
+                        reported = False
+                        session.on_wait(wanted.name, None)
+                    yield verdict
                 continue
-        if isinstance(verdict, Refuse):
-            raise explain.refusal(wanted.name, verdict)
-        returns = stage_bytes and session.ledger.read().lease(session.me, wanted.name)
-        for step in verdict.steps:
-            departures.start(step, wait=not (returns and returns.piece_bytes))
-        if verdict.steps:
-            continue
-        verdict = arrivals.with_stopped_load(
-            session, wanted.name, requests.explained(session, verdict)
-        )
-        because = verdict.because
-        if deadline is not None and session.clock() >= deadline:
-            waited = session.clock() - began
-            raise explain.busy(session.ledger.read(), wanted.name, verdict, waited)
-        yield verdict
-        _ring_blockers(session, verdict, rung_at)
-        requests.pause(session, verdict, deadline)
-        checked_for_dead = False
+            if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
+                compared = verdict.considered
+            if not checked_for_dead:  # first check that all owners in the way are alive
+                checked_for_dead = True
+                if session.reap():
+                    continue
+            if isinstance(verdict, Refuse):
+                raise explain.refusal(wanted.name, verdict)
+            returns = stage_bytes and session.ledger.read().lease(session.me, wanted.name)
+            for step in verdict.steps:
+                departures.start(step, wait=not (returns and returns.piece_bytes))
+            if verdict.steps:
+                continue
+            verdict = arrivals.with_stopped_load(
+                session, wanted.name, requests.explained(session, verdict)
+            )
+            because = verdict.because
+            if deadline is not None and session.clock() >= deadline:
+                waited = session.clock() - began
+                raise explain.busy(session.ledger.read(), wanted.name, verdict, waited)
+            if session.on_wait:
+                reported = True
+                session.on_wait(wanted.name, verdict)
+            _ring_blockers(session, verdict, rung_at)
+            requests.pause(session, verdict, deadline)
+            checked_for_dead = False
+    finally:
+        if reported and session.on_wait:
+            session.on_wait(wanted.name, None)
 
 
 def _admitted(

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -31,10 +31,35 @@ from ..threads import Stoppable, Stopped
 from ..units import show_bytes, show_seconds
 from . import release
 from .pins import AnchorRef
-from .resident import NONE_RETURNED, Resident, Returned, piece_bytes, restore_seconds
+from .resident import Resident
 from .session import Key, Session
 
 log = logging.getLogger("gpu_runtime")
+
+
+class Returned(NamedTuple):
+    """The parts of a model that one request has restored so far, before the last part."""
+
+    bytes: int = 0
+    seconds: float = 0.0  # of the copies alone, without the waits between them
+
+    def and_then(self, size: int, seconds: float) -> Returned:
+        """These parts and a further part of `size` bytes, whose copy took `seconds`."""
+        return Returned(self.bytes + size, self.seconds + seconds)
+
+    def seconds_of_all(self, before: Lease) -> float:
+        """Seconds that a restore of the whole lease takes, which was as `before` until the last move.
+
+        A part takes less time than the whole. So if the request restored only a part, the result is
+        the time that `before` already has. If it has none, the result is computed from the bytes of
+        the part and of the whole.
+        """
+        if self.bytes >= before.own_bytes:
+            return self.seconds
+        return before.restore_seconds or self.seconds * before.own_bytes / max(1, self.bytes)
+
+
+NONE_RETURNED = Returned()
 
 
 def perform(
@@ -189,7 +214,7 @@ def _restore(
 ) -> None:
     shares, moving = _move_back(session, resident, step, key)
     returned = earlier.and_then(resident.lease.bytes_on(HOST), moving)
-    seconds = restore_seconds(resident.lease, returned)
+    seconds = returned.seconds_of_all(resident.lease)
     arriving = replace(
         resident.lease,
         target=lease.target,
@@ -197,10 +222,10 @@ def _restore(
         working_bytes=lease.working_bytes,
     )
     here = arriving.holding(shares)
-    piece = here.piece_bytes or piece_bytes(resident.backend, resident.spec, resident.handle, here)
+    if not here.piece_bytes:
+        here = resident.in_pieces(here, resident.handle)
     settled = replace(
         here,
-        piece_bytes=piece,
         restore_seconds=seconds,
         settled_at=session.clock(),
         away_since=0.0,

@@ -1,7 +1,7 @@
 """Loads the models of waiting cells while the running cell still runs.
 
 One thread makes one load at a time, and every request of a user is served first.
-`scheduler/look_ahead.py` decides which memory such a load may use. The module `notebook`
+`scheduler/plan.py` decides which memory such a load may use. The module `notebook`
 lists the running and the waiting cells. For a model without room, its files are read instead.
 """
 

@@ -40,7 +40,7 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import MIB, show_bytes
 from . import requests
-from .resident import Place, Resident, Stays, piece_bytes
+from .resident import Place, Resident, Stays
 from .session import Key, Session
 
 log = logging.getLogger("gpu_runtime")
@@ -236,8 +236,7 @@ def _leave_now(
     if isinstance(step, Move):
         moved = replace(resident.lease, target=step.shares).holding(shares)
         if moved.all_on_device:
-            piece = piece_bytes(resident.backend, resident.spec, resident.handle, moved)
-            moved = replace(moved, piece_bytes=piece)
+            moved = resident.in_pieces(moved, resident.handle)
         now = session.clock()
         away_since = 0.0 if moved.all_on_device else now
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))

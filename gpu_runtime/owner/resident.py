@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -44,6 +44,8 @@ class Place(enum.Enum):
     MOVING = "being moved"
 
 
+# A model that shares no pages of host memory with other processes.
+_NOT_SHARED: dict[str, Any] = {"copy": "", "copy_bytes": 0, "copied_bytes": 0}
 _HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` takes 65
 
 
@@ -200,6 +202,7 @@ class Resident:
         if self.uses != self._uses_noted:  # at least once a second while it is used
             self._uses_noted = self.uses
             self.note_uses(encode_uses([self._wall() - (self._clock() - self.last_used)]))
+        part = getattr(self.handle, "part", None)
         return replace(
             self.lease,
             pins=pins,
@@ -210,7 +213,7 @@ class Resident:
             source=self.content,
             moves_again_at=self.moves_again_at,
             shadow_bytes=self.shadow_bytes,
-            **shared_part(self.handle),
+            **(part.claim if part is not None else _NOT_SHARED),
             importance=self.lease.importance if pins else self.spec.importance,
         )
 
@@ -274,7 +277,7 @@ class Resident:
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
         with self.gate:
-            lease = replace(lease, piece_bytes=piece_bytes(self.backend, self.spec, handle, lease))
+            lease = self.in_pieces(lease, handle)
             self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
             self.shares_storages = bool(getattr(handle, "bases", ()))
             self.shadow_bytes = getattr(handle, "shadow_bytes", 0)
@@ -403,10 +406,20 @@ class Resident:
         self.note_droppable()
         if shares == (self.lease.filled or self.lease.shares):
             return False
-        lease = self.lease.holding(shares)
-        piece = piece_bytes(self.backend, self.spec, self.handle, lease)
-        self.lease = replace(lease, piece_bytes=piece)
+        self.lease = self.in_pieces(self.lease.holding(shares), self.handle)
         return True
+
+    def in_pieces(self, lease: Lease, handle: Any) -> Lease:
+        """The `lease` with the bytes of the model's largest piece, if it can leave its card in parts.
+
+        A model that claims more than its own bytes and its working memory (a whole card, for example)
+        leaves as a whole. Some backends do not know the pieces of a model in parts. In this case the
+        size stays that the `lease` already has.
+        """
+        size, claims_more = 0, lease.bytes > lease.own_bytes + lease.working_bytes
+        if self.backend.can_move and not claims_more and self.spec.layout != "whole":
+            size = self.backend.piece_bytes(handle) or (lease.piece_bytes if lease.in_parts else 0)
+        return replace(lease, piece_bytes=size)
 
     def take_over(self) -> None:
         """After another model was forgotten: governs and counts the storages that both had."""
@@ -467,53 +480,3 @@ def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """
     held = [r for r in residents if r.pinned_by(thread) or (not r.pins and r.kept_by_training())]
     return tuple([r.lease.id for r in held])
-
-
-# -- models that leave a card in parts; `scheduler.duplex` explains the stages of a move
-
-
-def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) -> int:
-    """Bytes of the largest piece of the model, for a model that can leave its card in parts.
-
-    The result is 0 if the model cannot leave in parts.
-
-    A model that claims more than its own bytes and its working memory (a whole card, for example)
-    leaves as a whole. Some backends do not know the pieces of a model in parts. In this case the
-    result is the size that the `lease` already has.
-    """
-    claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
-    if not backend.can_move or claims_more or spec.layout == "whole":
-        return 0
-    return backend.piece_bytes(handle) or (lease.piece_bytes if lease.in_parts else 0)
-
-
-class Returned(NamedTuple):
-    """The parts of a model that one request has restored so far, before the last part."""
-
-    bytes: int = 0
-    seconds: float = 0.0  # of the copies alone, without the waits between them
-
-    def and_then(self, size: int, seconds: float) -> Returned:
-        """These parts and a further part of `size` bytes, whose copy took `seconds`."""
-        return Returned(self.bytes + size, self.seconds + seconds)
-
-
-NONE_RETURNED = Returned()
-
-
-def restore_seconds(before: Lease, returned: Returned) -> float:
-    """Seconds that a restore of the whole lease takes, if the last request restored `returned`.
-
-    `before` is the lease before the last move. A part takes less time than the whole. So if that
-    request restored only a part, the result is the time that `before` already has. If it has none,
-    the result is computed from the bytes of the part and of the whole.
-    """
-    if returned.bytes >= before.own_bytes:
-        return returned.seconds
-    return before.restore_seconds or returned.seconds * before.own_bytes / max(1, returned.bytes)
-
-
-def shared_part(handle: Any) -> dict[str, Any]:
-    """The fields of a lease whose model shares pages of host memory with other processes."""
-    part = getattr(handle, "part", None)
-    return part.claim if part is not None else {"copy": "", "copy_bytes": 0, "copied_bytes": 0}

@@ -292,26 +292,21 @@ class Session:
         turn is no condition: a thread that sees no turn end for TURN_SECONDS writes without it. The
         holder may wait for this thread, in a signal handler of the user that runs in its transaction.
         """
-        if threading.current_thread() is threading.main_thread():
-            with self._turn:  # an interrupt cannot leave it locked
-                return self._counted(transact)
         held = False
-        while not held:
-            ended = self._turns_ended
-            held = self._turn.acquire(timeout=TURN_SECONDS)
-            if not held and self._turns_ended == ended:
-                break
         try:
-            return self._counted(transact)
-        finally:
-            if held:
-                self._turn.release()
-
-    def _counted(self, transact: Callable[[], T]) -> T:
-        try:
+            if threading.current_thread() is threading.main_thread():
+                with self._turn:  # an interrupt cannot leave it locked
+                    return transact()
+            while not held:
+                ended = self._turns_ended
+                held = self._turn.acquire(timeout=TURN_SECONDS)
+                if not held and self._turns_ended == ended:
+                    break
             return transact()
         finally:
             self._turns_ended += 1
+            if held:
+                self._turn.release()
 
     def publish(self) -> None:
         """Writes this owner's section as it is now."""
