@@ -223,8 +223,9 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def _dtype(value: Any) -> Any:
-    """The name of a dtype, or a dtype of torch."""
-    return value if type(value).__module__ == "torch" else _word(value)
+    """The name of a dtype, also of a dtype of torch."""
+    is_torch = type(value).__module__ == "torch"
+    return _word(str(value).removeprefix("torch.") if is_torch else value)
 
 
 def _number(value: Any) -> float:
@@ -654,7 +655,7 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
     },
     "Only in Python": {
         "devices": Field(DEVICES, "The cards on which it may be.", (), PYTHON, ()),
-        "torch_dtype": Field(DTYPE, "The same as `dtype`.", _CONVERTING, PYTHON),
+        "torch_dtype": Field(DTYPE, "The same as `dtype`.", _CONVERTING, PYTHON, same_as="dtype"),
         "start_seconds": Field(SECONDS, "The longest start of its server.", tuple(ENGINES), PYTHON),
         "fails": Field(TRUTH, "Its load fails.", ("fake",), PYTHON),
         "shadow": Field(TRUTH, "Its bytes in RAM stay there when it returns to a card.", ("fake",), PYTHON),
@@ -712,13 +713,18 @@ def read_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in OPTIONS if takes(backend, name)]
     options = {}
     for name, value in given.items():
-        if name in refused and value is not None:
-            raise BadSetting(name, value, refused[name])
         if name not in known and name not in refused:
             near = (*known, *refused, *KEYWORDS, "restore_on_call")
             raise unknown_option(name, value, near, f"the backend {backend}")
-        if value is not None:
-            options[name] = read(name, value, FIELDS[name].rule)
+        if value is None:
+            continue
+        if name in refused:
+            raise BadSetting(name, value, refused[name])
+        found, usual_name = read(name, value, FIELDS[name].rule), FIELDS[name].same_as
+        if usual_name:
+            options.setdefault(usual_name, found)
+        else:
+            options[name] = found
     return options
 
 

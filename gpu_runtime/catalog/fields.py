@@ -55,29 +55,35 @@ def read_fields(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
     return values, wrong
 
 
-def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Pairs of a field in `values` and its problem: a field of the same meaning has another value."""
-    for meaning in dict.fromkeys(field.same_as or name for name, field in KNOWN.items()):
-        names = [name for name in values if meaning in (name, KNOWN[name].same_as)]
-        if names[1:] and len({values[name] for name in names}) > 1:
-            yield names[1], f"{' and '.join(names)} mean the same, and have different values"
+def problems(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Pairs of a field in `spec` and its problem: misspelled, wrong, or in contradiction to another field.
 
+    An unknown field that is like no known field, or whose name starts with `x-`, is no problem.
 
-def misspelled_fields(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of a field of the `spec` that looks misspelled, and the known field that it looks like.
-
-    Fields whose names start with `x-` are left out.
-
-    >>> misspelled_fields({"memroy": 1, "colour": "red", "x-memroy": 2})
-    [('memroy', 'memory')]
+    >>> [field for field, _ in problems({"memroy": 1, "colour": "red", "x-memroy": 2})]
+    ['memroy']
     """
-    found = []
     for unknown in unknown_fields(spec):
         word = unknown.lower().replace("-", "_")
         close = difflib.get_close_matches(word, KNOWN, n=1, cutoff=0.8)
         if close and not word.startswith("x_"):
-            found.append((unknown, close[0]))
-    return found
+            advice = f"(Fields of your own are kept under a name like x-{unknown})"
+            yield unknown, f"{unknown} is not a known field; did you mean {close[0]}? {advice}"
+    values, wrong = read_fields(spec)
+    if wrong:
+        yield from wrong
+        return
+    for meaning in dict.fromkeys(field.same_as or name for name, field in KNOWN.items()):
+        names = [name for name in values if meaning in (name, KNOWN[name].same_as)]
+        if names[1:] and len({values[name] for name in names}) > 1:
+            yield names[1], f"{' and '.join(names)} mean the same, and have different values"
+    gpus, most = values.get("gpus"), values.get("max_tensor_parallel")
+    if isinstance(gpus, int) and gpus > (most or gpus):
+        yield "gpus", f"{gpus} GPUs are more than max_tensor_parallel allows"
+    try:
+        list(read_arguments(values.get("runtime_args", ())))
+    except ValueError as error:
+        yield "runtime_args", str(error).rstrip(".")
 
 
 def unknown_fields(spec: Mapping[str, Any]) -> list[str]:
@@ -100,14 +106,6 @@ def _tokens(text: str) -> int:
     return TOKENS.convert(int(match[1]) * scale)
 
 
-def _layers(text: str) -> int:
-    return LAYERS.convert(int(text))
-
-
-def _unless_auto(text: str) -> str | None:
-    return None if text == "auto" else text
-
-
 # --max-num-seqs and --parallel are not in this table. The sequences that they allow share the
 # reserved context, so they need no more memory.
 _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and its reader
@@ -115,8 +113,14 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field
     "--dtype": ("dtype", DTYPE.in_file),
     **dict.fromkeys(("--quantization", "-q"), ("quantization", WORD.in_file)),
     "--revision": ("revision", str),
-    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), ("gpu_layers", _layers)),
-    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "-ctk"), ("cache_dtype", _unless_auto)),
+    **dict.fromkeys(
+        ("--n-gpu-layers", "--gpu-layers", "-ngl"),
+        ("gpu_layers", lambda text: LAYERS.convert(int(text))),
+    ),
+    **dict.fromkeys(
+        ("--kv-cache-dtype", "--cache-type-k", "-ctk"),
+        ("cache_dtype", lambda text: None if text == "auto" else text),
+    ),
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), ("max_tensor_parallel", int)),
 }
 TRUST = "--trust-remote-code"

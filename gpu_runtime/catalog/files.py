@@ -48,15 +48,7 @@ from ..safe_text import quoted
 from ..settings import Settings
 from .documents import MOST_BYTES, Document, as_yaml, read
 from .documents import Path as Place
-from .fields import (
-    CatalogEntry,
-    contradictions,
-    misspelled_fields,
-    notes,
-    read_arguments,
-    read_fields,
-    spec_of,
-)
+from .fields import CatalogEntry, notes, problems, spec_of
 
 log = logging.getLogger("gpu_runtime")
 OURS = "catalog.json"
@@ -557,7 +549,8 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
     if not found and not errors:
         raise BadDocument(file, 1, "", f"there is no model in it. A model is {_EXAMPLE}")
     for manifest in found:
-        errors += complaints(manifest)
+        found_wrong = problems(manifest.body["spec"])
+        errors += [manifest.wrong(problem, field) for field, problem in found_wrong]
     errors += _repeated(found)
     if errors:
         raise BadDocument.of(sorted(errors, key=lambda error: error.line))
@@ -677,29 +670,3 @@ def _named(document: Document, part: Any, path: Place) -> Found:
 
 def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": API_VERSION, "kind": KINDS[0], "metadata": {"name": name}, "spec": spec}
-
-
-# -- checking the fields -------------------------------------------------------------------------
-
-
-def complaints(manifest: Manifest) -> list[BadDocument]:
-    """An error for each wrong field of the `manifest`, or else for each contradiction of fields."""
-    errors = [
-        manifest.wrong(
-            f"{unknown} is not a known field; did you mean {nearest}? (Fields of your own are kept "
-            f"under a name like x-{unknown})",
-            unknown,
-        )
-        for unknown, nearest in misspelled_fields(manifest.body["spec"])
-    ]
-    values, wrong = read_fields(manifest.body["spec"])
-    if not wrong:
-        wrong = list(contradictions(values))
-        gpus, most = values.get("gpus"), values.get("max_tensor_parallel")
-        if isinstance(gpus, int) and gpus > (most or gpus):
-            wrong.append(("gpus", f"{gpus} GPUs are more than max_tensor_parallel allows"))
-        try:
-            list(read_arguments(values.get("runtime_args", ())))
-        except ValueError as error:
-            wrong.append(("runtime_args", str(error).rstrip(".")))
-    return errors + [manifest.wrong(problem, field) for field, problem in wrong]

@@ -74,13 +74,6 @@ def test_vllm_takes_its_share_of_one_card_or_two(installed):
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
 
 
-@pytest.mark.parametrize("backend", ["vllm", "diffusers"])
-def test_both_names_of_the_dtype_have_an_effect(installed, backend):
-    for name in ("dtype", "torch_dtype"):
-        words = recipe(backend).command(order(backend, **{name: "float16"})).words
-        assert words[words.index("--dtype") + 1] == "float16"
-
-
 def test_vllm_makes_vectors_with_its_pooling_runner(installed):
     """It loaded an embedding model without a head like a model that writes text, and failed."""
     for kind in ("embedding", "reranker"):

@@ -492,6 +492,16 @@ def test_text_is_accepted_to_its_longest_and_not_beyond(name, most):
         read(name, "x" * (most + 1), RULES[name])
 
 
+@pytest.mark.parametrize("dtype", ["float16", torch.float16])
+def test_both_names_of_the_dtype_have_an_effect(dtype):
+    """With a dtype of torch, vLLM was started with `--dtype torch.float16`, and failed."""
+    assert read_options("vllm", {"dtype": dtype}) == {"dtype": "float16"}
+    assert read_options("vllm", {"torch_dtype": dtype}) == {"dtype": "float16"}
+    both = {"torch_dtype": "float32", "dtype": dtype}
+    assert read_options("torch", both) == {"dtype": "float16"}
+    assert read_options("torch", dict(reversed(both.items()))) == {"dtype": "float16"}
+
+
 def test_an_option_that_is_none_is_left_out():
     given = {"context_length": None, "thinking": False, "sequences": 1}
     assert read_options("transformers", given) == {"thinking": False, "sequences": 1}

@@ -181,11 +181,6 @@ def _properties(document: dict[str, Any], route: dict[str, Any]) -> frozenset[st
     return frozenset(names)
 
 
-def dtype_option(spec: ModelSpec) -> str | None:
-    """The dtype of the weights in the options of `spec`, under either of its names; None if not set."""
-    return spec.options.get("dtype") or spec.options.get("torch_dtype") or None
-
-
 def custom_template(spec: ModelSpec) -> str | None:
     """The chat template (a text or a path) in the options of `spec` that replaces the model's own."""
     return spec.options.get("chat_template") or None

@@ -31,7 +31,6 @@ from .recipe import (
     RequestFields,
     SendRequest,
     custom_template,
-    dtype_option,
     fields_in_openapi,
     has_flag,
     user_arguments,
@@ -269,7 +268,6 @@ class Vllm(Recipe):
         """The command for `order`. A flag is left out if the user's own arguments set it."""
         own = user_arguments(order)
         options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
-        options["dtype"] = dtype_option(order.spec)
         words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
         words += ["--served-model-name", order.spec.name]
         words += ["--gpu-memory-utilization", f"{utilization(order):g}"]
@@ -459,7 +457,7 @@ class Diffusers(Recipe):
         words = ["--model", order.source, "--name", order.spec.name]
         words += ["--socket", str(order.socket_fd)]
         words += ["--device", "cpu" if order.simulated else "cuda"]
-        words += ["--dtype", dtype_option(order.spec) or "auto"]
+        words += ["--dtype", order.spec.options.get("dtype", "auto")]
         for option in ("trust_remote_code", "allow_missing"):
             if order.spec.options.get(option):
                 words += [f"--{option.replace('_', '-')}"]

@@ -29,7 +29,7 @@ def evidence(
 ) -> Evidence:
     """What the `source` of the model `name` shows about its size.
 
-    Only the `options` `dtype` (or `torch_dtype`), `task` and `revision` are used. Raises NotAModel,
+    Only the `options` `dtype`, `task` and `revision` are used. Raises NotAModel,
     and LoadFailed for a damaged source, or a hub id that was not downloaded.
     """
     options = options or {}
@@ -129,7 +129,7 @@ def of_checkpoint(
 
     The config of the result states the dtype of the load, so that the cache of a context has it too.
     """
-    dtype = checkpoint.dtype(options.get("dtype", options.get("torch_dtype")))
+    dtype = checkpoint.dtype(options.get("dtype"))
     config = checkpoint.config
     return Evidence(
         checkpoint.weight_bytes(dtype, embeds=embeds(options, model_type)),

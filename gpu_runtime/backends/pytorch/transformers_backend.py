@@ -375,7 +375,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 def dtype_of(spec: ModelSpec) -> torch.dtype | None:
     """The dtype that the options of `spec` set. None means the stored dtype. Raises BadSetting."""
-    wanted = spec.options.get("dtype", spec.options.get("torch_dtype"))
+    wanted = spec.options.get("dtype")
     if wanted is None or wanted == "auto":
         return None
     dtype = wanted
