@@ -123,29 +123,20 @@ def visible_cards(environment: Mapping[str, str], kind: str = "") -> Listing | N
     def look() -> Listing | None:
         for listing in listings((kind,) if kind else ()):
             if listing.cards:
-                return _visible(listing, environment)
+                try:
+                    return listing._replace(cards=listing.source.visible(listing, environment))
+                except NoAnswer as error:
+                    text = f"the {listing.kind} cards cannot be told apart: {error}."
+                    raise ProbeFailed(text, device=listing.kind) from error
             if listing.failed:
-                raise _no_usable_card(listing)
+                reasons = "; ".join(
+                    f"card {number}: {why}" for number, why in listing.failed.items()
+                )
+                text = f"no {listing.kind} card can be used ({reasons}).\n  Look at it with:  gpu doctor"
+                raise ProbeFailed(text, device=listing.kind)
         return None
 
     return with_time_limit(kind or "the driver", look)
-
-
-def _visible(listing: Listing, environment: Mapping[str, str]) -> Listing:
-    try:
-        return listing._replace(cards=listing.source.visible(listing, environment))
-    except NoAnswer as error:
-        raise ProbeFailed(
-            f"the {listing.kind} cards cannot be told apart: {error}.", device=listing.kind
-        ) from error
-
-
-def _no_usable_card(listing: Listing) -> ProbeFailed:
-    reasons = "; ".join(f"card {number}: {why}" for number, why in listing.failed.items())
-    return ProbeFailed(
-        f"no {listing.kind} card can be used ({reasons}).\n  Look at it with:  gpu doctor",
-        device=listing.kind,
-    )
 
 
 def sample(card: Card, source: ModuleType, now: float) -> Sample:

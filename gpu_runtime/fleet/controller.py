@@ -79,7 +79,12 @@ class Controller:
         before = self._wishes
         self._change(lambda old: wishes.applied(old, new, dedicated=dedicated))
         dropped = set(before.names) - set(self._wishes.names)
-        self._evict_everywhere(dropped)
+        for name in dropped:
+            # Wait for a copy that is being loaded for the old wish, and evict that copy too.
+            with self._filling[name]:
+                for host, models in self._holdings().items():
+                    if name in models:
+                        self._evict(name, host)
         sizes = [(name, size) for name, _, size in listed]
         return {name: self._fill(name) for name in largest_first(sizes)}
 
@@ -247,14 +252,6 @@ class Controller:
             return cluster.answer(call, None)
 
         return attempts(name, offers, load)
-
-    def _evict_everywhere(self, names: Iterable[str]) -> None:
-        for name in names:
-            # Wait for a copy that is being loaded for the old wish, and evict that copy too.
-            with self._filling[name]:
-                for host, models in self._holdings().items():
-                    if name in models:
-                        self._evict(name, host)
 
     def _evict(self, name: str, host: str) -> None:
         """Evicts the model `name` from `host`. If it is in use, it stays, and this is logged."""

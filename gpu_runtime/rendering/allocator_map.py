@@ -293,20 +293,17 @@ def as_svg(map: AllocatorMap, label: str, *, titles: bool = False) -> str:
     if not drawn.rows:
         return ""
     height = drawn.rows * (_ROW + _GAP)
-    labels = "".join(_row_label(row, drawn.row_bytes) for row in range(drawn.rows))
+    labels = "".join(
+        f'<text x="{_LABEL - 8}" y="{row * (_ROW + _GAP) + 12}" text-anchor="end" font-size="11" '
+        f'fill="#808080" font-family="sans-serif">{show_bytes(row * drawn.row_bytes)}</text>'
+        for row in range(drawn.rows)
+    )
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" '
         f'viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
         f'aria-label="{elements.esc(label)}" '
         f'style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">'
         f"{_PATTERNS}{labels}{''.join(_paths(drawn, titles))}</svg>"
-    )
-
-
-def _row_label(row: int, row_bytes: int) -> str:
-    return (
-        f'<text x="{_LABEL - 8}" y="{row * (_ROW + _GAP) + 12}" text-anchor="end" font-size="11" '
-        f'fill="#808080" font-family="sans-serif">{show_bytes(row * row_bytes)}</text>'
     )
 
 

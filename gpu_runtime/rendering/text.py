@@ -404,7 +404,8 @@ def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
     if len(lines) > height:
         more = len(lines) - height + 1
         lines = [*lines[: height - 1], (DIM, f"… {more} more lines")]
-    return [_coloured(code, _cut(line, width)) for code, line in lines]
+    cut = [(code, _cut(line, width)) for code, line in lines]
+    return [f"\x1b[{code}m{line}\x1b[0m" if code and line else line for code, line in cut]
 
 
 def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
@@ -438,7 +439,3 @@ def _waiting(snapshot: Snapshot) -> Iterator[str]:
 
 def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def _coloured(code: str, line: str) -> str:
-    return f"\x1b[{code}m{line}\x1b[0m" if code and line else line

@@ -532,7 +532,9 @@ def host_title(snapshot: Snapshot) -> str:
 
 def verdict(plan: Plan) -> str:
     """The verdict of the `plan` in a few words."""
-    name = _plan_subject(plan)
+    name = plan.name or "It"
+    if _is_size(plan.name):
+        name = plan.name[:1].upper() + plan.name[1:]
     if plan.level is PlanLevel.NEVER:
         return f"{name} does not fit, even after a wait"
     if not plan.granted:
@@ -543,12 +545,6 @@ def verdict(plan: Plan) -> str:
         return f"{name} fits in the free memory"
     others = "1 other is" if len(plan.victims) == 1 else f"{len(plan.victims)} others are"
     return f"{name} fits once {others} evicted"
-
-
-def _plan_subject(plan: Plan) -> str:
-    if _is_size(plan.name):
-        return plan.name[:1].upper() + plan.name[1:]
-    return plan.name or "It"
 
 
 def _is_size(name: str) -> bool:

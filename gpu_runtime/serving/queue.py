@@ -344,7 +344,14 @@ class Queue:
             if self._waiting and not self.closed:
                 waiting = [turn.waiting for turn in self._waiting.values()]
                 now = self._clock()
-                self._carry_out(next_steps(waiting, self._engines(), now, self._turns))
+                steps = next_steps(waiting, self._engines(), now, self._turns)
+                for key in steps.start:
+                    turn = self._waiting[key]
+                    running = self._pin(turn.waiting.model, turn.waiting.importance)
+                    self._start(turn, running, running.hold)
+                for model in steps.load:
+                    self.loads += 1
+                    self._pin(model, self._most_important(model))
             idle = [model for model, running in self._models.items() if not running.active]
             released = [self._release_idle(model) for model in idle]
             again = any(released) and bool(self._waiting) and not self.closed
@@ -488,29 +495,16 @@ class Queue:
             return ModelActivity(ModelState.WARM, running.active, concurrency)
         return ModelActivity(ModelState.LOADING, running.active, concurrency, hold.waits_for)
 
-    def _carry_out(self, steps: NextSteps) -> None:
-        for key in steps.start:
-            turn = self._waiting[key]
-            running = self._pin(turn.waiting.model, turn.waiting.importance)
-            self._start(turn, running, running.hold)
-        for model in steps.load:
-            self.loads += 1
-            self._pin(model, self._most_important(model))
-
     def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
         """Starts the call of `turn`, which gets `hold`. It counts as running until `_leave`, even if cancelled."""
         del self._waiting[turn.waiting.key]
-        self._note_turn(turn.waiting.client)
+        self._turns.pop(turn.waiting.client, None)  # the newest turn is last
+        self._turns[turn.waiting.client] = next(self._keys)
+        if len(self._turns) > MOST_CLIENTS:
+            del self._turns[next(iter(self._turns))]
         running.active += 1
         if not turn.started.done():
             turn.started.set_result(hold)
-
-    def _note_turn(self, client: str) -> None:
-        """Notes that the `client` had its turn now. If there are too many clients, the oldest turn is forgotten."""
-        self._turns.pop(client, None)
-        self._turns[client] = next(self._keys)
-        if len(self._turns) > MOST_CLIENTS:
-            del self._turns[next(iter(self._turns))]
 
     def _waiting_for(self, model: str) -> list[Turn]:
         return [turn for turn in self._waiting.values() if turn.waiting.model == model]

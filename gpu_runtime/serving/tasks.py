@@ -143,14 +143,11 @@ class TasksFile:
                 self.reload()
         if self._is_new:
             self._is_new = False
-            self._log_doubts()
+            if self._stamp is None and self.path not in (None, default_file()):
+                log.warning("there is no file %s; it is read once it exists", self.path)
+            for doubt in self._doubts(self._content):
+                log.warning("%s, %s", self.path, doubt)
         return self._content
-
-    def _log_doubts(self) -> None:
-        if self._stamp is None and self.path not in (None, default_file()):
-            log.warning("there is no file %s; it is read once it exists", self.path)
-        for doubt in self._doubts(self._content):
-            log.warning("%s, %s", self.path, doubt)
 
     def reload(self) -> None:
         """Reads the file now, also if it was removed. If the file has a mistake, the earlier content stays."""
@@ -209,13 +206,11 @@ class _TasksReader:
                 problem = f"unknown field `{section}`; known: {', '.join(_SECTIONS)}"
                 raise BadDocument(self._document.file, self._document.line((section,)), "", problem)
             sections[section] = self._section(section, entries)
-        self._check_aliases(sections.get("aliases", {}))
-        return ServingConfig(**sections)
-
-    def _check_aliases(self, aliases: dict[str, str]) -> None:
+        aliases: dict[str, str] = sections.get("aliases", {})
         for name, model in aliases.items():
             if model in aliases:
                 raise self._bad(("aliases", name), f"{model} is an alias too; name its model")
+        return ServingConfig(**sections)
 
     def _section(self, section: str, entries: Any) -> Any:
         if entries is None:

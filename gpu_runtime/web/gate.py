@@ -273,7 +273,10 @@ class Gate(ReversibleRouter):
         if size is None:
             return self._refuse(request, 400, "The header Content-Length must be a whole number.")
         if self.max_body_bytes < size <= DISCARDED_BODY_BYTES:
-            return self._refuse_body(request, size)
+            # Without this call, Tornado itself would refuse the body, and the client would not learn why.
+            request.connection.set_max_body_size(size)  # type: ignore[union-attr]
+            text = f"The body has {size:,} bytes; the limit is {self.max_body_bytes:,}."
+            return self._answer_with(request, TooLargeHandler, {"status": 413, "text": text})
         found.handler_class = harden(found.handler_class)
         return found
 
@@ -291,12 +294,6 @@ class Gate(ReversibleRouter):
             connection.set_max_body_size(REFUSED_BODY_BYTES)
         options = {"status": status, "text": text, "form": form, "wait": wait}
         return self._answer_with(request, RefusalHandler, options)
-
-    def _refuse_body(self, request: HTTPServerRequest, size: int) -> Any:
-        # Without this call, Tornado itself would refuse the body, and the client would not learn why.
-        request.connection.set_max_body_size(size)  # type: ignore[union-attr]
-        text = f"The body has {size:,} bytes; the limit is {self.max_body_bytes:,}."
-        return self._answer_with(request, TooLargeHandler, {"status": 413, "text": text})
 
     def _answer_with(
         self, request: HTTPServerRequest, handler: type[RequestHandler], options: dict[str, Any]
@@ -332,9 +329,9 @@ class Gate(ReversibleRouter):
         token = self._take_from_query(request, query)
         by_lane = self._take_lane(request, path)
         request.uri = f"{request.path}?{request.query}" if request.query else request.path
-        return Credentials(
-            authorization, token, parse_cookie(sent_cookies), _own_cookies(sent_cookies), by_lane
-        )
+        parsed = map(parse_cookie, sent_cookies.split(";"))
+        own = tuple(found[COOKIE] for found in parsed if COOKIE in found)
+        return Credentials(authorization, token, parse_cookie(sent_cookies), own, by_lane)
 
     def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
         """Removes tokens from the `query` of `request`, and masks other secrets there. Returns the last token."""
@@ -441,11 +438,6 @@ def _derived(token: str, purpose: str) -> str:
     salt = f"gpu-console {purpose}".encode()
     key = hashlib.scrypt(token.encode(), salt=salt, n=2**14, r=8, p=1, dklen=32)
     return base64.urlsafe_b64encode(key).rstrip(b"=").decode()
-
-
-def _own_cookies(sent: str) -> tuple[str, ...]:
-    parsed = map(parse_cookie, sent.split(";"))
-    return tuple(found[COOKIE] for found in parsed if COOKIE in found)
 
 
 # -- the answers to requests that the gate has not admitted: a refusal, a form for the token, or a redirect to the page

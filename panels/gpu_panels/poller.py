@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
-from gpu_runtime.facts import Lease, Snapshot
+from gpu_runtime.facts import Snapshot
 
 from .data.rows import FirstSeen
 
@@ -220,7 +220,13 @@ def _urgent_part(snapshot: Snapshot | None) -> Any:
     if snapshot is None:
         return None
     held = [
-        (id, [_urgent_part_of_lease(lease) for lease in section.leases])
+        (
+            id,
+            [
+                (one.name, one.shares, one.target, one.phase, one.keep, one.importance)
+                for one in section.leases
+            ],
+        )
         for id, section in snapshot.sections.items()
     ]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
@@ -236,10 +242,6 @@ def _urgent_part(snapshot: Snapshot | None) -> Any:
         snapshot.degraded,
         snapshot.governed,
     )
-
-
-def _urgent_part_of_lease(lease: Lease) -> Any:
-    return lease.name, lease.shares, lease.target, lease.phase, lease.keep, lease.importance
 
 
 def _error_text(failure: Exception) -> str:

@@ -129,7 +129,8 @@ class PanelGate(Gate):
         if role is not None:
             return self._let_in(request, self.rules.visitor(role, name))
         handler = self._route(request)
-        if self._is_login(handler.handler_class):
+        logins = tuple(known for _, known in self._app.auth_provider.endpoints)
+        if issubclass(handler.handler_class, logins):
             if request.method == "POST" and not self._may_try_password(request):
                 return self._refuse(request, 429, gate.TOO_MANY_GUESSES)
             return handler
@@ -153,9 +154,6 @@ class PanelGate(Gate):
             max_age_days=config.oauth_expiry,
         )
         return value.decode("utf-8", "replace") if value else ""
-
-    def _is_login(self, handler: type) -> bool:
-        return any(issubclass(handler, known) for _, known in self._app.auth_provider.endpoints)
 
     def _may_try_password(self, request: HTTPServerRequest) -> bool:
         """Whether Panel may check a password for the stranger who sent `request` now.
@@ -371,7 +369,11 @@ def serve_page(page: Page | None = None) -> None:
 
 def _make_console_server(service: Service, rules: AccessRules, address: Address) -> PanelServer:
     server = PanelServer(_console_page, service, rules, address)
-    _warm_up()
+    # Imports the parts of the first page now. Without this, the first visitor would wait half a second.
+    from gpu_runtime import Runtime  # noqa: F401
+
+    from . import tabs  # noqa: F401
+
     return server
 
 
@@ -382,13 +384,6 @@ def _console_page(visitor: Visitor) -> Any:
     from . import console, poller
 
     return console.page(visitor, poller.of(watching.followed()))
-
-
-def _warm_up() -> None:
-    """Imports the parts of the first page now. Without this, the first visitor would wait half a second."""
-    from gpu_runtime import Runtime  # noqa: F401
-
-    from . import tabs  # noqa: F401
 
 
 # -- panel serve

@@ -185,7 +185,8 @@ class Checkpoint(NamedTuple):
         lists = self._layer_lists()
         sizes = {prefix: sum(layers.values()) for prefix, layers in lists.items()}
         trunk = max(sizes, key=sizes.__getitem__, default="")
-        if not _is_single_trunk(sizes, trunk, total):
+        others = [size for prefix, size in sizes.items() if prefix != trunk]
+        if sizes.get(trunk, 0) * 2 < total or any(size * 20 > total for size in others):
             return ()
         outside = {
             name: it for name, it in self.tensors.items() if not name.startswith(f"{trunk}.")
@@ -219,12 +220,6 @@ class Checkpoint(NamedTuple):
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
         except OSError:  # a file that was deleted has changed
             return False
-
-
-def _is_single_trunk(sizes: dict[str, int], trunk: str, total: int) -> bool:
-    if sizes.get(trunk, 0) * 2 < total:
-        return False
-    return all(size * 20 <= total for prefix, size in sizes.items() if prefix != trunk)
 
 
 def read(directory: Path, name: str) -> Checkpoint:

@@ -252,7 +252,8 @@ def taken(
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}
     if on_cards:
-        by_number = {_card_number(name): sum(sizes.values()) for name, sizes in on_cards.items()}
+        number_of = {name: int("".join(filter(str.isdigit, name))) for name in on_cards}
+        by_number = {number_of[name]: sum(sizes.values()) for name, sizes in on_cards.items()}
         return tuple(
             Share(share.device, max(by_number.get(number, 0), charged.get(share.device, 0)))
             for number, share in zip(numbers or range(len(shares)), shares, strict=True)
@@ -271,7 +272,3 @@ def taken(
         return tuple(Share(share.device, 0) for share in shares)
     pairs = zip(beside(shares, total), shares, strict=True)
     return tuple(Share(new.device, new.bytes - old.bytes) for new, old in pairs)
-
-
-def _card_number(buffer: str) -> int:
-    return int("".join(filter(str.isdigit, buffer)))

@@ -415,7 +415,12 @@ class TorchBackend(Backend):
         after |= {"own": move.own, "away": move.away, **more}
         try:
             if not proof.then([*move.calls, *assignments(model, **after)]):
-                raise _is_written(model.spec.name)
+                name = model.spec.name
+                raise StillInUse(
+                    f"{name} stays where it is: its weights are written while they are copied.\n"
+                    f"  Write them in a block that keeps it in place:  with rt.use({name!r}) as model:",
+                    name=name,
+                )
             self._dispatch(model, goal.layout)
         except BaseException:
             move.undo()
@@ -431,14 +436,6 @@ class TorchBackend(Backend):
         device_map = {path: memory.torch for path, memory in layout.items()}
         if len(set(device_map.values())) > 1:
             model.dispatch = Dispatch(model.module, device_map)
-
-
-def _is_written(name: str) -> StillInUse:
-    return StillInUse(
-        f"{name} stays where it is: its weights are written while they are copied.\n"
-        f"  Write them in a block that keeps it in place:  with rt.use({name!r}) as model:",
-        name=name,
-    )
 
 
 def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
@@ -495,16 +492,12 @@ def check(
     `found` are the tensors of `module`. `device_types` are the torch device types that are
     governed. `is_ours(part)` returns whether this package installed the accelerate hook of `part`.
     """
-    why = _of_modules(module, is_ours)
+    parts = module.named_modules()
+    reasons = (_of_part(part, f" (at {path})" if path else "", is_ours) for path, part in parts)
+    why = next(filter(None, reasons), None)
     why = why or _of_tensors(found, device_types) or _of_storages(grouped(found))
     if why:
         raise CannotGovern(f"{name} cannot be governed: {why}.", name=name, why=why)
-
-
-def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    parts = module.named_modules()
-    reasons = (_of_part(part, f" (at {path})" if path else "", is_ours) for path, part in parts)
-    return next(filter(None, reasons), None)
 
 
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:

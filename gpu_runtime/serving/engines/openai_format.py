@@ -185,8 +185,14 @@ def embeddings(
     With the `encoding` "base64", as OpenAI's own client requests it, a vector is the base64 of little-endian float32s,
     else a list of numbers.
     """
+
+    def encoded(vector: Sequence[float]) -> Any:
+        if encoding != "base64":
+            return list(vector)
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
     data = [
-        {"object": "embedding", "index": at, "embedding": _encoded(vector, encoding)}
+        {"object": "embedding", "index": at, "embedding": encoded(vector)}
         for at, vector in enumerate(vectors)
     ]
     return {
@@ -215,12 +221,6 @@ def rerank_answer(scores: Sequence[float], model: str, tokens: int, body: Json) 
         "results": results,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-
-
-def _encoded(vector: Sequence[float], encoding: str | None) -> Any:
-    if encoding != "base64":
-        return list(vector)
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def stops_of(body: Json) -> list[str]:
