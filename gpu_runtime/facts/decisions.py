@@ -355,14 +355,19 @@ class Wait(Value, tag=True):
 
     because: str
     steps: tuple[Step, ...] = ()
-    asked: tuple[str, ...] = ()  # lease ids that other owners were requested to evict
-    asked_bytes: tuple[int, ...] = ()  # for each of `asked`, the bytes that should leave; 0: all
-    silent: tuple[str, ...] = ()  # the leases in `asked` whose owner has not responded
+    # The leases that other owners should evict, by id: the bytes that should leave; 0: all.
+    recalls: dict[str, int] = {}
+    silent: tuple[str, ...] = ()  # the leases in `recalls` whose owner has not responded
     shadows: tuple[str, ...] = ()  # ids of leases of other owners whose shadows should be freed
     blockers: tuple[str, ...] = ()  # lease ids in use that block the request
     ahead: int = 0  # how many requests are ahead in the queue
     retry_at: float | None = None  # time at which the verdict may change without any event
     considered: tuple[Candidate, ...] = ()
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The ids of the leases in `recalls`."""
+        return tuple(self.recalls)
 
 
 class Refuse(Value, tag=True):

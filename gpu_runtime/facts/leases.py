@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -245,6 +245,15 @@ class Lease(Value):
             return on_cards
         return (Share(on_cards[0].device, on_cards[0].bytes - staying),)
 
+    def freed_soon(self, recalls: Mapping[str, int]) -> Shares:
+        """The bytes that become free soon, because the lease is leaving, or is in `recalls` (see `Ticket`)."""
+        if self.phase is Phase.LEAVING:
+            return self.freed_by(self.target)
+        if not recalls or self.id not in recalls:
+            return ()
+        part = recalls[self.id]
+        return self.freed_by((Share(HOST, part),)) if part else self.shares
+
     def after(self, target: Shares) -> Shares:
         """The places of the model's own bytes after a move to `target`, which may be partial.
 
@@ -447,9 +456,8 @@ class Ticket(Value):
     places: tuple[str, ...] = ()  # allowed cards, or the target of a move; empty: any card
     # How the needed bytes may be divided among `places`. Empty: they must be on one card.
     layout: str = ""
-    recalls: tuple[str, ...] = ()  # ids of the leases that other owners should evict for it
-    # For each lease in `recalls`, the bytes that should leave; 0, or no entry: all of them.
-    recalled_bytes: tuple[int, ...] = ()
+    # The leases that other owners should evict for it, by id: the bytes that should leave; 0: all.
+    recalls: dict[str, int] = {}
     # Ids of leases whose shadows (copies in host memory) other owners should free for this request.
     shadows: tuple[str, ...] = ()
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
@@ -470,11 +478,6 @@ class Ticket(Value):
     def need_text(self) -> str:
         """The room for which it waits, such as `2.0 GiB on sim:0`."""
         return " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in self.need)
-
-    def bytes_recalled(self, lease_id: str) -> int:
-        """The bytes of the recalled lease `lease_id` that should leave; 0 stands for all bytes."""
-        place = self.recalls.index(lease_id)
-        return self.recalled_bytes[place] if place < len(self.recalled_bytes) else 0
 
 
 # -- the times of the last uses --------------------------------------------------------------------

@@ -169,7 +169,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     holder = lease_title(giver, book.owner(giver.owner))
     because = f"{head} {show_bytes(turn.bytes)} of {holder} leave for it, piece by piece."
     if giver.owner != lease.owner:
-        wait = Wait(because, asked=(giver.id,), asked_bytes=(turn.bytes,))
+        wait = Wait(because, recalls={giver.id: turn.bytes})
         return _enqueue(book, request, world, wait, need)
     step = eviction_step(giver, host_free, world, part=turn.bytes, because=because)
     if step is None:
@@ -483,12 +483,11 @@ def _ticket(
     `need` is the room for which the request waits. `seconds` is the duration of the load.
     """
     now = world.now
-    recalls = (wait.asked, wait.shadows)
+    recalls = (wait.recalls, wait.shadows)
     blocked = bool(wait.blockers) and not any(recalls) and not wait.steps
     blocked_since = ((old and old.blocked_since) or now) if blocked else 0.0
     if any(recalls):
-        asked = (*recalls, wait.asked_bytes)
-        same = old is not None and (old.recalls, old.shadows, old.recalled_bytes) == asked
+        same = old is not None and (old.recalls, old.shadows) == recalls
         recalled_since = old.recalled_since if old and same else now
     else:
         recalled_since = 0.0
@@ -509,8 +508,7 @@ def _ticket(
         need=need,
         places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",
-        recalls=wait.asked,
-        recalled_bytes=wait.asked_bytes,
+        recalls=wait.recalls,
         shadows=wait.shadows,
         recalled_since=recalled_since,
         held=request.held,
@@ -720,8 +718,8 @@ def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
     head = f"The book is full ({book.entries} leases and requests)"
     leaving = _leaving(context)
     if leaving is not None:
-        asked = () if leaving.owner == request.lease.owner else (leaving.id,)
-        return book, Wait(f"{head}; {leaving.name} is being unloaded", asked=asked)
+        recalls = {} if leaving.owner == request.lease.owner else {leaving.id: 0}
+        return book, Wait(f"{head}; {leaving.name} is being unloaded", recalls=recalls)
     victim = _victim(context, rank)
     if victim is None:
         return None
@@ -729,7 +727,7 @@ def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
     if victim.owner != request.lease.owner:
         owner = book.owner(victim.owner)
         label = owner.label if owner else victim.owner
-        return book, Wait(f"{head}; {label} is asked to unload {idle}.", asked=(victim.id,))
+        return book, Wait(f"{head}; {label} is asked to unload {idle}.", recalls={victim.id: 0})
     because = f"{head}; {request.lease.name} needs its entry."
     step = Drop(victim.id, victim.shares, because)
     emptier = mark_leaving(book, step, request.key)
@@ -739,7 +737,7 @@ def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
 def _leaving(context: Context) -> Lease | None:
     """A lease that is being unloaded, or is leaving because this request recalled it; or None."""
     old = context.book.ticket(context.request.key)
-    recalled = old.recalls if old else ()
+    recalled = old.recalls if old else {}
     for lease in context.leases:
         if lease.phase is not Phase.LEAVING:
             continue

@@ -596,8 +596,7 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
     return eviction.book, Wait(
         " ".join([head, *eviction.sentences]),
         tuple(eviction.steps),
-        tuple(eviction.recalled),
-        tuple(eviction.recalled_bytes) if any(eviction.recalled_bytes) else (),
+        eviction.recalled,
         considered=tuple([_with_cost(one) for one in (way, *way.others)]),
         silent=tuple(id for id in eviction.recalled if id in context.silent),
         shadows=tuple(eviction.recalled_shadows),
@@ -636,8 +635,7 @@ class _Eviction:
         self.at = at  # the cards on which room is made, as text
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []
-        self.recalled: list[str] = []  # lease ids of other owners
-        self.recalled_bytes: list[int] = []  # of each recalled lease; 0: all
+        self.recalled: dict[str, int] = {}  # id of another owner's lease -> bytes; 0: all
         self.recalled_shadows: list[str] = []
         # Ids of leases that leave host memory. The bytes of such a lease on the cards are freed too.
         self.unloaded: set[str] = set()
@@ -670,8 +668,7 @@ class _Eviction:
         """Drops `lease` from host memory; recalls it if the requester does not own it."""
         self.unloaded.add(lease.id)
         if lease.owner != self.request.lease.owner:
-            self.recalled.append(lease.id)
-            self.recalled_bytes.append(0)
+            self.recalled[lease.id] = 0
             self.sentences.append(
                 f"{self._owner(lease)} is asked to unload {self._title(lease)} from the warm pool."
             )
@@ -774,8 +771,7 @@ class _Eviction:
         return () if any([other.id in self.context.silent for other in less]) else less
 
     def _recall(self, lease: Lease, described: str) -> None:
-        self.recalled.append(lease.id)
-        self.recalled_bytes.append(lease.leaving_bytes if lease.target else 0)
+        self.recalled[lease.id] = lease.leaving_bytes if lease.target else 0
         owner, evict = self._owner(lease), f"evict {described}"
         if lease.kind == "kernel":  # its title is the name of its owner
             evict = f"move its memory{described.removeprefix(self._title(lease))} to RAM"

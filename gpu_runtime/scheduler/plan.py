@@ -183,8 +183,7 @@ def _bytes(step: Step) -> int:
 def _steps_of_others(book: Book, verdict: Wait, world: World) -> list[Step]:
     """The steps by which other owners do what `verdict` requests: evict leases, free shadows."""
     host_room = room(book, world).get(HOST, 0)
-    parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
-    leases = [lease for id in verdict.asked if (lease := book.find(id))]
+    leases = [lease for id in verdict.recalls if (lease := book.find(id))]
     leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
     steps: list[Step] = [
         shed_step(lease, "Another model needs its place in host memory.")
@@ -192,7 +191,7 @@ def _steps_of_others(book: Book, verdict: Wait, world: World) -> list[Step]:
         if (lease := book.find(id))
     ]
     for lease in leases:
-        step = eviction_step(lease, host_room, world, part=parts.get(lease.id, 0))
+        step = eviction_step(lease, host_room, world, part=verdict.recalls[lease.id])
         if step is None:
             continue
         host_room -= copied_bytes(lease, step)
@@ -400,7 +399,7 @@ def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
         return False
     if any(after.find(step.lease) is not book.find(step.lease) for step in verdict.steps):
         return True
-    asked = (verdict.asked, verdict.shadows)
+    asked = (verdict.recalls, verdict.shadows)
     ticket = book.ticket(request.key)
     return any(asked) and (ticket is None or (ticket.recalls, ticket.shadows) != asked)
 

@@ -313,21 +313,14 @@ def _later(
     leaving: dict[str, Lease] = {}
     recalled: dict[str, int] = {}  # lease id -> bytes that should leave; 0: all
     for ticket in blocking:
-        for id in ticket.recalls:
-            recalled[id] = ticket.bytes_recalled(id)
+        recalled |= ticket.recalls
         for share in ticket.need:
             room[share.device] = room.get(share.device, 0) - share.bytes
     for device, size in freed.items():
         room[device] = room.get(device, 0) + size
+    recalled.pop(returning, None)
     for lease in leases:
-        if lease.phase is Phase.LEAVING:
-            freed_shares = lease.freed_by(lease.target)
-        elif recalled and lease.id in recalled and lease.id != returning:
-            part = recalled[lease.id]
-            freed_shares = lease.freed_by((Share(HOST, part),)) if part else lease.shares
-        else:
-            continue
-        for share in freed_shares:
+        for share in lease.freed_soon(recalled):
             room[share.device] = room.get(share.device, 0) + share.bytes
             leaving[share.device] = lease
     return room, leaving

@@ -134,8 +134,8 @@ def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tup
     book = book.with_ticket(replace(ticket, refreshed=world.now))
     begun = _begun(book, asked, section, name)
     if begun:
-        return book, Wait(f"{request}, {begun}", asked=(asked.target,))
-    return book, Wait(request, asked=(asked.target,), silent=(asked.target,))
+        return book, Wait(f"{request}, {begun}", recalls={asked.target: 0})
+    return book, Wait(request, recalls={asked.target: 0}, silent=(asked.target,))
 
 
 def _begun(book: Book, asked: Ask, section: Section | None, name: str) -> str:
@@ -166,7 +166,7 @@ def _new_ticket(asked: Ask, world: World) -> Ticket:
         arrived=asked.arrived,
         refreshed=world.now,
         places=asked.places,
-        recalls=(asked.target,) if asked.verb == "evict" else (),
+        recalls={asked.target: 0} if asked.verb == "evict" else {},
         shadows=(asked.target,) if asked.verb == "shed" else (),
         because=asked.by,
         said_by=asked.said_by,
@@ -505,7 +505,7 @@ def _steps_for(
     who, by = _names_of_asker(book, ticket, asker)
     if lease.on_host or _only_host_memory_is_needed(lease, ticket):
         return _unload_from_host(lease, ticket, who, by)
-    part = 0 if person else ticket.bytes_recalled(lease.id)
+    part = 0 if person else ticket.recalls[lease.id]
     drop = person and DISK in ticket.places
     own = "its own memory" if ticket.name == "kernel" else ticket.name
     needs = own if own.startswith("room for") else f"room for {own}"
@@ -674,7 +674,7 @@ def _unresponsive_owners(seen: Snapshot, ticket: Ticket) -> list[Owner]:
 
 def _addressed(ticket: Ticket) -> tuple[str, ...]:
     """The ids (`owner/name`) of the leases that the ticket is about."""
-    return ticket.recalls if ticket.verb == "use" else (ticket.name,)
+    return tuple(ticket.recalls) if ticket.verb == "use" else (ticket.name,)
 
 
 def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bool:

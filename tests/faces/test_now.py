@@ -108,6 +108,14 @@ def test_free_memory_is_kept_for_the_first_in_the_queue():
     assert kept[0].left == row.parts[1].left + row.parts[1].width
 
 
+def test_a_recall_of_pieces_frees_only_these_pieces():
+    """The whole model counted as freed, so too few bytes were shown as kept for the request."""
+    qwen = replace(samples.lease("qwen", 8, owner=samples.BOB), piece_bytes=GIB)
+    wanted = wants("big", 3, recalls={qwen.id: GIB})
+    seen = samples.snapshot(qwen, tickets=[wanted])
+    assert reserved(seen, seen.devices[0]) == [(wanted, 2 * GIB)]
+
+
 WANTS = st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from((0.0, 2.0, 2.1, 60.0)))
 
 
@@ -123,21 +131,21 @@ def test_kept_is_what_the_requests_need_beyond_what_leaves_for_them(drawn, leavi
         target=(Share(HOST, leaving * GIB),) if leaving else (),
         piece_bytes=GIB,
     )
-    asked, tickets = (f"{samples.BOB.id}/reranker",), []
+    asked, tickets = {f"{samples.BOB.id}/reranker": 0}, []
     for n, (size, recalls, ago) in enumerate(drawn):
-        wanted = wants(f"m{n}", size, recalls=asked if recalls else ())
+        wanted = wants(f"m{n}", size, recalls=asked if recalls else {})
         tickets.append(replace(wanted, refreshed=samples.NOW - ago))
     reranker = samples.lease("reranker", 4, owner=samples.BOB)
     seen = samples.snapshot(llama, reranker, tickets=tickets)
-    kept = dict(reserved(seen, seen.devices[0]))
+    kept = {ticket.key: size for ticket, size in reserved(seen, seen.devices[0])}
     awake = [ticket for ticket in tickets if samples.NOW - ticket.refreshed <= 2.0]
     freed = (leaving + 4 * any(ticket.recalls for ticket in awake)) * GIB
     for last in range(len(awake) + 1):
         first = awake[:last]
         beyond = max(0, sum(ticket.need[0].bytes for ticket in first) - freed)
         expected = min(seen.devices[0].room_bytes, beyond)
-        assert sum(kept.get(ticket, 0) for ticket in first) == expected
-    assert set(kept) <= set(awake) and all(kept.values())
+        assert sum(kept.get(ticket.key, 0) for ticket in first) == expected
+    assert set(kept) <= {ticket.key for ticket in awake} and all(kept.values())
 
 
 def verbs(snapshot, name):

@@ -183,7 +183,7 @@ def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
 def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases():
     """An operator who clicked Evict sees that the process is stopped, and that the request is kept."""
     asked = Ticket(
-        "k", BOB.id, "evict", f"{ME.id}/qwen", NOW - 40, NOW, recalls=(f"{ME.id}/qwen",),
+        "k", BOB.id, "evict", f"{ME.id}/qwen", NOW - 40, NOW, recalls={f"{ME.id}/qwen": 0},
         said_by="ann",
     )  # fmt: skip
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
@@ -196,7 +196,7 @@ def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases(
     (held,) = leases(recent)
     assert held.cells[3].text == "–", "too early to know"
     wants = Ticket(
-        "k", BOB.id, "use", "big", NOW - 60, NOW, recalls=(f"{ME.id}/qwen",),
+        "k", BOB.id, "use", "big", NOW - 60, NOW, recalls={f"{ME.id}/qwen": 0},
         recalled_since=NOW - 30, because="qwen is asked to step aside.",
     )  # fmt: skip
     seen = snapshot(lease("qwen", 4), tickets=(wants,))

@@ -412,8 +412,8 @@ def test_a_request_in_another_users_name_does_not_reach_the_book(box):
     bob.run("import gpu_runtime.ledgers.keeper.ledger as client")
     bob.run("client.refuse_unlawful = lambda *_: None")
     for owner, verb, recalls in (
-        (f"'{me}'", "evict", (f"{me}/writer",)),
-        ("ledger.owner.id", "pin", ()),
+        (f"'{me}'", "evict", {f"{me}/writer": 0}),
+        ("ledger.owner.id", "pin", {}),
     ):
         ticket = f"Ticket('k', {owner}, {verb!r}, '{me}/writer', 0.0, 0.0, recalls={recalls!r})"
         bob.run(f"ledger.transact(lambda book: (book.with_ticket({ticket}), 'written'))")

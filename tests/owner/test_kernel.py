@@ -527,7 +527,7 @@ def test_a_turn_lasts_five_times_as_long_as_leaving_and_returning(
     other = rt if asked.get("own") else runtime(monitor=False, **settings)
     keep(kernel, torch.zeros(8 * FLOATS))
     kernel.resident.lease = replace(kernel.resident.lease, restore_seconds=3.0)
-    recalls = (kernel.resident.lease.id,) if asked.get("recalls") else ()
+    recalls = {kernel.resident.lease.id: 0} if asked.get("recalls") else {}
     need, ledger = (Share(asked["need"], MIB),), other._session.ledger
     # It was not refreshed for long, so that it takes no room before the kernel returns.
     wish = Ticket(

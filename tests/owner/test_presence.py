@@ -76,7 +76,7 @@ def test_a_wait_names_each_stopped_process_in_its_way_once():
     )
     session = SimpleNamespace(me=OWNER.id, ledger=ledger)
     wait = Wait(
-        "m is in use.", blockers=(f"{holder.id}/a", f"{fine.id}/b"), asked=(f"{asked.id}/c",)
+        "m is in use.", blockers=(f"{holder.id}/a", f"{fine.id}/b"), recalls={f"{asked.id}/c": 0}
     )
     found = explained(session, wait)
     assert [f"kill -CONT {pid}" in found.because for pid in (5001, 5002, 5003)] == [

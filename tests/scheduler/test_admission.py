@@ -283,7 +283,7 @@ def test_other_owners_are_asked_and_evict_their_leases_themselves():
     page = book(lease("theirs", by=2, sim0=14))
     after, verdict = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert (verdict.asked, verdict.steps) == ((at(2, "theirs"),), ())
-    assert after.ticket("k").recalls == (at(2, "theirs"),)
+    assert after.ticket("k").recalls == {at(2, "theirs"): 0}
     assert list(after.leases()) == list(page.leases())
     assert "pid 2 is asked to evict theirs (14.0 GiB, idle 17 min)" in verdict.because
 
@@ -504,7 +504,7 @@ def test_only_an_owner_that_still_holds_an_idle_lease_is_silent_after_two_second
     again, verdict = decide(other, wanted, there)
     assert (verdict.asked, again.tickets[0].recalled_since) == ((at(3, "other"),), NOW + 3)
     # It was loaded again, or its cell began, after the owner had obeyed.
-    recall = ticket("qwen", sim0=14, recalls=(at(2, "theirs"),), recalled_since=NOW - 9)
+    recall = ticket("qwen", sim0=14, recalls={at(2, "theirs"): 0}, recalled_since=NOW - 9)
     for fields in ({"away_since": NOW - 8}, {"pins": 1}):
         page = book(lease("theirs", by=2, sim0=14, **fields), tickets=[recall])
         assert decide(page, request("qwen", 14), world(sim0=20))[1].silent == ()

@@ -134,7 +134,7 @@ def test_the_error_for_a_refusal_says_what_to_type(kind, error, advice):
 def test_only_silent_processes_are_to_be_continued():
     """A time-out names the pids of those that did not answer, and no others."""
     page = book(owners=(2, 3))
-    wait = Wait("because", asked=("2.1.0/a", "3.1.0/b"), silent=("3.1.0/b",))
+    wait = Wait("because", recalls={"2.1.0/a": 0, "3.1.0/b": 0}, silent=("3.1.0/b",))
     told = str(busy(page, "qwen", wait, 60.0))
     assert "kill -CONT 3 " in told and "kill -9 3\n" in told
     assert "kill" not in str(busy(page, "qwen", replace(wait, silent=()), 60.0))

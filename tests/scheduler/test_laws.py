@@ -435,12 +435,12 @@ def test_8_no_victim_can_be_spared(situation, card, more):
     [candidate] = verdict.considered
     assume(candidate.victims)  # else the host has no room now, and nothing leaves
     steps = {step.lease: step for step in verdict.steps}
-    parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
     assume(all(id in steps or id in verdict.asked for id in candidate.victims))  # all leave now
     gone = []
     for id in candidate.victims:
         victim, step = page.find(id), steps.get(id)
-        target = (Share(HOST, parts.get(id, 0)),) if parts.get(id) else ()
+        part = verdict.recalls.get(id, 0)
+        target = (Share(HOST, part),) if part else ()
         if isinstance(step, Move):
             target = step.shares
         freed = sum(s.bytes for s in victim.freed_by(target) if s.device == card)

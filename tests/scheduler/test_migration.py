@@ -153,7 +153,7 @@ def obeyed(page, asker):
 def test_a_move_request_names_the_cards_for_the_owner_who_moves_for_an_operator_only():
     page, verdict = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1", "sim:2")
     owned = (at(1, "qwen"),)
-    assert verdict == Wait("pid 1 was asked to move qwen", asked=owned, silent=owned)
+    assert verdict == Wait("pid 1 was asked to move qwen", recalls={owned[0]: 0}, silent=owned)
     steps, [order] = obeyed(page, Asker("ann", at_home=True))
     places = ("sim:1", "sim:2")
     assert order == Order("2:move", "move", "qwen", "ann", "", places, "ann, pid 2", "2.1.0")

@@ -147,7 +147,7 @@ def test_pieces_that_the_host_can_take_count_for_the_own_limit():
     theirs = lease("theirs", by=2, sim0=8, piece_bytes=GIB, droppable=False)
     page, there = book(theirs, owners=(1,)), world(sim0=10, host=3, limit_bytes=size(12))
     _, wait = decide(page, request("new", 5), there)
-    assert isinstance(wait, Wait) and wait.asked_bytes == (size(3),)
+    assert isinstance(wait, Wait) and tuple(wait.recalls.values()) == (size(3),)
     mine = lease("mine", sim1=8, piece_bytes=GIB, droppable=False)
     page, there = book(mine), world(sim0=10, sim1=8, host=3, limit_bytes=size(12))
     _, wait = decide(page, request("new", 5), there)
@@ -167,7 +167,7 @@ def test_pieces_leave_if_the_host_can_take_no_whole_model():
     wanted = request("new", 6, layout="proportional", rules={"margin_bytes": 0})
     page, there = book(one, other, owners=(1,)), world(sim0=10, sim1=10, host=3)
     _, wait = decide(page, wanted, there)
-    assert isinstance(wait, Wait) and wait.asked_bytes == (size(2),)
+    assert isinstance(wait, Wait) and tuple(wait.recalls.values()) == (size(2),)
     # A model of 40 GiB, whose weights exist nowhere else, frees 3 GiB although the host has room
     # for only 4 GiB.
     page = book(big(droppable=False))
@@ -229,9 +229,9 @@ def test_the_cheapest_leaves_whole_before_a_second_one_is_cut():
 def test_another_owner_is_asked_for_a_part_and_gives_it_once():
     page, there = book(big(by=2), owners=(1, 2)), world(sim0=40, host=64)
     page, wait = decide(page, request("new", 3), there)
-    assert (wait.asked, wait.asked_bytes) == ((at(2, "big"),), (size(3),))
+    assert wait.recalls == {at(2, "big"): size(3)}
     page = decode_book(encode(page))
-    assert page.ticket("1:new").recalled_bytes == (size(3),)
+    assert page.ticket("1:new").recalls == wait.recalls
     page, steps, _ = obey(page, owner(2).id, there, "k")
     assert [step.shares for step in steps] == [shares(host=3)]
     page = books.perform(page, steps[0], replace(there, now=NOW + 1))

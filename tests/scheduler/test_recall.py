@@ -48,7 +48,7 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     """Other processes request, and only the owner acts. Grace does not apply to a person's request."""
     qwen = lease("qwen", sim0=8, last_used=NOW - 1)
     page, verdict = asking(two(qwen), "evict")
-    assert verdict == Wait("pid 1 was asked to evict qwen", asked=(qwen.id,), silent=(qwen.id,))
+    assert verdict == Wait("pid 1 was asked to evict qwen", recalls={qwen.id: 0}, silent=(qwen.id,))
     page, steps, orders = obeying(page)
     [step] = steps
     to_host = (Share(HOST, size(8)),)
@@ -113,7 +113,7 @@ def test_a_request_is_repeated_only_where_that_helps(reason, again):
 
 
 def evicting(by=2, of=1, name="qwen"):
-    return ticket(at(of, name), by=by, verb="evict", recalls=(at(of, name),))
+    return ticket(at(of, name), by=by, verb="evict", recalls={at(of, name): 0})
 
 
 FIXED = dict(droppable=False, movable=False)
@@ -209,7 +209,7 @@ def test_a_full_page_refuses_a_request_to_an_owner_but_no_repeated_one():
 def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     page, verdict = asking(two(lease("qwen", sim0=8, keep=before)), verb)
     asked = (at(1, "qwen"),)
-    assert verdict == Wait(f"pid 1 was asked to {verb} qwen", asked=asked, silent=asked)
+    assert verdict == Wait(f"pid 1 was asked to {verb} qwen", recalls={asked[0]: 0}, silent=asked)
     order = Order(f"2:{verb}", verb, "qwen", who="pid 2", asker="2.1.0")
     assert obeying(page)[1:] == ((), (order,))
     assert obeying(page, by=2)[1:] == ((), ()), "nobody else obeys it"
@@ -256,7 +256,7 @@ def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
 
 # -- recalls ---------------------------------------------------------------------------------------
 def recalling(name="qwen", of=1, **fields):
-    return ticket("big", by=2, sim0=14, recalls=(at(of, name),), **fields)
+    return ticket("big", by=2, sim0=14, recalls={at(of, name): 0}, **fields)
 
 
 def test_a_recall_is_obeyed_once_where_the_requester_saw_the_model():
@@ -326,7 +326,7 @@ def test_recalled_leases_share_the_hosts_bytes_and_move_once():
     assert isinstance(step, Drop)
     precious = two(lease("qwen", sim0=8, droppable=False), tickets=[recalling()])
     assert obeying(precious, there=full) == (precious, (), ())
-    big = ticket("big", by=2, sim0=16, recalls=(at(1, "a"), at(1, "b")))
+    big = ticket("big", by=2, sim0=16, recalls={at(1, "a"): 0, at(1, "b"): 0})
     page = two(lease("a", sim0=8), lease("b", sim0=8, droppable=False), tickets=[big])
     steps = obeying(page, there=world(sim0=20, host=8))[1]
     assert {step.lease: type(step) for step in steps} == {at(1, "b"): Move, at(1, "a"): Drop}
@@ -373,7 +373,9 @@ def test_a_wait_is_ended_by_its_owner_for_its_own_user():
     waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
     page, verdict = asking(two(tickets=[waits]), "cancel")
     qwen = (at(1, "qwen"),)
-    assert verdict == Wait("pid 1 was asked to end its wait for qwen", asked=qwen, silent=qwen)
+    assert verdict == Wait(
+        "pid 1 was asked to end its wait for qwen", recalls={qwen[0]: 0}, silent=qwen
+    )
     _, steps, orders = obeying(page)
     assert (steps, [(order.verb, order.name) for order in orders]) == ((), [("cancel", "qwen")])
     page, verdict = asking(page.without_ticket(waits.key), "cancel")

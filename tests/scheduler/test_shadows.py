@@ -124,7 +124,7 @@ def test_a_part_takes_the_place_of_its_own_shadow_of_some_bytes(holder):
 
 
 def test_a_recalled_model_takes_the_place_of_its_owners_shadow():
-    recall = ticket("qwen", by=2, sim0=12, recalls=(at(1, "victim"),))
+    recall = ticket("qwen", by=2, sim0=12, recalls={at(1, "victim"): 0})
     victim = lease("victim", sim0=9, last_used=NOW - 60)
     page = book(shadowed("used", 6, pins=1), victim, tickets=[recall])
     page, [step], _ = obey(page, owner(1).id, THERE, "k")

@@ -153,7 +153,7 @@ def test_a_late_abandon_changes_nothing(page):
 
 
 def test_a_withdrawn_ticket_takes_its_recalls_along():
-    page = book(tickets=[ticket("big", key="k", recalls=("2.1.0/x",))])
+    page = book(tickets=[ticket("big", key="k", recalls={"2.1.0/x": 0})])
     assert books.withdraw(page, "k").tickets == ()
     assert books.withdraw(page, "other") is page
 
@@ -201,7 +201,7 @@ HELPFUL = {
     "grew less": with_a(7, pins=1, uses=3),
     "is kept": with_a(pins=1, uses=3, keep=True),
     "one waits less": WAITED_FOR.without_ticket("2:b"),
-    "is recalled": WAITED_FOR.with_ticket(ticket("b", by=2, recalls=(f"{ME.id}/a",))),
+    "is recalled": WAITED_FOR.with_ticket(ticket("b", by=2, recalls={f"{ME.id}/a": 0})),
     "a budget": replace(WAITED_FOR, limits={"sim:0": size(20)}),
     "an owner less": replace(WAITED_FOR, sections=OTHERS),
     "is answered": replace(WAITED_FOR, events=(ANSWER,), seq=1),

@@ -26,7 +26,7 @@ def asks(verb, ago, name="qwen"):
         by=2,
         verb=verb,
         arrived=NOW - ago,
-        recalls=(at(1, name),) if verb == "evict" else (),
+        recalls={at(1, name): 0} if verb == "evict" else {},
     )
 
 
@@ -75,7 +75,7 @@ def test_a_wait_for_a_silent_owner_says_since_when_it_does_not_answer():
     """The wait line showed a notebook as idle that computed for 29 s without answering."""
     page = book(
         lease("kernel", by=2, sim0=14, kind="kernel", droppable=False, last_used=NOW - 35),
-        tickets=[ticket("qwen", recalls=(at(2, "kernel"),), recalled_since=NOW - 29)],
+        tickets=[ticket("qwen", recalls={at(2, "kernel"): 0}, recalled_since=NOW - 29)],
     )
     _, wait = decide(page, request("qwen", 14), world(sim0=20))
     assert wait.silent == (at(2, "kernel"),)
@@ -90,20 +90,20 @@ def test_each_of_several_that_a_request_recalls_answers_for_itself():
         "big",
         by=3,
         arrived=NOW - 90,
-        recalls=(at(1, "a"), at(1, "b"), at(2, "c")),
+        recalls={at(1, "a"): 0, at(1, "b"): 0, at(2, "c"): 0},
         recalled_since=NOW - 30,
     )
     there = (lease("a", sim0=4), lease("b", sim0=4), lease("c", by=2, sim0=4, phase=Phase.LEAVING))
     assert silent(*there, tickets=[request]) == {1: NOW - 30}
     request = ticket(
-        "big", by=3, refreshed=NOW - 10, recalls=(at(1, "a"),), recalled_since=NOW - 30
+        "big", by=3, refreshed=NOW - 10, recalls={at(1, "a"): 0}, recalled_since=NOW - 30
     )
     assert silent(lease("a", sim0=4), tickets=[request]) == {}
     assert (
         silent(
             lease("a", sim0=4),
             tickets=[
-                ticket("big", by=1, recalls=(at(1, "a"),), recalled_since=NOW - 30),
+                ticket("big", by=1, recalls={at(1, "a"): 0}, recalled_since=NOW - 30),
                 ticket("other", by=2, sim0=8),
             ],
         )

@@ -103,7 +103,7 @@ def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
 
 
 def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
-    recall = ticket("qwen", by=2, sim0=14, recalls=(at(1, "victim"),))
+    recall = ticket("qwen", by=2, sim0=14, recalls={at(1, "victim"): 0})
     page = book(
         lease("stale", host=8, last_used=NOW - 900),
         lease("victim", sim0=9, last_used=NOW - 60),
@@ -120,7 +120,7 @@ def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
 def test_a_lease_in_parts_that_is_recalled_for_host_memory_leaves_both(needed_on, step_type):
     """Its rest would be dropped in the next decision. A request for its own card leaves the bytes in RAM."""
     parts = lease("parts", sim0=4, host=5, piece_bytes=size(1), last_used=NOW - 900)
-    recall = ticket("qwen", by=2, recalls=(parts.id,), **{needed_on: 6})
+    recall = ticket("qwen", by=2, recalls={parts.id: 0}, **{needed_on: 6})
     there = world(sim0=20, sim1=20, host=10)
     page = book(parts, owners=(1, 2), tickets=[recall])
     _, [step], _ = obey(page, owner(1).id, there, "k")

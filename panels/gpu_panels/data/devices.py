@@ -472,14 +472,12 @@ def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
     """
     id, left = view.device.id, max(0, view.room_bytes or 0)
     waiting = [ticket for ticket in snapshot.tickets if _is_awake_wait(ticket, snapshot)]
-    recalled = {lease_id for ticket in waiting for lease_id in ticket.recalls}
+    recalled = {lease: size for ticket in waiting for lease, size in ticket.recalls.items()}
     freed = sum(
         share.bytes
         for lease in snapshot.leases()
-        for share in (
-            lease.freed_by(lease.target) if lease.phase is Phase.LEAVING else lease.shares
-        )
-        if share.device == id and (lease.phase is Phase.LEAVING or lease.id in recalled)
+        for share in lease.freed_soon(recalled)
+        if share.device == id
     )
     found = []
     for ticket in waiting:
