@@ -435,12 +435,14 @@ class Runtime:
         The memory returns before the notebook's next cell. With `checkpoint`, `who` is the pid of
         any process, and the driver moves its memory. Without `yes`, that call only lists the risks.
         """
-        return checkpoints.park(self._session, who, checkpoint, yes)
+        if checkpoint:
+            return checkpoints.park(self._session, who, yes)
+        return kernel.park(self._session, who)
 
     @checked
     def unpark(self, who: str = "", *, checkpoint: bool = False) -> Outcome:
         """Brings back the memory of the notebook `who`; with `checkpoint`, `who` is any pid."""
-        return checkpoints.unpark(self._session, who, checkpoint)
+        return (checkpoints if checkpoint else kernel).unpark(self._session, who)
 
     @checked
     def resume(self, process: str) -> Outcome:

@@ -26,7 +26,7 @@ from ..ledgers.liveness import boot_id, name_of, start_ticks
 from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted
 from ..units import GIB, show_bytes
-from . import kernel, requests
+from . import requests
 from .blocks import RoomForProcess
 from .session import Session
 
@@ -56,21 +56,12 @@ class Target(NamedTuple):
         return f"{self.command} (pid {self.pid})"
 
 
-def park(session: Session, who: str, checkpoint: bool, confirmed: bool) -> Outcome:
-    """Parks the notebook `who`; if `checkpoint` is true, the process with the pid `who`.
+def park(session: Session, who: str, confirmed: bool) -> Outcome:
+    """Parks the process with the pid `who`.
 
     If `confirmed` is false, no checkpoint is made, and the outcome says what can go wrong. See
     Runtime.park.
     """
-    return _park(session, who, confirmed) if checkpoint else kernel.park(session, who)
-
-
-def unpark(session: Session, who: str, checkpoint: bool) -> Outcome:
-    """Brings back the notebook `who`, or with `checkpoint` the process with the pid `who`."""
-    return _unpark(session, who) if checkpoint else kernel.unpark(session, who)
-
-
-def _park(session: Session, who: str, confirmed: bool) -> Outcome:
     target = _target(session, who)
     driver = _require_driver(session)
     state = _call("state", target)
@@ -96,7 +87,8 @@ def _park(session: Session, who: str, confirmed: bool) -> Outcome:
     return Outcome("park", str(target.pid), True, because, size, HOST, seconds)
 
 
-def _unpark(session: Session, who: str) -> Outcome:
+def unpark(session: Session, who: str) -> Outcome:
+    """Brings back the memory of the process with the pid `who`."""
     target = _target(session, who)
     _require_driver(session)
     state = _call("state", target)

@@ -18,7 +18,7 @@ from ..backtest import (
     split_words,
 )
 from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
-from ..facts import Decided, Event, Replayed, notebook_has_name
+from ..facts import KERNEL, Decided, Event, Replayed, notebook_has_name
 from ..scheduler.plan import replayed
 from ..telemetry.journal import KEPT_DECISIONS
 from ..threads import import_whole
@@ -122,7 +122,7 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
 
     If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
     """
-    of_all = recorded_events(session, model=registry.NAME)
+    of_all = recorded_events(session, model=KERNEL)
     try:
         owner = registry.find_kernel(session, who, leased=False).owner
     except AmbiguousName:
@@ -148,7 +148,7 @@ def _staying(session: Session, owner_id: str) -> tuple[Event, ...]:
         Event(
             seq=0,
             wall=now,
-            model=registry.NAME,
+            model=KERNEL,
             action="stays",
             reason="shared",
             because=f"{show_bytes(one.bytes)} on {one.device}: {one.why}",
@@ -181,7 +181,7 @@ def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
     bare, process = registry.split_address(name)
     is_notebook = registry.is_notebook(session, name)
     if is_notebook:
-        bare, process = registry.NAME, name
+        bare, process = KERNEL, name
     resident = registry.by_key(session, bare)
     found = decided_again(session, resident.spec.name if resident else bare, process)
     if not found and is_notebook:

@@ -11,6 +11,11 @@ Plain code makes no request before it takes memory. So before a cell runs, `Cell
 memory that the cell took the last time, beyond what the notebook already held. The wait is bounded,
 and the cell runs in any case. After a cell that ran out of memory, idle notebooks and models are
 evicted.
+
+`KernelResident` handles the memory as a model that leaves its cards and returns to them as a whole. A
+cell can need more memory than the kernel holds. The kernel's lease then claims this memory too, as
+the lease of a model claims working memory. The memory returns for a cell, or for a message that may
+read it although no cell runs. The notebook shows the return as a line, or as an error.
 """
 
 from __future__ import annotations
@@ -20,24 +25,30 @@ import gc
 import re
 import sys
 import threading
+import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
 from .. import threads
-from ..backends.base import Stillness, is_out_of_memory
-from ..errors import CannotGovern, GpuError, NotAllowed, WaitEnded
+from ..backends.base import NotStill, Stillness, is_out_of_memory
+from ..errors import CannotGovern, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
 from ..facts import (
+    HOST,
+    KERNEL,
     NORMAL,
     Footprint,
     Lease,
     LeaseId,
+    ModelSpec,
     Outcome,
+    Part,
     Phase,
     PlacementRules,
+    Share,
     Shares,
     Staying,
     lease_title,
@@ -48,23 +59,8 @@ from ..scheduler.victims import reason_to_stay
 from ..telemetry.measurements import Measurements, cells_of_this_user
 from ..units import MIB, parse_bytes, show_bytes, show_seconds
 from . import acquire, failures, holdings, operations, registry, release
-from .kernel_resident import (
-    NAME,
-    WAYS_OUT,
-    Bytes,
-    KernelResident,
-    Reading,
-    Return,
-    bring_back,
-    exactly,
-    governed_keys,
-    governed_shares,
-    interrupted,
-    refusal,
-    sizes,
-)
 from .pins import Anchor, AnchorRef, new_anchor
-from .resident import Place
+from .resident import Place, Resident
 from .session import Session, log
 
 LEAST_BYTES = MIB  # a kernel that holds less has no lease
@@ -110,7 +106,7 @@ class Kernel:
     @property
     def resident(self) -> KernelResident | None:
         """The resident of the kernel's lease; None while the kernel holds too little for a lease."""
-        found = self._session.residents.get(NAME)
+        found = self._session.residents.get(KERNEL)
         return found if isinstance(found, KernelResident) else None
 
     @property
@@ -143,7 +139,7 @@ class Kernel:
             self._uncounted = False
         if not frees and (beyond := self.beyond_enforced_cap()):
             because = f"{beyond}.\n  These cells run, until less is held:  {WAYS_OUT}"
-            self._here.refusal = refusal(NotAllowed(because, name=NAME, because=beyond))
+            self._here.refusal = refusal(NotAllowed(because, name=KERNEL, because=beyond))
         if outermost:
             self._running.clear()
         is_first, resident = not self._running, self.resident
@@ -239,7 +235,7 @@ class Kernel:
         self._cell = self._cell or text  # the first cell may begin before the Kernel exists
         claimed_more = self._room.end(self.resident)
         if (resident := self.resident) is not None:
-            release.try_again_now(resident)  # the reason for the failed attempt may have ended
+            resident.moves_again_at = 0.0  # the reason for the failed attempt may have ended
             self._park_again_at = 0.0
             resident.failed_moves = 0
         self.count_when_due(idle=False)
@@ -262,7 +258,7 @@ class Kernel:
         The monitor publishes a cell that runs when it ticks. Its next tick may begin with a count, which takes 0.3 s
         among a million objects. Until then every request to park would be refused.
         """
-        lease = self._session.ledger.read().lease(self._session.me, NAME)
+        lease = self._session.ledger.read().lease(self._session.me, KERNEL)
         return lease is not None and bool(lease.pins or lease.moves_again_at)
 
     # -- cells that run while the memory is parked
@@ -290,7 +286,7 @@ class Kernel:
         lease = resident.lease.holding(resident.backend.measure(resident.handle))
         resident.settle_at(replace(lease, away_since=resident.lease.away_since))
         if not resident.handle.away and resident.begin_moving():
-            self._session.residents.pop(NAME, None)
+            self._session.residents.pop(KERNEL, None)
             left = "Nothing is parked any more."
         else:
             left = f"{show_bytes(lease.own_bytes)} is still parked in RAM."
@@ -304,12 +300,11 @@ class Kernel:
         kernel is never idle, so without turns no other process would get the card.
         """
         session = self._session
-        if resident.place is not Place.HERE or resident.pins or not self._is_needed(resident):
+        if resident.place is not Place.HERE or resident.pins:
             return
-        lease, settings = resident.lease, session.settings
-        swap_seconds = 2 * lease.restore_seconds
-        turn = max(settings.gpu_park_turn_seconds, SWAPS_A_TURN * swap_seconds)
-        if session.clock() - self._turn_began < turn:
+        swap_seconds = 2 * resident.lease.restore_seconds
+        turn = max(session.settings.gpu_park_turn_seconds, SWAPS_A_TURN * swap_seconds)
+        if session.clock() - self._turn_began < turn or not self._is_needed(resident):
             return
         try:
             release.evict(session, resident, "Its turn on the card is over, and another waits.")
@@ -365,7 +360,7 @@ class Kernel:
         session, resident = self._session, self.resident
         if resident is not None and resident.place is not Place.HERE:
             return
-        backend = session.backend(NAME)
+        backend = session.backend(KERNEL)
         if self._handle is None:
             self._handle = backend.open(  # type: ignore[attr-defined]
                 self._stillness, lambda: governed_keys(session), lambda: governed_shares(session)
@@ -381,7 +376,7 @@ class Kernel:
             return
         changed = resident.remeasure() or self.staying != stayed
         if resident.lease.own_bytes < LEAST_BYTES and resident.begin_moving():
-            session.residents.pop(NAME, None)
+            session.residents.pop(KERNEL, None)
             session.publish()
         elif changed and session.dozing:
             session.wake_monitor()
@@ -404,16 +399,16 @@ class Kernel:
         now = session.clock()
         lease = replace(
             resident.lease,
-            kind=NAME,
+            kind=KERNEL,
             shares=held,
             movable=self._may_leave,
             settled_at=now,
             last_used=now,
-            backend=NAME,
-            model_type=NAME,
+            backend=KERNEL,
+            model_type=KERNEL,
         )
         resident.install(handle, lease, None)
-        session.residents[NAME] = resident
+        session.residents[KERNEL] = resident
         session.start_monitor()
         size = show_bytes(lease.bytes)
         because = f"This notebook's own code holds {size} on {lease.where}."
@@ -518,7 +513,7 @@ class Kernel:
             log.warning("the kernel was not parked: %s", error)
 
     def _id(self) -> LeaseId:
-        return LeaseId(self._session.me, NAME)
+        return LeaseId(self._session.me, KERNEL)
 
 
 def attach(session: Session, stillness: Stillness) -> Kernel:
@@ -595,7 +590,7 @@ def park(session: Session, who: str = "") -> Outcome:
     if (parked := registry.in_ram(session, target)) is not None:
         return registry.in_ram_already(session, "park", who, [parked])
     section = session.ledger.read().sections.get(target.owner)
-    if section is not None and section.lease(NAME) is None:
+    if section is not None and section.lease(KERNEL) is None:
         because = "; ".join(one.words() for one in section.staying)
         return Outcome(verb="park", name=who, done=True, because=because, bytes=0)
     outcome = replace(operations.evict_lease(session, target, timeout=None), verb="park", name=who)
@@ -620,7 +615,7 @@ def _own(session: Session) -> Kernel:
         raise CannotGovern(
             "only the kernel of a notebook can be parked: in a script or a terminal nobody knows when it "
             "is idle.\n  A notebook:  gpu park NOTEBOOK      In its own first cell:  %load_ext gpu",
-            name=NAME,
+            name=KERNEL,
             why="it is no notebook's kernel",
         )
     return kernel
@@ -669,7 +664,7 @@ class CellRoom:
         true if the count after the last cell was skipped.
         """
         if handle is not None:
-            backend: Any = self._session.backend(NAME)
+            backend: Any = self._session.backend(KERNEL)
             backend.watch_peaks(handle)
             held = backend.peaks(handle, counted=False)  # a peak that has just begun: the bytes now
             if held is not None:
@@ -686,7 +681,7 @@ class CellRoom:
         """
         if not text or handle is None:
             return
-        backend: Any = self._session.backend(NAME)
+        backend: Any = self._session.backend(KERNEL)
         peak = backend.peaks(handle, counted=not uncounted)
         if peak is not None:
             left = resident.held() if resident else {}
@@ -951,3 +946,352 @@ def bytes_wanted(error: BaseException) -> int:
             if found:
                 return parse_bytes(found[1].strip())
     return 0
+
+
+# -- the memory of a kernel, as a resident
+
+SPEC = ModelSpec(KERNEL, KERNEL, model_type="kernel")
+
+Bytes = Mapping[str, int]  # by the id of a card
+
+
+class KernelResident(Resident):
+    """The memory of a kernel, handled as a model that leaves and returns as a whole.
+
+    Unlike a model, the kernel may be used while its bytes are copied to host memory. After the
+    copy, the tensors' pointers are exchanged, but only if the kernel was not used during the copy.
+    """
+
+    _moving = False
+
+    def __init__(self, session: Session, handle: Any) -> None:
+        """`handle` is the handle of the kernel's backend."""
+        super().__init__(SPEC, session.backend(KERNEL), session.me, session.clock)
+        self.claims: Bytes = {}  # the least bytes that the lease claims for the running cell
+        self.footprint = self._footprint
+        handle.on_swapped = self.swapped
+
+    def _used_now(self) -> None:
+        """Does nothing: `Kernel` notes the time of each cell. A message that reads memory is no use."""
+
+    def _footprint(self) -> Footprint:
+        own = self.lease.own_bytes
+        parts = [Part("weights", own, "measured")]
+        if more := sum(self._claimed().values()) - own:
+            parts.append(Part("room", more, "measured"))
+        return Footprint(tuple(parts))
+
+    # -- leaving and returning
+
+    def begin_moving(self) -> bool:
+        """Marks the kernel as moving, and returns True.
+
+        Returns False if a cell runs, if the kernel moves already, or if it holds nothing.
+        """
+        with self.gate:
+            if self.pins or self.handle is None or self._moving:
+                return False
+            self._moving = True
+        return True
+
+    def swapped(self) -> None:
+        """Called when the bytes have left or returned, before the lease shows the move."""
+        with self.gate:
+            self.place = Place.MOVING
+
+    def stay(self) -> None:
+        super().stay()
+        self._moving = False
+
+    def settle_at(self, lease: Lease, anchor: Any = None) -> None:
+        """Records the `lease` after a move of the kernel's bytes.
+
+        While the bytes are on the device, the recorded lease includes the claims of the running
+        cell. Claims end when the bytes leave. `anchor` pins the kernel for the caller.
+        """
+        if lease.all_on_device:
+            lease = claiming(lease, self.claims)
+        super().settle_at(lease, anchor)
+        if lease.on_host:
+            self.claim({})
+        self._moving = False
+
+    def carry(self, step: Any, shadow: bool = False) -> Shares:
+        """Performs the step. Raises StillInUse if the kernel is used before or during the step."""
+        try:
+            return super().carry(step)
+        except NotStill as error:
+            raise StillInUse(f"{error}", name=KERNEL) from None
+
+    def remeasure(self) -> bool:
+        """Measures the kernel again. Returns whether its lease has changed.
+
+        The claims of a running cell stay. If a move of the kernel's bytes begins during the
+        measurement, the lease stays unchanged, because the move itself measures the kernel.
+        """
+        handle = self.handle
+        if handle is None:
+            return False
+        exchanges = handle.exchanges
+        shares = self.backend.measure(handle)
+        with self.gate:
+            if handle.exchanges != exchanges or self.place is Place.MOVING:
+                return False
+            piece = self.backend.piece_bytes(handle)
+            lease = replace(self.lease, filled=(), shares=shares, piece_bytes=piece)
+            lease = claiming(lease, self.claims) if lease.all_on_device else self.lease
+            changed = lease != self.lease
+            self.lease = lease
+        return changed
+
+    # -- what a cell claims
+
+    def claim(self, claims: Bytes) -> None:
+        """Makes the lease claim at least `claims` of each card while the kernel is on its cards."""
+        self.claims = dict(claims)
+        if self.place is not Place.AWAY:
+            self.lease = claiming(self.lease, self.claims)
+
+    def must_return_to(self) -> dict[str, int]:
+        """Maps each card to the bytes that the kernel needs there to return; empty if it is not away."""
+        return self._claimed() if self.place is Place.AWAY else {}
+
+    def held(self) -> dict[str, int]:
+        """The bytes that the kernel holds on each card, as they were last counted.
+
+        If the kernel's bytes are away, the cards are those to which the bytes will return.
+        """
+        if self.place is Place.AWAY:
+            away = self.backend.must_return_to(self.handle)
+            return {card: size + self.lease.bytes_on(card) for card, size in away.items()}
+        return sizes(self.lease.filled or self.lease.shares)
+
+    def _claimed(self) -> dict[str, int]:
+        """The bytes that the kernel claims on each card, also for the running cell."""
+        claimed = self.held()
+        for card, size in self.claims.items():
+            claimed[card] = max(size, claimed.get(card, 0))
+        return claimed
+
+
+def sizes(shares: Shares) -> dict[str, int]:
+    """The bytes of the `shares`, by the id of the card."""
+    return {share.device: share.bytes for share in shares}
+
+
+def exactly(claims: Bytes) -> dict[str, Any]:
+    """Fields of PlacementRules that take from each card exactly the bytes in `claims`."""
+    count = len(claims)
+    return {
+        "layout": "proportional" if count > 1 else "single",
+        "least_cards": count,
+        "most_cards": count,
+        "card_bytes": dict(claims) if count > 1 else {},
+        "margin_bytes": 0,
+        "overhead": 0.0,
+        "factor": 0.0,
+    }
+
+
+def claiming(lease: Lease, claims: Bytes) -> Lease:
+    """The `lease`, changed to claim at least the bytes `claims` of each card.
+
+    The field `filled` has the bytes that the lease really holds.
+    """
+    own = lease.filled or lease.shares
+    held = sizes(own)
+    claimed = dict(held)
+    for card, size in claims.items():
+        claimed[card] = max(size, claimed.get(card, 0))
+    if claimed == held:
+        return replace(lease, shares=own, filled=(), working_bytes=0)
+    shares = tuple(Share(card, size) for card, size in claimed.items())
+    more = sum(claimed.values()) - sum(held.values())
+    return replace(lease, shares=shares, filled=own, working_bytes=more)
+
+
+def governed_keys(session: Session) -> set[int]:
+    """The keys of all storages that belong to models of this process, their shadows included."""
+    keys: set[int] = set()
+    for resident in list(session.residents.values()):
+        groups = getattr(resident.handle, "groups", None)
+        if groups is not None:
+            keys.update(group.storage._cdata for group in groups())
+            keys.update(copy.untyped_storage()._cdata for copy in resident.handle.shadow.values())
+    return keys
+
+
+def governed_shares(session: Session) -> Iterator[Share]:
+    """The bytes of this process's models, if torch allocated their tensors in this process.
+
+    For a model that was not used since its last measurement, the bytes are those of its lease.
+    Measuring takes time: 3 ms for 20 models of 20 tensors each.
+    """
+    for resident in list(session.residents.values()):
+        if resident.lease.in_parts and resident.handle is not None:
+            yield from (share for share in resident.lease.shares if share.device != HOST)
+        if resident.place is not Place.HERE or not hasattr(resident.handle, "groups"):
+            continue
+        if resident.uses == resident.uses_counted or resident.postpones_measuring():
+            yield from resident.lease.filled or resident.lease.shares
+        else:
+            yield from resident.backend.measure(resident.handle)
+
+
+# -- what a notebook shows about the return
+
+LEAST_TOLD_SECONDS = 0.1  # a shorter wait for space is not mentioned
+LEAST_PART = (
+    0.5  # if the last holder had the card for a smaller part of the time, both times are named
+)
+
+# Cells that need no card. The front end runs them while the memory is parked, or above a cap.
+WAYS_OUT = "del NAME      %gpu free NAME      torch.save(NAME, 'name.pt')"
+
+
+class Return:
+    """One return of a kernel's memory, from the request until the memory is on its cards."""
+
+    def __init__(self, session: Session, resident: KernelResident) -> None:
+        """To be made before the return of `resident` is requested."""
+        self._session, self._resident = session, resident
+        self._began = session.clock()
+        self._away_since = resident.lease.away_since
+        self._other, self._since = self._who_had_the_cards()
+
+    def news(self) -> str:
+        """The sentence for the user, after the return. Empty if the memory was not away.
+
+        The sentence has the time of the wait for space and the time of the move, because only the
+        move depends on this notebook.
+        """
+        if not self._away_since:
+            return ""
+        lease, now = self._resident.lease, self._session.clock()
+        moved_seconds = lease.restore_seconds
+        waited_seconds = now - self._began - moved_seconds
+        size, moved = show_bytes(lease.own_bytes), show_seconds(moved_seconds)
+        came = f"{size} came back from RAM in {moved}"
+        if waited_seconds >= LEAST_TOLD_SECONDS:
+            waited = show_seconds(waited_seconds)
+            came = f"{size} came back from RAM: waited {waited} for space, moved in {moved}"
+        until = self._began + max(0.0, waited_seconds)
+        away_seconds, other_seconds = until - self._away_since, until - self._since
+        away, other = show_seconds(away_seconds), show_seconds(other_seconds)
+        if not self._other:
+            return f"{came}; it was away for {away}."
+        if other_seconds >= LEAST_PART * away_seconds:
+            return f"{came}; {self._other} had the card for {other}."
+        return (
+            f"{came}; it was away for {away}, and {self._other} had the card for the last {other}."
+        )
+
+    def _who_had_the_cards(self) -> tuple[str, float]:
+        """The name of the largest holder that used the cards while the memory was away, or "".
+
+        The second value is the time since when this holder had the cards meanwhile.
+        """
+        book, me = self._session.ledger.read(), self._session.me
+        cards = set(self._resident.must_return_to())
+        found = [
+            lease
+            for lease in book.leases()
+            if lease.owner != me
+            and (lease.pins or lease.last_used >= self._away_since)
+            and any(share.device in cards for share in (*lease.shares, *lease.target))
+        ]
+        if not found:
+            return "", 0.0
+        largest = max(found, key=lambda lease: lease.bytes)
+        owner = book.owner(largest.owner)
+        # A holder with a notebook is named by the notebook's file, even if the lease is a model's.
+        named = owner is not None and owner.notebook
+        title = lease_title(replace(largest, kind=KERNEL) if named else largest, owner)
+        return title, max(self._away_since, largest.settled_at)
+
+
+def interrupted() -> WaitEnded:
+    """The error of a cell whose wait the user has stopped."""
+    why = "You stopped the wait. To wait again, run the cell again."
+    return WaitEnded(why, name=KERNEL, by="you", because="")
+
+
+def refusal(why: Exception, parked_bytes: int = 0) -> GpuError:
+    """The error of a cell that must not run because of `why`, with the class of `why`.
+
+    `parked_bytes` are the bytes of the notebook's memory that are in host memory.
+    """
+    parked = f": {show_bytes(parked_bytes)} of its memory is parked in host memory"
+    message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
+    if parked_bytes and not isinstance(why, WaitEnded):
+        message += f"\n  These cells run while it is parked:  {WAYS_OUT}"
+    if isinstance(why, GpuError):
+        return rebuilt(type(why), message, why.facts)
+    return GpuError(message)
+
+
+# -- the return for a cell, or for a message
+#
+# Completion, inspection and a debugger's view of variables read tensors. For such a message the wait
+# is short, because the message has no line in the notebook that shows a wait. If the memory does not
+# return, the message is handled without the memory, and each access to the memory raises.
+
+WAIT_SECONDS = 5.0  # the longest wait for room; cells that are sent meanwhile wait too
+ATTEMPTS = 40  # the most attempts while another thread prevents the return
+AGAIN_SECONDS = 0.05  # the pause between two attempts
+PAUSE_SECONDS = 60.0  # after a failed wait, messages are handled without a wait for this time
+
+
+def bring_back(
+    session: Session, resident: KernelResident, anchor: AnchorRef, timeout: float | None = None
+) -> None:
+    """Brings the kernel's memory onto its cards, and pins it with `anchor`.
+
+    Just after the bytes have left, the thread that moved them still runs for a moment and prevents
+    their return. So the return is tried again for two seconds. Each wait for room takes at most
+    `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return acquire.obtain(session, resident, anchor, timeout=timeout)
+        except StillInUse:  # a thread prevented the return: try again after a pause
+            time.sleep(AGAIN_SECONDS)
+    return acquire.obtain(session, resident, anchor, timeout=timeout)
+
+
+class Reading:
+    """Brings the memory of one kernel back for messages that may read it."""
+
+    def __init__(self, session: Session, returned: Callable[[], None]) -> None:
+        """Serves the kernel of `session`. Calls `returned` after each return of the memory."""
+        self._session = session
+        self._returned = returned
+        self._again_at = 0.0
+
+    def hold(self, seconds: float = 0.0) -> Anchor | None:
+        """Keeps the memory on its cards for as long as the caller keeps the returned object.
+
+        The result is None if the kernel has no lease, or if its memory did not return in time: in
+        `seconds`, or for a message in WAIT_SECONDS. After such a failure of a message, no return is
+        tried for other messages for PAUSE_SECONDS.
+        """
+        resident = self._session.residents.get(KERNEL)
+        if not isinstance(resident, KernelResident):
+            return None
+        anchors = [new_anchor()]  # empty once this method has ended: see pins.py
+        pin = weakref.ref(anchors[0])
+        if resident.enter(pin):
+            return anchors.pop()
+        clock = self._session.clock
+        if clock() < self._again_at and not seconds:
+            return None
+        try:
+            bring_back(self._session, resident, pin, seconds or WAIT_SECONDS)
+        except Exception as error:  # the message is handled in any case
+            log.debug("a message is handled while the kernel's memory is away: %s", error)
+            self._again_at = clock() + PAUSE_SECONDS
+            anchors.clear()
+            return None
+        self._again_at = 0.0
+        self._returned()
+        return anchors.pop()

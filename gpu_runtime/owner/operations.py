@@ -58,7 +58,7 @@ from ..scheduler.explain import first_line
 from ..scheduler.recall import DISK, Order
 from ..scheduler.victims import PERSON, reason_to_stay
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import acquire, kernel_resident, registry, release, requests
+from . import acquire, registry, release, requests
 from .resident import Place, Resident
 from .session import Key, Session, log
 
@@ -356,7 +356,7 @@ def evict(
         return registry.in_ram_already(session, "evict", str(name), _in_ram(session, str(name)))
     freed, left, later, stays = 0, [], "", []
     for id in targets:
-        is_own_code = id.name == kernel_resident.NAME
+        is_own_code = id.name == KERNEL
         try:
             if is_own_code and id.owner == session.me and session.kernel is not None:
                 done = session.kernel.park()  # at the end of the running cell, if there is one
@@ -482,7 +482,7 @@ def move_own(
     """
     name, began = resident.spec.name, session.clock()
     rules = _move_rules(session, resident, wanted)
-    release.try_again_now(resident)
+    resident.moves_again_at = 0.0  # a person does not wait for the pause after a failed move
     key = session.new_key(f"move {name}")
     try:
         step = _reserve_move(session, resident, rules, key, by)

@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..facts import (
     ENGINES,
+    KERNEL,
     Book,
     Lease,
     LeaseId,
@@ -44,7 +45,6 @@ from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
 from ..units import show_bytes, show_seconds
 from . import acquire, arrivals, failures, release, requests
-from .kernel_resident import NAME
 from .pins import release_calls, watch_zero_grad
 from .resident import Place, Resident
 from .session import Session
@@ -467,11 +467,11 @@ def find_kernel(session: Session, who: str, leased: bool = True) -> LeaseId:
     kernels = [
         section.owner
         for section in book.sections.values()
-        if section.lease(NAME) or (section.staying and not leased)
+        if section.lease(KERNEL) or (section.staying and not leased)
     ]
     found = [owner for owner in kernels if who in owner.names]
     if len(found) == 1:
-        return LeaseId(found[0].id, NAME)
+        return LeaseId(found[0].id, KERNEL)
     known = ", ".join(sorted(owner.label for owner in kernels))
     those = f"Kernels with memory of their own: {known or 'none'}."
     if found:
@@ -552,7 +552,7 @@ def in_ram_already(session: Session, verb: str, name: str, leases: list[Lease]) 
     parts, back = [], ""
     for lease in leases:
         size, away = show_bytes(lease.bytes), show_seconds(session.clock() - lease.away_since)
-        if lease.name == NAME:
+        if lease.name == KERNEL:
             parts.append(f"its own memory ({size}) for {away}, until a cell needs it")
             back = f". Bring it back now:  %gpu unpark {shlex.quote(name) if name else ''}".rstrip()
         else:

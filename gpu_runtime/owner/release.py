@@ -72,7 +72,7 @@ def evict(
     away = resident.place is Place.AWAY and not resident.lease.in_parts
     if resident.handle is None or (away and not drop):
         return None
-    try_again_now(resident)
+    resident.moves_again_at = 0.0  # this attempt does not wait for the pause after a failed move
     key = session.new_key(f"evict {resident.spec.name}")
 
     def leave(book: Book, world: World) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
@@ -200,11 +200,6 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     assert isinstance(step, (Move, Drop))
     relieves = step.reason == "memory_pressure"  # the level of pressure decides whether to drop
     return _leave_now(session, step, key, by, may_drop=not relieves) is None
-
-
-def try_again_now(resident: Resident) -> None:
-    """Ends the pause after a failed move, so that the model may be moved at once."""
-    resident.moves_again_at = 0.0
 
 
 def _leave_now(

@@ -345,8 +345,8 @@ class Parking:
             return
         # For an empty cell IPython calls `post_execute` only: `%run` of a notebook whose last cell is empty. The
         # frame that began the cell around it still runs then.
-        cells, running = self._cells_here, list(obstacles.stack(_event_of()))
-        if not cells or cells[-1] is running[0] or cells[-1] not in running:
+        cells, event = self._cells_here, _event_of()
+        if not cells or cells[-1] is event or cells[-1] not in obstacles.stack(event):
             self._ended()
 
     def _ended(self) -> None:

@@ -32,7 +32,7 @@ from gpu_runtime.backends.pytorch.search import ARRAY, FOREIGN
 from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
-from gpu_runtime.owner import holdings, kernel_resident, maintenance, operations
+from gpu_runtime.owner import acquire, holdings, maintenance, operations
 from gpu_runtime.rendering import html, views
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests.clock import PATIENCE, until
@@ -291,7 +291,7 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
         attempts.append(1)
         return "a thread runs (gpu)" if len(attempts) < 4 else change(mark, act)
 
-    monkeypatch.setattr(kernel_resident, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("gpu_runtime.owner.kernel.AGAIN_SECONDS", 0.001)
     monkeypatch.setattr(kernel._stillness, "change", busy_at_first)
     cell(kernel)
     assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4
@@ -867,13 +867,13 @@ def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, cl
     keep(kernel, torch.zeros(16 * FLOATS))
     rt.park()
     clock.advance(9)
-    obtain = kernel_resident.acquire.obtain
+    obtain = acquire.obtain
 
     def waits(*args, **options):
         clock.advance(71)
         obtain(*args, **options)
 
-    monkeypatch.setattr(kernel_resident.acquire, "obtain", waits)
+    monkeypatch.setattr(acquire, "obtain", waits)
     news = cell(kernel)
     moved = kernel.resident.lease.restore_seconds
     assert 0 < moved < 60 and news == (

@@ -7,7 +7,8 @@ import torch
 
 from gpu_runtime import GpuError
 from gpu_runtime.facts import HOST
-from gpu_runtime.owner import kernel_resident
+from gpu_runtime.owner import acquire
+from gpu_runtime.owner.kernel import PAUSE_SECONDS, WAIT_SECONDS
 
 from .kernels import FLOATS, Quiet, cell, keep, own
 
@@ -63,11 +64,11 @@ def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, cloc
         raise GpuError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_resident.acquire, "obtain", obtain)
+        patch.setattr(acquire, "obtain", obtain)
         assert kernel.reading.hold() is None and kernel.reading.hold() is None
-        clock.advance(kernel_resident.PAUSE_SECONDS + 1)
+        clock.advance(PAUSE_SECONDS + 1)
         assert kernel.reading.hold() is None
-    assert waits == [kernel_resident.WAIT_SECONDS] * 2
+    assert waits == [WAIT_SECONDS] * 2
     assert kernel.refused == "", "the next cell waits as usual"
     assert "came back from RAM" in cell(kernel)
 
@@ -81,7 +82,7 @@ def test_a_kernel_without_a_lease_has_nothing_to_bring_back(started):
 def test_a_return_that_failed_at_first_keeps_no_pin(parked, monkeypatch, by):
     """The errors of failed attempts keep their frames, so the kernel was in use a minute after its last cell."""
     rt, kernel, _ = parked
-    monkeypatch.setattr(kernel_resident, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("gpu_runtime.owner.kernel.AGAIN_SECONDS", 0.0)
     change, failures = Quiet.change, iter(["a thread runs"] * 3)
     monkeypatch.setattr(Quiet, "change", lambda *args: next(failures, "") or change(*args))
     gc.collect()
