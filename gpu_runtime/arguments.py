@@ -700,8 +700,20 @@ def takes(backend: str, name: str) -> bool:
     return not backends or backend in backends
 
 
+def read_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `register` as a specification has them: the `given` ones, else the defaults.
+
+    Raises BadSetting.
+    """
+    made = {
+        name: read(name, given.get(name, default), FIELDS[name].rule)
+        for name, default in KEYWORDS.items()
+    }
+    return {**made, "model_type": (made["model_type"] or "other").lower()}
+
+
 def read_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the options `given` for a `backend` by their rules. Leaves out options with None.
+    """Converts the options `given` for a `backend` by their rules. Leaves out keywords, and options with None.
 
     An option that the backend does not use is refused, and the error names the most similar option.
     If such options were ignored, a misspelled `context_length` would reserve no memory for the
@@ -713,6 +725,8 @@ def read_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in OPTIONS if takes(backend, name)]
     options = {}
     for name, value in given.items():
+        if name in KEYWORDS:
+            continue
         if name not in known and name not in refused:
             near = (*known, *refused, *KEYWORDS, "restore_on_call")
             raise unknown_option(name, value, near, f"the backend {backend}")

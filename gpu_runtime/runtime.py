@@ -199,13 +199,12 @@ class Runtime:
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """
-        given = locals()
-        wishes = {keyword: given[keyword] for keyword in KEYWORDS}
+        named = locals()
+        given = {keyword: named[keyword] for keyword in KEYWORDS} | options
         if registry.is_module(source):
-            registry.require_adoptable(wishes, options)
-            adopted = {keyword: wishes[keyword] for keyword in registry.OF_A_MODULE}
-            return self.adopt(name, source, restore_on_call=restore_on_call, **adopted, **options)
-        return registry.register(self._session, name, source, wishes, options, restore_on_call)
+            adopted = registry.adopted_with(given)
+            return self.adopt(name, source, restore_on_call=restore_on_call, **adopted)
+        return registry.register(self._session, name, source, given, restore_on_call)
 
     @checked
     def adopt(
@@ -227,9 +226,9 @@ class Runtime:
 
         Raises CannotGovern, AlreadyRegistered, NotAllowed, BadSetting.
         """
-        given = locals()
-        wishes = {keyword: given[keyword] for keyword in registry.OF_A_MODULE}
-        return registry.adopt(self._session, name, module, optimizer, wishes, restore_on_call)
+        named = locals()
+        given = {keyword: named[keyword] for keyword in registry.OF_A_MODULE}
+        return registry.adopt(self._session, name, module, optimizer, given, restore_on_call)
 
     @checked
     def forget(self, name: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..arguments import FIELDS, FLAGS, KEYWORDS, plain, read, read_options
+from ..arguments import FIELDS, FLAGS, KEYWORDS, plain, read, read_keywords, read_options
 from ..backends.base import Progress
 from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import file_backend, open_backend
@@ -148,11 +148,9 @@ def described(session: Session, name: str, source: Any, given: Given) -> Describ
         return _with_options(session, known, given)
     if source is None and not {"backend", "size"} & given.keys():
         return None
-    wishes, options = split(given)
-    wishes = {**KEYWORDS, **wishes}
     if source is None and is_source(name):
         source = name
-    spec, factory = registry.specified(session, name, source, wishes, options)
+    spec, factory = registry.specified(session, name, source, given)
     return Described(registry.new_resident(session, spec, factory, True))
 
 
@@ -184,29 +182,10 @@ def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
     old = known.spec
     if not given:
         return old
-    wishes, options = split(given)
     own = {name: getattr(old, name) for name in KEYWORDS}
-    spec, _ = registry.specified(
-        session,
-        old.name,
-        known.origin or old.source or None,
-        {**own, **wishes},
-        {**old.options, **options},
-    )
+    origin = known.origin or old.source or None
+    spec, _ = registry.specified(session, old.name, origin, {**own, **old.options, **given})
     return replace(spec, placement=old.placement, enabled=old.enabled)
-
-
-def split(given: Given) -> tuple[Given, Given]:
-    """Two dictionaries made from `given`: the keywords of `register`, and the backend's options.
-
-    The values of the keywords are checked and converted. Every other name is a backend's option.
-    """
-    wishes = {
-        name: read(name, value, FIELDS[name].rule)
-        for name, value in given.items()
-        if name in KEYWORDS
-    }
-    return wishes, {name: value for name, value in given.items() if name not in KEYWORDS}
 
 
 def command(name: str, source: Any, given: Given) -> str:
@@ -435,8 +414,8 @@ def unregistered(
         if mistyped or from_name(words) is None:
             raise UnknownModel(words, all_names)
     kind = file_backend(words)
-    wishes, options = split(given)
-    spec = ModelSpec(words, kind, source=words, options=read_options(kind, options), **wishes)
+    wishes = {**read_keywords(given), "backend": kind, "source": words}
+    spec = ModelSpec(words, options=read_options(kind, given), **wishes)
     is_gguf = kind == "llama_cpp"
     backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
     return Resident(spec, backend, session.me, session.clock)

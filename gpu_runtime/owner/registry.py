@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..arguments import KEYWORDS, read_options, unknown_option
+from ..arguments import KEYWORDS, read_keywords, read_options, unknown_option
 from ..backends.engines.recipe import group_flags
 from ..backends.registry import backend_for
 from ..catalog.fields import is_trust, require_loadable
@@ -38,7 +38,6 @@ from ..facts import (
     Phase,
     notebook_has_name,
     of_notebook,
-    parse_importance,
 )
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
@@ -55,39 +54,28 @@ OF_A_MODULE = ("importance", "keep", "keep_alive", "model_type")  # keywords of 
 
 
 def specified(
-    session: Session, name: str, source: Any, wishes: dict[str, Any], options: dict[str, Any]
+    session: Session, name: str, source: Any, given: Mapping[str, Any]
 ) -> tuple[ModelSpec, Any]:
-    """The model's specification, made from the arguments of `register`, and its factory or None.
+    """The model's specification, and its factory or None.
 
-    `wishes` are the keywords in KEYWORDS, each checked by its rule or a default.
+    `given` are keywords of `register` and options of the model's backend, in one dictionary. A
+    missing keyword has its default.
     """
-    backend = backend_for(source, wishes["backend"])
-    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
-    made: dict[str, Any] = {"backend": backend, "source": text, **_plain(wishes)}
-    made["layout"] = check_layout(wishes["layout"])
-    made["devices"] = _known_devices(session, wishes["devices"])
-    made["options"] = _with_defaults(session, backend, read_options(backend, options))
-    return ModelSpec(name, **made), source if callable(source) and not text else None
-
-
-def _plain(wishes: dict[str, Any]) -> dict[str, Any]:
-    """The `wishes` as the specification has them, without the backend."""
-    made = {name: value for name, value in wishes.items() if name != "backend"}
-    made["importance"] = parse_importance(wishes["importance"])
-    made["model_type"] = (wishes["model_type"] or "other").lower()
-    return made
+    made = read_keywords(given)
+    made["backend"] = backend = backend_for(source, made["backend"])
+    made["source"] = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    made["layout"] = check_layout(made["layout"])
+    made["devices"] = _known_devices(session, made["devices"])
+    made["options"] = _with_defaults(session, backend, read_options(backend, given))
+    is_factory = callable(source) and not made["source"]
+    return ModelSpec(name, **made), source if is_factory else None
 
 
 def register(
-    session: Session,
-    name: str,
-    source: Any,
-    wishes: dict[str, Any],
-    options: dict[str, Any],
-    restore_on_call: bool,
+    session: Session, name: str, source: Any, given: dict[str, Any], restore_on_call: bool
 ) -> ModelSpec:
     """Makes a model known by name; see Runtime.register and `specified`."""
-    spec, factory = specified(session, name, source, wishes, options)
+    spec, factory = specified(session, name, source, given)
     known = session.residents.get(name)
     if known is not None:
         if known.spec == spec and same_code(known.origin, factory):
@@ -127,20 +115,22 @@ def _require_no_trust(options: dict[str, Any]) -> None:
             raise BadSetting("runtime_args", flag, instead)
 
 
-def require_adoptable(wishes: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raises BadSetting if `adopt` does not accept all arguments of `register`.
+def adopted_with(given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `adopt` in `given`, which are the keywords and options of `register`.
 
-    `adopt` takes a module as it is and where it is. So the keywords that would change it must have
-    their defaults, and `backend` must be "auto" or "torch".
+    `adopt` takes a module as it is and where it is. So the other keywords must have their defaults,
+    and `backend` must be "auto" or "torch". Raises BadSetting.
     """
-    for name, value in options.items():
-        if name != "optimizer":
+    known = (*OF_A_MODULE, "optimizer")
+    for name, value in given.items():
+        if name not in known and name not in KEYWORDS:
             near = ("optimizer", *KEYWORDS, "restore_on_call")
             raise unknown_option(name, value, near, "a module")
     for name in ("size", "quantization", "devices", "backend", "layout"):
-        value = wishes[name]
+        value = given[name]
         if value and value != KEYWORDS[name] and (name, value) != ("backend", "torch"):
             raise BadSetting(name, value, "left out: a module is governed as it is, where it is")
+    return {name: given[name] for name in known if name in given}
 
 
 def adopt(
@@ -148,7 +138,7 @@ def adopt(
     name: str,
     module: Any,
     optimizer: Any,
-    wishes: dict[str, Any],
+    given: dict[str, Any],
     restore_on_call: bool,
 ) -> ModelSpec:
     """Governs a module that the user has already created; see Runtime.adopt."""
@@ -163,7 +153,7 @@ def adopt(
             return known.spec
         raise AlreadyRegistered(name)
     _require_new(session, name, module)
-    spec = ModelSpec(name, "torch", **_plain(wishes))
+    spec = ModelSpec(name, **{**read_keywords(given), "backend": "torch"})
     requests.require_within_cap(session, name, spec.importance, spec.keep)
     resident = new_resident(session, spec, None, restore_on_call)
     _install_adopted(session, resident, module, optimizer)
