@@ -8,8 +8,8 @@ page. Error messages and all user interfaces use the labels, so a lease has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain
-from operator import is_
+from itertools import chain, compress
+from operator import attrgetter, is_, is_not
 from typing import NamedTuple
 
 import msgspec
@@ -106,8 +106,6 @@ class Book(Value):
     # Maps Device.key to the mark of a drained card. The mark is in no owner's section, so the mark
     # stays after the owner that set it has ended.
     drained: dict[str, Drain] = {}
-    # Owners whose section cannot be read. The bytes of such an owner stay claimed until the owner
-    # writes its section again or ends.
     # After the page was lost and made again, nothing is granted before this time (seconds of
     # CLOCK_BOOTTIME), because owners that are not in the new page yet may hold memory. The value 0
     # means that grants are possible. In Redis, this time is stored beside the book.
@@ -116,7 +114,7 @@ class Book(Value):
     @property
     def entries(self) -> int:
         """The number of leases and tickets, on which the size of the page depends."""
-        leases = sum([len(section.leases) for section in self.sections.values()])
+        leases = sum(map(len, map(_leases_of, self.sections.values())))
         return leases + len(self.tickets)
 
     def leases(self) -> Iterator[Lease]:
@@ -162,6 +160,13 @@ class Book(Value):
     def owner_ids(self) -> set[str]:
         """The ids of the owners of all sections and tickets."""
         return self.sections.keys() | {ticket.owner for ticket in self.tickets}
+
+    def changed_since(self, old: Book) -> list[str]:
+        """The ids of the owners whose sections are not the objects of the book `old`: new or changed ones."""
+        if self.sections is old.sections:
+            return []
+        before = map(old.sections.get, self.sections)
+        return [*compress(self.sections, map(is_not, self.sections.values(), before))]
 
     def claims(self) -> dict[str, int]:
         """Bytes claimed on each device: every share, target of a move, shadow, residue and ghost.
@@ -230,6 +235,9 @@ class Book(Value):
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
 
 
+_leases_of = attrgetter("leases")
+
+
 class _Waiting(NamedTuple):
     """The tickets of a book by key, and the users that wait for each model."""
 
@@ -269,7 +277,7 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     were there before (law 16). The same holds for the departure that such a return waits for.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
-    changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
+    changed = new.changed_since(old)
     promises = _promised(new.sections[id] for id in changed)
     if not promises:
         return {}

@@ -32,15 +32,22 @@ class Write(NamedTuple):
 
 
 def refuse_unlawful(
-    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]], path: str = ""
+    old: Book,
+    new: Book,
+    writer: str,
+    dead: Callable[[Book], frozenset[str]],
+    path: str = "",
+    *,
+    unsent: bool = False,
 ) -> None:
     """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 
     `dead` returns the owners that are proven dead. The function `dead` is called only if the
-    section or a ticket of another owner was removed. `path` names the ledger in the error.
+    section or a ticket of another owner was removed. `path` names the ledger in the error. With
+    `unsent`, only the changes are checked that a message to the keeper could not show to it.
     """
     write = Write(old, new, writer, dead, _changed(old, new, writer))
-    for law in LAWS:
+    for law in UNSENT if unsent else LAWS:
         why = law(write)
         if not why:
             continue
@@ -58,14 +65,12 @@ def refuse_unlawful(
 
 def _changed(old: Book, new: Book, writer: str) -> tuple[tuple[str, Section], ...]:
     """The sections that a write adds or changes, each with the owner id that is its key."""
-    if new.sections is old.sections:
-        return ()
-    found = []
-    for id, section in new.sections.items():
-        before = old.sections.get(id)
-        if before is not section and (id == writer or section != before):
-            found.append((id, section))
-    return tuple(found)
+    ids = [
+        id
+        for id in new.changed_since(old)
+        if id == writer or new.sections[id] != old.sections.get(id)
+    ]
+    return tuple([(id, new.sections[id]) for id in ids])
 
 
 def _only_own_section(write: Write) -> str:
@@ -303,3 +308,5 @@ LAWS: tuple[Callable[[Write], str], ...] = (
     _page_is_small,
     _no_overdraft,
 )
+# A message to the keeper has the writer's own section and tickets, and no other owner's.
+UNSENT = (_only_own_section, _only_own_tickets, _same_schema)

@@ -111,8 +111,9 @@ _MAGIC = b"GPU3"
 
 def joined(pieces: Mapping[str, Piece]) -> tuple[int, bytes]:
     """The bytes of the index of a page of `pieces`, as a number, and the index with the pieces."""
-    index = encode([(key, piece.revision, len(piece.content)) for key, piece in pieces.items()])
-    return len(index), b"".join([index, *[piece.content for piece in pieces.values()]])
+    revisions, contents = zip(*pieces.values(), strict=True) if pieces else ((), ())
+    index = encode([*zip(pieces, revisions, map(len, contents), strict=True)])
+    return len(index), b"".join([index, *contents])
 
 
 def sealed(revision: int, pieces: Mapping[str, Piece]) -> bytes:
@@ -157,7 +158,7 @@ class Pieces:
         """Takes over a newer `page`. Raises one of UNREADABLE."""
         if page.revision == self.revision:
             return
-        parts = {entry.key: self.parts.get(entry.key) for entry in page.entries}
+        parts = dict(self.parts)
         shared, state = self.shared, self.state
         for key, content in page.changed_since(self.revision):
             if key == SHARED:
@@ -166,8 +167,9 @@ class Pieces:
                 state = decode_state(content)
             else:
                 parts[key] = decode_part(content)
-        read = {key: part for key, part in parts.items() if part is not None}
-        self.put(page.revision, read, shared, state)
+        if len(parts) + 2 > len(page.entries):  # an owner has left; `+ 2`: SHARED and STATE
+            parts = {entry.key: parts[entry.key] for entry in page.entries if entry.key in parts}
+        self.put(page.revision, parts, shared, state)
 
     def copy(self) -> Pieces:
         """A copy that can follow a page while this object stays as it is."""

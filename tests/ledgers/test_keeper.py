@@ -35,7 +35,10 @@ class Turns(RuleBasedStateMachine):
     def begin(self):
         self.keeper, self.now = Keeper(), 0.0
         self.acknowledged: dict[int, int] = {}  # connection -> GiB of its lease
-        self.waiting: dict[int, tuple[int, int]] = {}  # connection -> number of its put, and GiB
+        # connection -> number of its put, GiB, and whether the put must not be taken at once
+        self.waiting: dict[int, tuple[int, int, bool]] = {}
+        self.claimed_at = 0  # the page of the last write that claimed more
+        self.wrote_at: dict[int, int] = {}  # connection -> the page of its last write
         self.turns: dict[
             int, int
         ] = {}  # connection -> the number of the last request that got the turn
@@ -49,6 +52,10 @@ class Turns(RuleBasedStateMachine):
         for connection, reply in answers:
             waiting = self.waiting.get(connection)
             if isinstance(reply, Written) and waiting and reply.number == waiting[0]:
+                assert not waiting[2], "it was decided on a page that was too old"
+                if waiting[1] > self.acknowledged.get(connection, -1):
+                    self.claimed_at = reply.revision
+                self.wrote_at[connection] = reply.revision
                 self.acknowledged[connection] = waiting[1]
             if isinstance(reply, core.Rung | core.Soon):
                 continue
@@ -57,7 +64,7 @@ class Turns(RuleBasedStateMachine):
             if waiting and reply.number == waiting[0]:
                 del self.waiting[connection]
 
-    def write(self, connection, gib, limit=0, behind=0, goes_on=False):
+    def write(self, connection, gib, limit=0, behind=0):
         me = owner(connection)
         self.numbers += 1
         leases = (Lease(me.id, "m", target=(Share("sim:0", gib * GIB),)),) if gib else ()
@@ -67,26 +74,20 @@ class Turns(RuleBasedStateMachine):
             shared = core.Shared(devices=(Device("sim:0", LIMIT),), limits={"sim:0": LIMIT})
             fields["shared"] = msgspec.Raw(core.encode(shared))
         revision = self.keeper.known.revision - behind
-        self.waiting[connection] = (self.numbers, gib)
-        message = Put(self.numbers, revision, msgspec.Raw(part), goes_on=goes_on, **fields)
+        claims = gib > self.acknowledged.get(connection, -1)
+        too_old = revision < max(self.wrote_at.get(connection, 0), self.claimed_at * claims)
+        self.waiting[connection] = (self.numbers, gib, too_old)
+        message = Put(self.numbers, revision, msgspec.Raw(part), **fields)
         self.take(self.keeper.receive(connection, message, self.now))
 
     @rule(
         connection=st.integers(0, 3),
         gib=st.integers(0, 4),
-        behind=st.integers(0, 1),
-        goes_on=st.booleans(),
+        behind=st.integers(0, 4),
     )
-    def put(self, connection, gib, behind, goes_on):
+    def put(self, connection, gib, behind):
         if connection not in self.waiting:
-            self.write(connection, gib, behind=behind, goes_on=goes_on)
-
-    @rule(connection=st.integers(0, 3))
-    def want(self, connection):
-        if connection not in self.waiting:
-            self.numbers += 1
-            self.waiting[connection] = (self.numbers, 0)
-            self.take(self.keeper.receive(connection, core.Want(self.numbers), self.now))
+            self.write(connection, gib, behind=behind)
 
     @rule(connection=st.integers(0, 3))
     def give_back(self, connection):
@@ -149,51 +150,83 @@ class Turns(RuleBasedStateMachine):
 TestTurns = Turns.TestCase
 
 
+def put_of(keeper: Keeper, number: int, behind: int = 0) -> Put:
+    """A write that changes what others decide by, decided on a page `behind` the last one."""
+    events = msgspec.Raw(core.encode(core.Shared()))
+    part = msgspec.Raw(core.encode(Part(Section(owner(number)), (), 1)))
+    return Put(1, keeper.known.revision - behind, part, shared=events)
+
+
+def three_late(now: float) -> Keeper:
+    """A keeper with three owners, whose first one has the turn, and then the second one."""
+    keeper = keeper_of(3)
+    for number in range(3):
+        keeper.receive(number, put_of(keeper, number), 0.0)
+    assert keeper.receive(0, put_of(keeper, 0, 1), now) == [(0, core.Turn(1))]
+    assert keeper.receive(1, put_of(keeper, 1, 2), now) == [(1, core.Soon(1))]
+    assert keeper.receive(2, put_of(keeper, 2, 3), now) == []
+    return keeper
+
+
 def test_a_head_that_does_not_write_is_passed_over():
     """The first one is stopped. The second one gets its turn, and the first one's late write is refused as old."""
-    keeper = Keeper()
+    keeper = three_late(1.0)
+    late = put_of(keeper, 0)
+    assert keeper.tick(1.0 + core.TURN_SECONDS / 2) == []
+    assert keeper.tick(1.0 + core.TURN_SECONDS) == [(1, core.Turn(1)), (2, core.Soon(1))]
+    written, turn = keeper.receive(1, put_of(keeper, 1), 1.03)
+    assert written == (1, Written(1, late.revision + 1)) and turn == (2, core.Turn(1))
+    assert keeper.receive(0, late, 1.03) == [(0, core.Soon(1))]
+    assert keeper.receive(2, core.Pass(1), 1.03) == [(0, core.Turn(1))]
+
+
+def test_nobody_waits_for_a_head_that_does_not_run_unless_it_was_late_for_long():
+    """One writes between. The head is late again, keeps its turn, and after a while nobody writes before it."""
+    keeper = three_late(1.0)
+    keeper.hello(3, Hello(0, 1, "", owner(3)), 0, 0.0)
+    page = keeper.known.revision
+    assert keeper.receive(3, put_of(keeper, 3), 1.01) == [(3, Written(1, page + 1))]
+    assert keeper.receive(3, put_of(keeper, 3), 1.011) == [], "it wrote since the head waits"
+    assert keeper.receive(0, put_of(keeper, 0, 1), 1.012) == [(0, core.Turn(1))]
+    assert keeper.tick(1.01 + core.TURN_SECONDS) == [], "its turn began again"
+    alone = 1.001 + core.ALONE_SECONDS
+    keeper.receive(0, put_of(keeper, 0, 1), alone - 0.002)
+    keeper.hello(4, Hello(0, 1, "", owner(4)), 0, 0.0)
+    assert keeper.receive(4, put_of(keeper, 4), alone) == []
+    assert keeper.receive(0, put_of(keeper, 0, 2), alone) == [(0, core.Turn(1))]
+    assert keeper.tick(alone - 0.002 + core.TURN_SECONDS)[0] == (1, core.Turn(1)), "nobody moves it"
+
+
+def test_a_release_needs_no_turn_and_ends_no_turn():
+    """A decision on the page before a release still holds. A grant, a request and an own write end it."""
+    keeper, put = Keeper(), iter(range(1, 100))
     for number in range(3):
         keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
-    empty = msgspec.Raw(core.encode(Part(Section(owner(0)), (), 1)))
-    assert keeper.receive(0, Put(1, 0, empty), 0.0) == [(0, core.Turn(1))]
-    mine = msgspec.Raw(core.encode(Part(Section(owner(1)), (), 1)))
-    revision = keeper.known.revision
-    assert keeper.receive(1, Put(1, revision, mine), 0.0) == [(1, core.Soon(1))]
-    assert keeper.receive(2, core.Want(1), 0.0) == []
-    assert keeper.tick(core.TURN_SECONDS / 2) == []
-    assert keeper.tick(core.TURN_SECONDS) == [(1, core.Turn(1)), (2, core.Soon(1))]
-    written, turn = keeper.receive(1, Put(2, revision, mine), 0.03)
-    assert written == (1, Written(2, revision + 1, True)) and turn == (2, core.Turn(1))
-    assert keeper.receive(0, Put(2, revision, empty), 0.03) == [(0, core.Soon(2))]
-    assert keeper.receive(2, core.Pass(1), 0.03) == [(0, core.Turn(2))]
 
+    def write(number, gib, revision, *tickets):
+        leases = (Lease(owner(number).id, "m", target=(Share("sim:0", gib * GIB),)),)
+        part = core.encode(Part(Section(owner(number), leases=leases), tickets, 1))
+        queue = tuple(ticket.key for ticket in tickets) or None
+        message = Put(next(put), revision, msgspec.Raw(part), queue)
+        return keeper.receive(number, message, 0.0)[0][1]
 
-def test_a_turn_has_a_row_of_writes_and_an_end_that_nobody_can_move():
-    """A lease and its release take one turn. A head that asked for its turn again and again kept it for ever."""
-    keeper = Keeper()
-    for number in range(2):
-        keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
-    part = msgspec.Raw(core.encode(Part(Section(owner(0)), (), 1)))
-
-    def write(now):
-        message = Put(1, keeper.known.revision, part, goes_on=True)
-        return keeper.receive(0, message, now)
-
-    keeper.receive(0, core.Want(1), 0.0)
-    keeper.receive(1, core.Want(1), 0.0)
-    for _ in range(core.MOST_WRITES - 1):
-        [(_, reply)] = write(0.0)
-        assert not reply.others_wait, "the next write needs no turn of its own"
-    [(_, reply), turn] = write(0.0)
-    assert reply.others_wait and turn == (1, core.Turn(1))
-
-    keeper.receive(0, core.Want(2), 0.0)
-    keeper.receive(1, core.Pass(1), 0.0)
-    keeper.receive(1, core.Want(2), 0.0)
-    [(_, reply)] = write(0.0)
-    assert keeper.tick(core.GO_ON_SECONDS / 2) == []
-    assert keeper.receive(0, core.Want(3), core.GO_ON_SECONDS / 2) == [(0, core.Turn(3))]
-    assert keeper.tick(core.GO_ON_SECONDS)[0] == (1, core.Turn(2))
+    for number in range(3):
+        write(number, 2, keeper.known.revision)
+    page = keeper.known.revision
+    assert isinstance(write(1, 3, 0), core.Turn)
+    assert write(0, 1, page) == Written(5, page + 1), "the turn is another owner's"
+    assert write(1, 3, page) == Written(6, page + 2), "its page lacks the release only"
+    assert isinstance(write(2, 3, page), core.Turn), "its page lacks the grant"
+    keeper.receive(2, core.Pass(7), 0.0)
+    page = keeper.known.revision
+    assert isinstance(write(0, 0, page), Written)
+    assert isinstance(write(0, 1, page), core.Turn), "its page lacks its own write"
+    keeper.receive(0, core.Pass(9), 0.0)
+    page = keeper.known.revision
+    ticket = Ticket("t", owner(2).id, "use", "m", arrived=0, refreshed=0)
+    assert isinstance(write(2, 2, page, ticket), Written)
+    assert isinstance(write(0, 1, page), core.Turn), "its page lacks the request"
+    assert isinstance(write(0, 1, keeper.known.revision + 1), core.Turn), "of another keeper"
 
 
 def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
@@ -252,9 +285,10 @@ def whole(keeper: Keeper) -> pieces.Page:
 
 def test_only_the_turn_that_a_connection_has_now_can_be_given_back():
     keeper = keeper_of(2)
-    keeper.receive(0, core.Want(1), 0.0)
-    keeper.receive(1, core.Want(1), 0.0)
-    keeper.receive(0, core.Want(2), 0.0)
+    keeper.receive(1, put_of(keeper, 1), 0.0)
+    for owner_number, number in ((0, 1), (1, 1), (0, 2)):
+        late = replace(put_of(keeper, owner_number, 1), number=number)
+        keeper.receive(owner_number, late, 0.0)
     assert keeper.receive(0, core.Pass(1), 0.0) == []
     assert keeper.receive(0, core.Pass(2), 0.0) == [(1, core.Turn(1))]
 
@@ -293,7 +327,19 @@ def test_a_greeting_tells_which_write_came_last_and_takes_an_owner_off_the_dead(
     assert keeper.hello(6, Hello(4, 1, "", owner(1)), 0, 0.0).put == 0
 
 
-def test_a_death_wakes_everybody_and_ends_what_was_kept_by_it_and_for_it():
+def test_a_death_wakes_who_waits_for_room():
+    """64 idle notebooks, which woke at each death, kept the one that waited from the processor."""
+    keeper = keeper_of(4)
+    for number in range(4):
+        keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
+        write(keeper, number, Part(Section(owner(number)), (), 1))
+    assert keeper.died([owner(3).id]) == [(10, core.Rung(0))], "one removes it from the book"
+    ticket = Ticket("t", owner(1).id, "use", "m", arrived=0, refreshed=0)
+    write(keeper, 1, Part(Section(owner(1)), (ticket,), 2), queue=("t",))
+    assert keeper.died([owner(2).id]) == [(11, core.Rung(0))]
+
+
+def test_a_death_ends_what_was_kept_by_it_and_for_it():
     keeper = keeper_of(3)
     for number in range(3):
         keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
@@ -301,7 +347,7 @@ def test_a_death_wakes_everybody_and_ends_what_was_kept_by_it_and_for_it():
     assert keeper.receive(0, core.Ring(0, (owner(1).id, "unknown")), 0.0) == [(11, rung)]
     for by, whom in ((0, 1), (1, 0), (2, 1)):
         keeper.receive(by, Keep(1, "answer", b"x", owner(whom).id), 0.0)
-    assert keeper.died([owner(1).id]) == [(10, rung), (11, rung), (12, rung)]
+    assert keeper.died([owner(1).id]) == [], "nobody waits, and it has nothing in the book"
     assert keeper.died([owner(1).id]) == []
     for number in (0, 1):  # the owner comes back
         keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
@@ -431,6 +477,19 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
     writer.close()
 
 
+@pytest.mark.parametrize("written", range(20))
+def test_a_page_whose_prefix_is_written_in_part_is_no_page(written):
+    """The keeper may be stopped in the middle. A client raised a DecodeError for a page of no bytes."""
+    writer = shared_book.Writer("test")
+    reader = shared_book.Reader(writer.descriptor)
+    for revision in (0x0102030405, 0x0102030406):
+        writer.write(revision, {"a": pieces.Piece(1, b"x")})
+    writer._memory[written:20] = bytes(20 - written)
+    assert reader.page().revision == 0x0102030405
+    reader.close()
+    writer.close()
+
+
 def test_the_newest_page_of_a_book_is_found():
     name = f"test-{os.getpid()}"
     writers = [shared_book.Writer(name) for _ in range(3)]
@@ -451,10 +510,9 @@ OWNER_1 = (
 SAID_1 = [
     (Hello(1, 1, "", ANN, b"s"), b"\x99\xa5Hello\x01\x01\xa0" + OWNER_1 + b"\xc4\x01s\xc2\xc2\xc2"),
     (
-        Put(2, 5, msgspec.Raw(b"\x93\xc0\x90\x03"), ("k",), removed=("1.2.3",), goes_on=True),
-        b"\x99\xa3Put\x02\x05\x93\xc0\x90\x03\x91\xa1k\xc0\x91\xa51.2.3\x90\xc3",
+        Put(2, 5, msgspec.Raw(b"\x93\xc0\x90\x03"), ("k",), removed=("1.2.3",)),
+        b"\x98\xa3Put\x02\x05\x93\xc0\x90\x03\x91\xa1k\xc0\x91\xa51.2.3\x90",
     ),
-    (core.Want(3), b"\x92\xa4Want\x03"),
     (core.Pass(4), b"\x92\xa4Pass\x04"),
     (
         Keep(5, "names", b"\x80", "7.9.0", True),
@@ -467,7 +525,7 @@ SAID_1 = [
 ]
 HEARD_1 = [
     (core.Welcome(1, 1, "", ANN, 3), b"\x96\xa7Welcome\x01\x01\xa0" + OWNER_1 + b"\x03"),
-    (Written(2, 6, True), b"\x94\xa7Written\x02\x06\xc3"),
+    (Written(2, 6), b"\x93\xa7Written\x02\x06"),
     (core.Soon(3), b"\x92\xa4Soon\x03"),
     (core.Turn(3), b"\x92\xa4Turn\x03"),
     (core.Refused(5, "why"), b"\x93\xa7Refused\x05\xa3why"),

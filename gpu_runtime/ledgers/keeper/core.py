@@ -7,13 +7,13 @@ messages to connections. The laws of a write are in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import dataclass_transform
+from typing import NamedTuple, dataclass_transform
 
 import msgspec
 from msgspec.structs import replace
 
 from ...errors import LedgerRefused
-from ...facts import Owner
+from ...facts import Book, Owner
 from ..invariants import refuse_unlawful
 from ..pieces import (
     MOST_PART_BYTES,
@@ -35,10 +35,7 @@ from .shared_book import MOST_BYTES
 
 PROTOCOL = 1
 TURN_SECONDS = 0.02  # how long the connection with the turn may take for its write
-# A turn may have several writes. The first one costs an owner four times as much as the next ones,
-# because its memory is not yet in the processor's cache.
-MOST_WRITES = 6
-GO_ON_SECONDS = 0.001  # how long such an owner may take for its next write
+ALONE_SECONDS = 0.2  # nobody writes before a connection that has waited for so long
 # Of all owners' parts; the rest of a page is for its index, and for owners that come and end.
 MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
 MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
@@ -88,11 +85,6 @@ class Put(Message):
     shared: msgspec.Raw = NOTHING  # a Shared, if a fact of all owners changes
     removed: tuple[str, ...] = ()  # dead owners whose sections and tickets leave
     declared: tuple[str, ...] = ()  # owners that a person declared dead
-    goes_on: bool = False  # the owner will probably write again at once
-
-
-class Want(Message):
-    """Asks for the turn, before the owner decides what to write."""
 
 
 class Pass(Message):
@@ -103,15 +95,14 @@ class Written(Message):
     """The write is in the book, as the page `revision`."""
 
     revision: int
-    others_wait: bool = False  # then the next write asks for its turn first
+
+
+class Turn(Message):
+    """Another owner wrote first. The connection has the turn to decide again, on the page of now."""
 
 
 class Soon(Message):
     """The connection has the next turn. A client that reads the book now decides sooner in its turn."""
-
-
-class Turn(Message):
-    """The connection has the turn: a write that is decided on the page of now is taken."""
 
 
 class Refused(Message):
@@ -163,9 +154,8 @@ class Leave(Message):
     """This owner ends. It counts as dead when the reply has come."""
 
 
-Request = Hello | Put | Want | Pass | Keep | Fetch | Ring | Sign | Leave
-Reply = Welcome | Written | Soon | Turn | Refused | Content | Rung
-
+Request = Hello | Put | Pass | Keep | Fetch | Ring | Sign | Leave
+Reply = Welcome | Written | Turn | Soon | Refused | Content | Rung
 
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
@@ -186,6 +176,13 @@ class Member(msgspec.Struct):
     signed_at: float = 0.0
 
 
+class Late(NamedTuple):
+    """A write that came too late."""
+
+    number: int
+    since: float  # when the first one came, in the caller's seconds
+
+
 Answers = list[tuple[int, Reply]]  # connections and the messages to them
 
 
@@ -201,11 +198,13 @@ class Keeper:
         self._by_connection: dict[int, str] = {}
         self._bells: dict[int, str] = {}
         self._kept: dict[tuple[str, str, str], Keep] = {}  # by owner, kind, for whom
-        self._queue: list[int] = []  # connections that wait to write; the first one has the turn
-        self._numbers: dict[int, int] = {}  # of the writes that wait, by connection
+        # Connections whose writes came too late; the first one has the turn.
+        self._queue: dict[int, Late] = {}
         self._turn_ends = 0.0
-        self._turn_writes = 0
-        self._publish(dict(self.known.parts), self.known.shared, self.known.state, {})
+        self._claimed_at: dict[int, float] = {}  # when a connection last wrote more than a release
+        # The oldest page on which a decision still holds: since then, bytes were only released.
+        self._holds_since = 0
+        self._publish(self.known.book, {}, Shared(), self.known.state, {})
 
     def adopt(self, page: Page, living: Mapping[str, str], dead: Iterable[str]) -> None:
         """Goes on with the `page` of an earlier keeper. `living` maps owner ids to users."""
@@ -214,8 +213,8 @@ class Keeper:
             key: Piece(page.revision, bytes(content)) for key, content in page.changed_since(0)
         }
         self._bytes = sum([len(piece.content) for piece in self.pieces.values()])
-        state = replace(self.known.state, living=dict(living), dead=tuple(sorted(dead)))
-        self._publish(self.known.parts, self.known.shared, state, {})
+        self._set_state(replace(self.known.state, living=dict(living), dead=tuple(sorted(dead))))
+        self._holds_since = self.known.revision
 
     @property
     def deadline(self) -> float | None:
@@ -264,12 +263,15 @@ class Keeper:
     def gone(self, connection: int, now: float) -> Answers:
         """A connection was closed. The owner's bytes stay claimed: a closed connection proves no death."""
         self._bells.pop(connection, None)
-        self._numbers.pop(connection, None)
+        self._claimed_at.pop(connection, None)
         self._by_connection.pop(connection, None)
         return self._out_of_queue(connection, now)
 
     def died(self, ids: Iterable[str]) -> Answers:
-        """These owners have ended. Everybody is woken, because their bytes may be free."""
+        """These owners have ended. Whoever waits for room is woken, because their bytes may be free.
+
+        If nobody waits, one owner is woken, which removes them from the book.
+        """
         state = self.known.state
         gone = [id for id in ids if id in state.living]
         if not gone:
@@ -281,7 +283,11 @@ class Keeper:
         living = {id: user for id, user in state.living.items() if id not in gone}
         dead = {id for id in (*state.dead, *gone) if id in self.known.book.owner_ids()}
         self._set_state(replace(state, living=living, dead=tuple(sorted(dead))))
-        return [(bell, Rung(0)) for bell in self._bells]
+        waiting = {ticket.owner for ticket in self.known.book.tickets}
+        bells = [bell for bell, id in self._bells.items() if id in waiting - set(gone)]
+        if not bells and dead:
+            bells = [bell for bell, id in self._bells.items() if id in living][:1]
+        return [(bell, Rung(0)) for bell in bells]
 
     # Messages
 
@@ -294,10 +300,9 @@ class Keeper:
             return [(bell, Rung(0)) for bell, id in self._bells.items() if id in message.owners]
         if isinstance(message, Put):
             return self._take_put(connection, me, message, now)
-        if isinstance(message, Want):
-            return self._queue_up(connection, message.number, now)
         if isinstance(message, Pass):
-            is_current = self._numbers.get(connection) == message.number
+            late = self._queue.get(connection)
+            is_current = late is not None and late.number == message.number
             return self._out_of_queue(connection, now) if is_current else []
         if isinstance(message, Keep):
             return [(connection, self._keep(me, message))]
@@ -334,17 +339,18 @@ class Keeper:
     # Turns
 
     def _take_put(self, connection: int, me: str, put: Put, now: float) -> Answers:
-        others_first = bool(self._queue) and self._queue[0] != connection
-        if others_first or put.revision != self.known.revision:
-            return self._queue_up(connection, put.number, now)
         try:
-            self._write(me, put)
-            others_wait = len(self._queue) > 1
-            self._turn_writes += 1
-            if others_wait and put.goes_on and self._turn_writes < MOST_WRITES:
-                self._turn_ends = now + GO_ON_SECONDS
-                return [(connection, Written(put.number, self.known.revision))]
-            reply: Reply = Written(put.number, self.known.revision, others_wait)
+            if len(put.part) > MOST_PART_BYTES:
+                raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
+            mine = decode_part(put.part)
+            releases = self._only_releases(me, mine, put)
+            is_current = self._oldest_page(me, releases) <= put.revision <= self.known.revision
+            if not is_current or (not releases and self._must_wait(connection, now)):
+                return self._queue_up(connection, put.number, now)
+            self._write(me, put, mine, releases)
+            if not releases:
+                self._claimed_at[connection] = now
+            reply: Reply = Written(put.number, self.known.revision)
         except LedgerRefused as error:
             reply = Refused(put.number, error.facts["why"])
         except UNREADABLE as error:
@@ -353,48 +359,77 @@ class Keeper:
             reply = Refused(put.number, str(error))
         return [(connection, reply), *self._out_of_queue(connection, now)]
 
+    def _only_releases(self, me: str, mine: Part, put: Put) -> bool:
+        """Whether a write claims no more bytes, and changes nothing else that others decide by.
+
+        Such a write needs no turn: the decisions of others, which read the page before, still hold.
+        """
+        old = self.known.parts.get(me)
+        if old is None or old.section is None or mine.section is None:
+            return False
+        others_see = (put.queue, put.shared, put.removed) != (None, NOTHING, ())
+        if others_see or old.tickets != mine.tickets:
+            return False
+        before = old.section.claims()
+        return all([size <= before.get(place, 0) for place, size in mine.section.claims().items()])
+
+    def _oldest_page(self, me: str, releases: bool) -> int:
+        """The revision of the oldest page on which a write of `me` can be decided.
+
+        It has this owner's last part, which another thread of the owner may have written.
+        """
+        mine = self.pieces.get(me, _NO_PIECE).revision
+        return mine if releases else max(mine, self._holds_since)
+
+    @property
+    def _head(self) -> int | None:
+        return next(iter(self._queue), None)
+
+    def _must_wait(self, connection: int, now: float) -> bool:
+        """Whether the connection that has the turn writes before this one.
+
+        It does if it has waited for long, and if this one has claimed bytes since it began to wait.
+        Else others write meanwhile, so that nobody waits for a process that does not run.
+        """
+        head = self._head
+        if head is None or head == connection:
+            return False
+        since = self._queue[head].since
+        return now - since >= ALONE_SECONDS or self._claimed_at.get(connection, -1.0) >= since
+
     def _queue_up(self, connection: int, number: int, now: float) -> Answers:
-        """The request `number` gets the turn after all connections that came before."""
-        self._numbers[connection] = number
-        if self._queue[:1] == [connection]:
-            return [(connection, Turn(number))]  # its turn ends as before
-        if connection not in self._queue:
-            self._queue.append(connection)
-        if self._queue[0] == connection:
-            return self._give_turn(now)
-        return self._soon() if self._queue[1] == connection else []
-
-    def _give_turn(self, now: float) -> Answers:
-        if not self._queue:
-            return []
-        self._turn_ends, self._turn_writes = now + TURN_SECONDS, 0
-        head = self._queue[0]
-        return [(head, Turn(self._numbers.get(head, 0))), *self._soon()]
-
-    def _soon(self) -> Answers:
-        return [(next, Soon(self._numbers.get(next, 0))) for next in self._queue[1:2]]
+        """The write `number` gets the turn after all that were late before. A head keeps its turn."""
+        since = self._queue[connection].since if connection in self._queue else now
+        self._queue[connection] = Late(number, since)
+        if self._head != connection:
+            return self._soon() if len(self._queue) == 2 else []
+        if now - since < ALONE_SECONDS:  # else nobody writes meanwhile, and the turn ends as before
+            self._turn_ends = now + TURN_SECONDS
+        return [(connection, Turn(number))]
 
     def _out_of_queue(self, connection: int, now: float) -> Answers:
-        if connection not in self._queue:
+        had_turn = self._head == connection
+        self._queue.pop(connection, None)
+        if not had_turn or not self._queue:
             return []
-        was_head = self._queue[0] == connection
-        self._queue.remove(connection)
-        return self._give_turn(now) if was_head else self._soon()
+        self._turn_ends = now + TURN_SECONDS
+        head, late = next(iter(self._queue.items()))
+        return [(head, Turn(late.number)), *self._soon()]
+
+    def _soon(self) -> Answers:
+        return [(next, Soon(late.number)) for next, late in [*self._queue.items()][1:2]]
 
     def tick(self, now: float) -> Answers:
         """Passes over a head of the queue that did not write in time."""
         if not self._queue or now < self._turn_ends:
             return []
-        del self._queue[0]
-        return self._give_turn(now)
+        return self._out_of_queue(next(iter(self._queue)), now)
 
     # Writing
 
-    def _write(self, me: str, put: Put) -> None:
+    def _write(self, me: str, put: Put, mine: Part, releases: bool) -> None:
         """Makes the page with the write. Raises LedgerRefused, ValueError, and one of UNREADABLE."""
-        if len(put.part) > MOST_PART_BYTES:
-            raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
-        known, mine = self.known, decode_part(put.part)
+        known = self.known
         removed = set(put.removed) - {me}
         parts = {id: part for id, part in known.parts.items() if id not in removed}
         parts[me] = mine
@@ -420,17 +455,25 @@ class Keeper:
         contents = {me: bytes(put.part)} if me in parts else {}
         if changed_facts:
             contents[SHARED] = bytes(put.shared)
-        self._publish(parts, shared, state, contents)
+        self._publish(new, parts, shared, state, contents)
+        if not releases:
+            self._holds_since = self.known.revision
 
     def _dead(self, declared: Iterable[str]) -> frozenset[str]:
         state = self.known.state
         return frozenset(state.dead) | (frozenset(declared) - state.living.keys())
 
     def _set_state(self, state: State) -> None:
-        self._publish(self.known.parts, self.known.shared, state, {})
+        known = self.known
+        self._publish(known.book, known.parts, known.shared, state, {})
 
     def _publish(
-        self, parts: dict[str, Part], shared: Shared, state: State, contents: Mapping[str, bytes]
+        self,
+        book: Book,
+        parts: dict[str, Part],
+        shared: Shared,
+        state: State,
+        contents: Mapping[str, bytes],
     ) -> None:
         """Makes the next page. `contents` are the changed pieces that are encoded already."""
         revision, known = self.known.revision + 1, self.known
@@ -445,4 +488,4 @@ class Keeper:
         for key, piece in fresh.items():
             self._bytes += len(piece.content) - len(self.pieces.get(key, _NO_PIECE).content)
             self.pieces[key] = piece
-        self.known.put(revision, parts, shared, state)
+        self.known.put(revision, parts, shared, state, book)

@@ -27,7 +27,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ... import threads
-from ...errors import LedgerRefused, LedgerUnavailable
+from ...errors import LedgerUnavailable
 from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from .. import access
 from ..access import group_name, outsider, shared_root
@@ -43,7 +43,6 @@ from .wire import SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
 HANGING_SECONDS = 5.0  # a keeper that does not answer for so long is ended, and replaced
-IN_A_ROW_SECONDS = 0.002  # a write that begins so soon after the last one is in a row with it
 BELL_SECONDS = 0.5  # between two attempts of a waiting thread to reach the keeper
 _CREDENTIALS = struct.Struct("3i")
 _decode_maps = msgspec.msgpack.Decoder(tuple[AllocatorMap, ...]).decode
@@ -459,28 +458,17 @@ class KeeperLedger(NamesTeller):
 
         Raises LedgerUnavailable, LedgerRefused.
         """
-        began = time.monotonic()
-        deadline = began + self.patience_seconds
-        row, last = self._rows
-        rows = (row + 1, last) if began - self._wrote_at < IN_A_ROW_SECONDS else (1, row)
+        deadline = time.monotonic() + self.patience_seconds
         turn: core.Turn | None = None
         try:
             while True:
-                if self._crowded and turn is None:
-                    turn = self._turn()
                 pieces = self._current()
                 new, answer = decide(pieces.book)
                 if new is pieces.book:
                     return answer
-                try:  # a message has the owner's own part, so it could not show other changes
-                    refuse_unlawful(pieces.book, new, self.owner.id, self.dead, self.url)
-                except LedgerRefused:
-                    if self._current() is not pieces:
-                        continue  # with an old book, a lawful removal can look unlawful
-                    raise
-                # A lease and its release are two writes in a row.
-                goes_on = rows[0] > 2 or rows[0] < rows[1]
-                put = self._put(pieces.revision, pieces.book, new, goes_on)
+                write = (pieces.book, new, self.owner.id, self.dead, self.url)
+                refuse_unlawful(*write, unsent=True)
+                put = self._put(pieces.revision, pieces.book, new)
                 try:
                     reply, turn = self._ask(put), None
                 except _Lost as error:
@@ -491,25 +479,16 @@ class KeeperLedger(NamesTeller):
                         return answer
                 else:
                     if isinstance(reply, core.Written):
-                        self._crowded = reply.others_wait
-                        self._rows, self._wrote_at = rows, time.monotonic()
                         return answer
                     if isinstance(reply, core.Refused):
+                        refuse_unlawful(*write)  # its error says more
                         raise refused(self.url, self.owner.id, reply.why)
                     turn, why = reply, "others write without pause"
-                    self._crowded = True
                 if time.monotonic() > deadline:
                     raise self._unavailable(why)
         finally:
             if turn is not None:
                 self._pass(turn)
-
-    def _turn(self) -> core.Turn | None:
-        """The turn to write, after the owners that came before; None if the keeper ends meanwhile."""
-        try:
-            return self._ask(core.Want(0))
-        except _Lost:  # the write is decided without a turn
-            return None
 
     def _pass(self, turn: core.Turn) -> None:
         with self._calling:
@@ -517,12 +496,9 @@ class KeeperLedger(NamesTeller):
                 with contextlib.suppress(_Lost):  # the turn ended with the keeper
                     self._wire.send(core.Pass(turn.number))
 
-    _rows = (1, 1)  # the lengths of this row of writes and of the row before
-    _wrote_at = 0.0
-    _crowded = False  # others waited at the last write
     _sent_put = _last_put = 0
 
-    def _put(self, revision: int, old: Book, new: Book, goes_on: bool) -> core.Put:
+    def _put(self, revision: int, old: Book, new: Book) -> core.Put:
         """The message for the change from `old` to `new`. Raises LedgerRefused."""
         self._sent_put += 1
         try:
@@ -530,9 +506,7 @@ class KeeperLedger(NamesTeller):
         except Unwritable as error:
             raise refused(self.url, self.owner.id, str(error)) from error
         declared = tuple(sorted(self._declared))
-        return core.Put(
-            0, revision, msgspec.Raw(part), declared=declared, goes_on=goes_on, **fields
-        )
+        return core.Put(0, revision, msgspec.Raw(part), declared=declared, **fields)
 
     # Other owners
 

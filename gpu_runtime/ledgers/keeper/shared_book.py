@@ -2,8 +2,8 @@
 
 The memory has two halves, each with a page: a prefix, an index of the page's pieces, the pieces. The
 keeper writes the half that nobody should read now, and makes it valid last. A reader takes the newer
-valid half, copies it, and then checks that it is still the same page. The prefix has a checksum of the
-index and the pieces, so a page that changed during the copy is noticed.
+valid half, copies it, and then checks that it is still the same page. The prefix has a checksum of all
+else, so a page that changed during the copy is noticed, and a prefix of which only a part is written.
 
 The memory outlives the keeper: every client holds it. The next keeper finds it among the open files
 of its user's processes, and goes on with the newest page.
@@ -24,7 +24,7 @@ from pathlib import Path
 from ..pieces import Page, Piece, decode_index, joined
 
 MOST_BYTES = 4 << 20  # of one page
-# Revision (0: not valid), bytes of the index, bytes of index and pieces, their checksum.
+# Revision (0: not valid), bytes of the index, bytes of index and pieces, a checksum of all these.
 _PREFIX = struct.Struct("<QIII")
 _WHOLE = 2 * MOST_BYTES
 _TRIES = 1000  # a reader that finds no whole page so often reads memory of another program
@@ -50,15 +50,14 @@ class Reader:
     def page(self) -> Page:
         """The newest page. Raises Torn."""
         for _ in range(_TRIES):
-            prefix = max(self._prefix(0), self._prefix(1))
-            revision, index_bytes, size, checksum = prefix
-            half = revision % 2
-            start = half * MOST_BYTES + _PREFIX.size
-            if not revision or index_bytes > size or size > MOST_BYTES - _PREFIX.size:
-                continue
-            whole = memoryview(self._memory[start : start + size])
-            if self._prefix(half) == prefix and zlib.crc32(whole) == checksum:
-                return Page(revision, decode_index(whole[:index_bytes]), whole[index_bytes:])
+            for half in sorted((0, 1), key=self._prefix, reverse=True):
+                prefix = revision, index_bytes, size, checksum = self._prefix(half)
+                if not revision or index_bytes > size or size > MOST_BYTES - _PREFIX.size:
+                    continue
+                start = half * MOST_BYTES + _PREFIX.size
+                whole = memoryview(self._memory[start : start + size])
+                if self._prefix(half) == prefix and _sum(revision, index_bytes, whole) == checksum:
+                    return Page(revision, decode_index(whole[:index_bytes]), whole[index_bytes:])
         raise Torn
 
     def _prefix(self, half: int) -> tuple[int, int, int, int]:
@@ -87,12 +86,17 @@ class Writer:
         start = (revision % 2) * MOST_BYTES
         _PREFIX.pack_into(self._memory, start, 0, 0, 0, 0)
         self._memory[start + _PREFIX.size : start + _PREFIX.size + len(whole)] = whole
-        _PREFIX.pack_into(self._memory, start, revision, index_bytes, len(whole), zlib.crc32(whole))
+        checksum = _sum(revision, index_bytes, whole)
+        _PREFIX.pack_into(self._memory, start, revision, index_bytes, len(whole), checksum)
 
     def close(self) -> None:
         """Closes the memory here. It ends with the last process that has it."""
         self._memory.close()
         os.close(self.descriptor)
+
+
+def _sum(revision: int, index_bytes: int, whole: bytes | memoryview) -> int:
+    return zlib.crc32(whole, zlib.crc32(b"%d %d" % (revision, index_bytes)))
 
 
 def newest(name: str) -> Page | None:
