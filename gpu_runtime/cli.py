@@ -20,8 +20,7 @@ from typing import Any, NoReturn, TextIO
 from . import error_pages, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
 from .facts import Outcome, Plan
-from .verb_arguments import fill, usage_error, with_sizes_joined
-from .verbs import CLI, Verb
+from .verbs import CLI, Verb, fill, usage_error, with_sizes_joined
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
 WATCH_SECONDS = 1.0  # between two drawings of `gpu status --watch`

@@ -5,7 +5,7 @@ Pure. The importance of leases is always compared before the policy's number.
 To add a policy, write a function in this module and add it to POLICIES. In
 `gpu_runtime/settings.py`, add the policy's name to the setting `gpu_policy` and to the words for
 `gpu_policy` in `_WORDS`. By default, a backtest compares the policies listed in `backtest.py`,
-`owner/history.py` and `verb_arguments.py`.
+`owner/history.py` and `verbs.py`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespa
 from gpu_runtime.notebook import activity
 from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.user_frames import running_cell
-from gpu_runtime.verb_arguments import (
+from gpu_runtime.verbs import (
     Argument,
     fill,
     option,

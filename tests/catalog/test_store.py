@@ -21,7 +21,7 @@ from gpu_runtime.catalog import files as catalogs
 from gpu_runtime.catalog.files import Catalog
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
-from gpu_runtime.verb_arguments import fill
+from gpu_runtime.verbs import fill
 from tests.clock import scaled
 
 ROOT = Path(__file__).parents[2]

@@ -59,13 +59,12 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "rendering": f"owner {GROUND}",
     "fleet": f"runtime scheduler.offers catalog backends {GROUND}",
     "__init__": "runtime fleet errors threads version",
-    "verb_arguments": GROUND,
-    "verbs": f"__init__ fleet verb_arguments owner catalog ledgers {GROUND}",
+    "verbs": f"__init__ fleet owner catalog ledgers {GROUND}",
     "serving": f"__init__ runtime rendering web fleet catalog backends.pytorch.sentence_modules {GROUND}",
     "watching": f"__init__ runtime ledgers {GROUND}",
     "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet {GROUND}",
-    "gpu": f"__init__ runtime rendering verbs verb_arguments {GROUND}",
-    "cli": f"__init__ runtime watching rendering verbs verb_arguments serving gpu_panels {GROUND}",
+    "gpu": f"__init__ runtime rendering verbs {GROUND}",
+    "cli": f"__init__ runtime watching rendering verbs serving gpu_panels {GROUND}",
 }
 # A decision depends only on its arguments: no clock, device, environment, log or random numbers.
 NOT_IN_DECISIONS = {

@@ -13,7 +13,7 @@ import gpu_runtime
 from gpu_runtime import cli, verbs
 from gpu_runtime.facts import Outcome
 from gpu_runtime.settings import Settings
-from gpu_runtime.verb_arguments import given
+from gpu_runtime.verbs import given
 from tests.clock import finished
 
 from .test_magics import SHOWN

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime import Runtime, samples
-from gpu_runtime.verb_arguments import MAGIC
-from gpu_runtime.verbs import verbs
+from gpu_runtime.verbs import MAGIC, verbs
 from tests.clock import PATIENCE, until
 
 from .notebooks import DEVICES, Notebook, held_bytes
