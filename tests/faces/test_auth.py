@@ -67,9 +67,9 @@ def test_a_role_decides_who_may_act_and_under_which_name():
     assert RULES.visitor(VIEWER) == Visitor("viewer", may_act=False)
     read_only = AccessRules("ann", OPERATORS, read_only=True)
     assert read_only.visitor(OPERATOR) == Visitor("ann", may_act=False)
-    panel_gate = pytest.importorskip("gpu_panels.server")
+    server = pytest.importorskip("gpu_panels.server")
     with pytest.raises(NotAllowed, match="token"):
-        panel_gate.current_visitor()
+        server.current_visitor()
 
 
 @pytest.mark.parametrize("origin", [
@@ -111,7 +111,7 @@ def test_in_any_window_one_guess_a_second_is_checked(bursts):
 )
 def test_a_page_joins_no_session_of_another_visitor(owners, may):
     """Two applications of one server may have sessions of one id. Bokeh refuses an unknown id itself."""
-    panel_gate = pytest.importorskip("gpu_panels.server")
+    server = pytest.importorskip("gpu_panels.server")
     token = pytest.importorskip("bokeh.util.token").generate_jwt_token("s")
     sessions = []
     for name in owners.split():
@@ -121,7 +121,7 @@ def test_a_page_joins_no_session_of_another_visitor(owners, may):
     applications = {"/": SimpleNamespace(sessions=sessions)}
     app = SimpleNamespace(prefix="", default_router=None, applications=applications)
     request = SimpleNamespace(headers={"Sec-WebSocket-Protocol": f"bokeh, {token}"})
-    gate = panel_gate.PanelGate(app, RULES)
+    gate = server.PanelGate(app, RULES)
     assert gate.may_join(request, Visitor("ann", True)) is may
 
 

@@ -1,6 +1,6 @@
 """GPU memory in JupyterLab: a status-bar item and a side panel, and the server's routes for them.
 
-`view` decides which values are shown, `reader` reads the ledgers for all browser tabs, `routes`
+`view` decides which values are shown, `routes` reads the ledgers for all browser tabs and
 answers the browser, and `browser/static/remoteEntry.js` draws. Jupyter Server imports this package
 when it starts, so the package imports nothing large, and nothing of Panel.
 """
