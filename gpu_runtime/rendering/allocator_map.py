@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gpu_runtime.facts import AllocatorMap, BlockState, SegmentMap, Snapshot
 from gpu_runtime.units import MIB, show_bytes
 
-from . import elements
+from . import html
 
 ALLOCATED, PENDING, STUCK, RELEASABLE, RELEASED = KINDS = (
     "allocated",
@@ -301,7 +301,7 @@ def as_svg(map: AllocatorMap, label: str, *, titles: bool = False) -> str:
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" '
         f'viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
-        f'aria-label="{elements.esc(label)}" '
+        f'aria-label="{html.esc(label)}" '
         f'style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">'
         f"{_PATTERNS}{labels}{''.join(_paths(drawn, titles))}</svg>"
     )
@@ -328,7 +328,7 @@ def _paths(drawn: Picture, titles: bool) -> Iterator[str]:
         paths = []
         for one in pieces:
             box = _box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high)
-            words = "\n".join(map(elements.esc, one.title.splitlines()))
+            words = "\n".join(map(html.esc, one.title.splitlines()))
             paths.append(f'<path d="{box}"><title>{words}</title></path>' if titles else box)
         if titles:
             yield f'<g fill="{fill}">{"".join(paths)}</g>'
@@ -344,11 +344,11 @@ def as_html(mapped: Mapped) -> str:
     """A page for each map: its title, its verdict, the picture and a legend."""
     pages = []
     for map, title in zip(mapped.maps, mapped.titles, strict=True):
-        page = elements.page(
-            elements.line(f"<b>{elements.esc(title)}</b>"),
-            elements.line(elements.esc(sentences(map))),
+        page = html.page(
+            html.line(f"<b>{html.esc(title)}</b>"),
+            html.line(html.esc(sentences(map))),
             as_svg(map, f"{title}: {sentences(map)}"),
-            elements.line(keys(map), soft=True),
+            html.line(keys(map), soft=True),
         )
         pages.append(page)
     return "".join(pages)
@@ -358,7 +358,7 @@ def keys(map: AllocatorMap) -> str:
     """The legend of the `map` as HTML."""
     return "".join(
         f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} '
-        f"{elements.esc(WORDS[kind])} {show_bytes(size)}</span> "
+        f"{html.esc(WORDS[kind])} {show_bytes(size)}</span> "
         for kind, size in legend(map)
     )
 

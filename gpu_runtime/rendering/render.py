@@ -22,7 +22,7 @@ from ..facts import (
 )
 from ..owner.doctor import Report
 from ..safe_text import lines
-from . import allocator_map, elements, html, text, views
+from . import allocator_map, html, text, views
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -123,7 +123,7 @@ _BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
     Schedule: (html.schedule_text, html.schedule_html),
     Applied: (text.applied, html.applied),
     allocator_map.Mapped: (allocator_map.as_text, allocator_map.as_html),
-    Report: (lambda report: report.text, lambda report: elements.page(elements.pre(report.text))),
+    Report: (lambda report: report.text, lambda report: html.page(html.pre(report.text))),
 }
 
 
@@ -143,7 +143,7 @@ def block_report(block: Any) -> Shown:
     return Shown(
         block,
         text.block,
-        lambda used: elements.page(elements.line(elements.esc(text.block(used)), soft=True)),
+        lambda used: html.page(html.line(html.esc(text.block(used)), soft=True)),
     )
 
 
@@ -154,12 +154,12 @@ def nothing(verb: str, prompt: str = "%gpu") -> str:
 
 def note(words: str) -> Shown:
     """The `words`, unchanged, in a fixed-width font."""
-    return Shown(words, str, lambda words: elements.page(elements.pre(words)))
+    return Shown(words, str, lambda words: html.page(html.pre(words)))
 
 
 def hint(sentence: str) -> Shown:
     """A `sentence` that ends with a command to type."""
-    return Shown(sentence, str, lambda line: elements.page(elements.line(elements.with_code(line))))
+    return Shown(sentence, str, lambda line: html.page(html.line(html.with_code(line))))
 
 
 def is_frame(value: Any) -> bool:

@@ -18,7 +18,7 @@ from gpu_runtime import threads
 from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import HOST, IMPORTANCE, Event, History, ModelSpec, PlanLevel, Snapshot, Step
 from gpu_runtime.files import newest_log, part_of
-from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters
 from gpu_runtime.units import parse_room
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gpu_runtime.facts import Health, Level, Outcome
-from gpu_runtime.rendering import elements, html, render
+from gpu_runtime.rendering import html, render
 
 from . import samples
 
@@ -94,7 +94,7 @@ def test_status_has_labelled_bars_and_a_table_of_holders():
 
 def test_style_rules_apply_in_their_own_scope_and_only_those_that_a_page_uses_are_in_it():
     """Other rules would change the style of the user's notebook, which stores them with each output."""
-    style = elements.style().removeprefix("<style>").removesuffix("</style>")
+    style = html.style().removeprefix("<style>").removesuffix("</style>")
     css = re.sub(r"@media[^{]*{(.*})}", r"\1", style)
     selectors = [one.strip() for rule in re.findall(r"([^{}]+){", css) for one in rule.split(",")]
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
@@ -123,7 +123,7 @@ def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
 
 
 def test_the_colour_of_a_model_is_always_the_same():
-    assert {name: elements.look(name) for name in ("qwen", "reranker", "mistral")} == {
+    assert {name: html.look(name) for name in ("qwen", "reranker", "mistral")} == {
         "qwen": ("#e69f00", "#000", "", "■"),
         "reranker": ("#f0e442", "#000", "g-t1", "▨"),
         "mistral": ("#0072b2", "#fff", "g-t1", "▨"),

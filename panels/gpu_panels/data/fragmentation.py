@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.rendering import allocator_map
-from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
 

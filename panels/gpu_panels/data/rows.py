@@ -26,7 +26,7 @@ from gpu_runtime.facts import (
     problems,
 )
 from gpu_runtime.rendering import html
-from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, clean, clock, strangers_bytes
 from gpu_runtime.units import show_bytes
 

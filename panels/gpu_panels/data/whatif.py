@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
     Step,
 )
 from gpu_runtime.rendering import views
-from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes, show_seconds
 

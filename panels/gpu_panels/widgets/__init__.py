@@ -13,7 +13,7 @@ import param
 from panel.custom import JSComponent
 
 from gpu_runtime.facts import Snapshot
-from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import device_title
 
 from ..data.cells import Column, ledger_title, without_password
