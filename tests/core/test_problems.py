@@ -84,6 +84,7 @@ def test_what_is_said_of_a_card_does_not_depend_on_another_card():
     ]
     found = [problem for one in alone for problem in problems(one)]
     assert sorted(found, key=str) == sorted(problems(both), key=str) and len(found) == 3
+    assert all(problem.subject in problem.text for problem in found)
 
 
 def left(*models):

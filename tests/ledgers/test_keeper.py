@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import socket
 import threading
+import time
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -15,8 +18,9 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Device, Lease, Owner, Section, Share, Ticket
 from gpu_runtime.ledgers import pieces
-from gpu_runtime.ledgers.keeper import core, shared_book
+from gpu_runtime.ledgers.keeper import core, server, shared_book, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
+from tests import clock
 from tests.clock import until
 
 from .conftest import GIB
@@ -337,6 +341,7 @@ def test_a_death_wakes_who_waits_for_room():
     ticket = Ticket("t", owner(1).id, "use", "m", arrived=0, refreshed=0)
     write(keeper, 1, Part(Section(owner(1)), (ticket,), 2), queue=("t",))
     assert keeper.died([owner(2).id]) == [(11, core.Rung(0))]
+    assert keeper.known.state.dead == (owner(2).id, owner(3).id), "both, until they are removed"
 
 
 def test_a_death_ends_what_was_kept_by_it_and_for_it():
@@ -488,6 +493,44 @@ def test_a_page_whose_prefix_is_written_in_part_is_no_page(written):
     assert reader.page().revision == 0x0102030405
     reader.close()
     writer.close()
+
+
+def test_an_owner_whose_process_cannot_be_seen_ends_unless_it_connects_again(monkeypatch, tmp_path):
+    """As one of another container. One owner comes back, and the other one does not."""
+    monkeypatch.setattr(server.os, "pidfd_open", Mock(side_effect=PermissionError))
+    lock = server.locked(tmp_path)
+    keeper = server.Server(tmp_path, lock)
+
+    def connected(serial):
+        opened = socket.socket(socket.AF_UNIX)
+        opened.connect(str(tmp_path / wire.SOCKET))
+        hello = Hello(1, 1, "", replace(owner(1), serial=serial), b"secret%d" % serial)
+        opened.sendall(wire.frame(core.encode(hello)))
+        handle(2)  # the connection, and then its message
+        return opened
+
+    def handle(count):
+        for _ in range(count):
+            for key, events in keeper._selector.select(clock.PATIENCE):
+                keeper._handle(key, events)
+
+    def living():
+        return set(keeper._keeper.known.state.living)
+
+    with contextlib.closing(lock):
+        first = [connected(1), connected(2)]
+        both = living()
+        assert len(both) == 2
+        for opened in first:
+            opened.close()
+            handle(1)
+        again = connected(1)
+        keeper.pass_time(time.monotonic() - server.UNSEEN_SECONDS)
+        assert living() == both
+        keeper.pass_time(time.monotonic() + server.UNSEEN_SECONDS)
+        [left] = living()
+        assert left in both and left.endswith(".1")
+        again.close()
 
 
 def test_the_newest_page_of_a_book_is_found():

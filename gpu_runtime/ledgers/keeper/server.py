@@ -149,11 +149,7 @@ class Server:
             for key, events in self._selector.select(self._pause()):
                 self._handle(key, events)
             now = time.monotonic()
-            self._send(self._keeper.tick(now))
-            ended = [id for id, at in self._unseen.items() if now >= at]
-            for id in ended:
-                self._end(id)
-            self._publish()
+            self.pass_time(now)
             if now - looked_at > LOOK_SECONDS:
                 looked_at = now
                 tell_systemd("WATCHDOG=1")
@@ -168,6 +164,13 @@ class Server:
                     if self._is_in_place():
                         os.unlink(self._directory / SOCKET)
                 return
+
+    def pass_time(self, now: float) -> None:
+        """Does what is due at `now`, in seconds of time.monotonic."""
+        self._send(self._keeper.tick(now))
+        for id in [id for id, at in self._unseen.items() if now >= at]:
+            self._end(id)
+        self._publish()
 
     def _start_wanted(self) -> None:
         """A service starts keepers of its ledger's simulated devices, which members want."""
