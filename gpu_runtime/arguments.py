@@ -375,17 +375,12 @@ DTYPES = {
     **dict.fromkeys(("float16", "fp16", "half"), "float16"),
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
-NEW_NAME = Rule(
-    f"at most {LONGEST_NAME} printable characters, without '@' or spaces around them",
-    _where(lambda name: isinstance(name, str) and not bad_name(name)),
-)
 MODEL = Rule("the name of a model, such as 'qwen' or 'qwen@4121'", _model)
 SOURCE = Rule(
     "a directory, a GGUF file, a hub id (org/name), an nn.Module, or a callable that returns one",
     _source,
 )
 WORD = _text_rule(f"text of at most {LONGEST_NAME} printable characters", _word)
-ONE_LINE = Rule("text for people", _one_line)
 TEXT = _text_rule(f"text of at most {LONGEST_TEXT} characters", _text)
 PATH = _text_rule("the path of a file or directory", _path)
 TEMPLATE = _text_rule(
@@ -407,7 +402,6 @@ IMPORTANCE = Rule(
 )
 DTYPE = Rule("auto, bfloat16, float16 or float32", _dtype, word_of(DTYPES, None, "dtype"))
 CALLABLE = Rule("a function", _where(callable, _same))
-ROWS = Rule("a number of rows, 0 or more", whole(0, MOST))
 SIZE = Rule("a size, such as '8 GiB'", lambda value: parse_room(plain(value)), written_size)
 COUNT = Rule("a whole number above 0", whole(1, MOST))
 TOKENS = Rule(COUNT.expected, whole(1, MOST_TOKENS), number_in_file(int, above=0, most=MOST_TOKENS))
@@ -415,33 +409,10 @@ SEQUENCES = Rule(
     COUNT.expected, whole(1, MOST_SEQUENCES), number_in_file(int, above=0, most=MOST_SEQUENCES)
 )
 NUMBER = Rule("a number", _number)
-DAYS = Rule("a number of days above 0", _where(lambda days: 0 < days < MOST_DAYS, _number))
 WORDS = Rule("words in a list, or in a text that separates them by commas", _where(bool, _words))
 # `isinstance` reads the attribute `__class__`, and a property may raise
 OBJECT = Rule("an object", _where(lambda value: value.__class__, _same))
-OPTIMIZER = Rule(
-    "an optimizer, such as torch.optim.Adam(module.parameters())",
-    _where(
-        lambda one: isinstance(one.state, Mapping) and isinstance(one.param_groups, list),
-        OBJECT.read,
-    ),
-)
 DEVICES = Rule("a device's id such as 'cuda:1', or a list of them", _devices)
-CARDS = Rule("a card's id such as 'cuda:1', or a list of them", _cards)
-SLOT_CARDS = Rule(
-    "cards of the host, such as 'cuda:1' or 'cuda:0,1'",
-    _where(
-        lambda cards: cards and (isinstance(cards, str) or len(set(cards)) == len(cards)), _cards
-    ),
-)
-SIZE_OR_SOURCE = Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source)
-STILLNESS = Rule(
-    "an object with why_not(), mark() and change()",
-    _where(
-        lambda one: callable(one.why_not) and callable(one.mark) and callable(one.change), _same
-    ),
-)
-PROBE = Rule("a Probe", _where(lambda one: callable(one.samples) and one.devices, _same))
 
 # -- the fields of a model --------------------------------------------------------------------------
 
@@ -760,63 +731,80 @@ def embedded_tokens(options: Mapping[str, Any], context: int) -> int:
 
 # The keys are names of parameters. A key `METHOD.PARAMETER` is the rule for this method only.
 RULES: dict[str, Rule] = {
-    "name": MODEL,
-    "register.name": NEW_NAME,
-    "adopt.name": NEW_NAME,
-    "on_behalf_of.name": ONE_LINE._replace(expected="a person's name"),
+    **dict.fromkeys(("name", "model"), MODEL),
+    **dict.fromkeys(
+        ("register.name", "adopt.name"),
+        Rule(
+            f"at most {LONGEST_NAME} printable characters, without '@' or spaces around them",
+            _where(lambda name: isinstance(name, str) and not bad_name(name)),
+        ),
+    ),
+    "on_behalf_of.name": Rule("a person's name", _one_line),
     "source": SOURCE,
     "module": OBJECT,
-    "optimizer": optional(OPTIMIZER),
+    "optimizer": optional(
+        Rule(
+            "an optimizer, such as torch.optim.Adam(module.parameters())",
+            _where(
+                lambda one: isinstance(one.state, Mapping) and isinstance(one.param_groups, list),
+                OBJECT.read,
+            ),
+        )
+    ),
     **{name: FIELDS[name].rule for name in KEYWORDS if name != "devices"},
     "register.devices": FIELDS["devices"].rule,
     "use.importance": optional(IMPORTANCE),
     "use.keep_alive": optional(SECONDS),
-    "restore_on_call": TRUTH,
     "timeout": optional(SECONDS),
-    "purpose": ONE_LINE,
-    **dict.fromkeys(("progress", "told", "arrived"), optional(CALLABLE)),
-    **dict.fromkeys(("wait", "drop", "lost", "force", "replay", "checkpoint", "yes"), TRUTH),
+    "purpose": Rule("text for people", _one_line),
+    **dict.fromkeys(("progress", "told", "arrived", "clock"), optional(CALLABLE)),
+    **dict.fromkeys(
+        ("wait", "drop", "lost", "force", "replay", "checkpoint", "yes", "undo"), TRUTH
+    ),
+    **dict.fromkeys(("restore_on_call", "dedicated", "retry", "monitor"), TRUTH),
     "device": WORD._replace(expected="a card's id, such as 'cuda:1'"),
     "free.name": optional(WORD._replace(expected="the name of a variable")),
-    "move.device": CARDS,
-    "stillness": STILLNESS,
+    "move.device": Rule("a card's id such as 'cuda:1', or a list of them", _cards),
+    "stillness": Rule(
+        "an object with why_not(), mark() and change()",
+        _where(
+            lambda one: callable(one.why_not) and callable(one.mark) and callable(one.change), _same
+        ),
+    ),
     "who": WORD._replace(expected="a notebook's file name or a process id"),
     "process": WORD._replace(
         expected="a process id, or a model that it holds, such as 'qwen@4121'"
     ),
-    "undo": TRUTH,
-    "limit": optional(ROWS),
-    "seconds": SECONDS,
+    "limit": optional(Rule("a number of rows, 0 or more", whole(0, MOST))),
+    **dict.fromkeys(("seconds", "status.timeout"), SECONDS),
     "points": Rule("a number of moments, 1 to 1,000,000", whole(1, 1_000_000)),
-    "name_or_size": SIZE_OR_SOURCE,
-    "requests": optional(PATH),
-    "models": optional(PATH),
-    "days": optional(DAYS),
-    "backtest.policy": WORDS,
-    "engine": WORDS,
-    "backtest.device": WORDS,
-    "host": WORDS,
+    "name_or_size": Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source),
+    **dict.fromkeys(("requests", "models", "catalog"), optional(PATH)),
+    "days": optional(
+        Rule("a number of days above 0", _where(lambda days: 0 < days < MOST_DAYS, _number))
+    ),
+    **dict.fromkeys(("backtest.policy", "engine", "backtest.device", "host"), WORDS),
     "file": PATH,
     "format": WORD._replace(expected="yaml, json, or nothing for a dict"),
     # the arguments of the fleet
     "copies": Rule("a number of copies, 0 to 10,000", whole(0, 10_000)),
-    **dict.fromkeys(("dedicated", "retry"), TRUTH),
     **dict.fromkeys(
         ("drain.host", "create_slot.host"), WORD._replace(expected="the name of a host")
     ),
-    "model": MODEL,
-    "create_slot.devices": SLOT_CARDS,
+    "create_slot.devices": Rule(
+        "cards of the host, such as 'cuda:1' or 'cuda:0,1'",
+        _where(
+            lambda cards: cards and (isinstance(cards, str) or len(set(cards)) == len(cards)),
+            _cards,
+        ),
+    ),
     "slot": WORD._replace(expected="the name of a slot, such as 'qwen@box2'"),
-    "status.timeout": SECONDS,
     # the arguments of Runtime itself; its other keywords are settings
-    "devices": optional(TEXT),
-    "ledger": optional(TEXT),
-    "catalog": optional(PATH),
-    "policy": optional(TEXT),
-    "clock": optional(CALLABLE),
+    **dict.fromkeys(("devices", "ledger", "policy"), optional(TEXT)),
     "wall": CALLABLE,
-    "probe": optional(PROBE),
-    "monitor": TRUTH,
+    "probe": optional(
+        Rule("a Probe", _where(lambda one: callable(one.samples) and one.devices, _same))
+    ),
 }
 
 
@@ -859,7 +847,8 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
     def call(self: Any, *args: Any, **given: Any) -> T:
         """Calls `method` with the checked arguments."""
         if args:
-            read_args = [read(*item) for item in _paired(by_position, args)]
+            paired = zip(by_position, args, strict=False)
+            read_args = [read(name, value, rule) for (name, rule), value in paired]
             args = (*read_args, *args[len(read_args) :])
         for name, value in given.items():
             rule = rules.get(name)
@@ -875,10 +864,3 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
 
     call.rules = rules  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
-
-
-def _paired(
-    rules: tuple[tuple[str, Rule], ...], args: tuple[Any, ...]
-) -> Iterable[tuple[str, Any, Rule]]:
-    for (name, rule), value in zip(rules, args, strict=False):
-        yield name, value, rule

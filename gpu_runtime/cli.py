@@ -274,11 +274,7 @@ def _serve(args: argparse.Namespace) -> str:
 
     rt = runtime()
     try:
-        server.run(
-            rt,
-            console=_console_beside(rt),
-            **where,
-        )
+        server.run(rt, console=_console_beside(rt), **where)
     finally:
         rt.close()
     return "gpu serve has ended."

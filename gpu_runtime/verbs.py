@@ -384,10 +384,7 @@ LEDGER = (
     positional("action", "init", "the only action", choices=["init"]),
     option("--group", "G", "the users' group, such as gpu", required=True),
     positional(
-        "directory",
-        "DIR",
-        "the ledger's directory, such as /var/lib/gpu-console/ledger",
-        "files",
+        "directory", "DIR", "the ledger's directory, such as /var/lib/gpu-console/ledger", "files"
     ),
 )
 
@@ -731,10 +728,7 @@ _TABLE = (
             switch("--watch", "in a terminal: a live view, problems first, until Ctrl-C"),
         ),
     ),
-    Verb(
-        "models",
-        "models: where each one is, its size, and how long it is idle",
-    ),
+    Verb("models", "models: where each one is, its size, and how long it is idle"),
     Verb("leases", "which process holds how much on which device"),
     Verb(
         "evictions",
@@ -838,16 +832,8 @@ _TABLE = (
             TIMEOUT,
         ),
     ),
-    Verb(
-        "pin",
-        "keeps a model on its device until it is unpinned",
-        arguments=(NAME,),
-    ),
-    Verb(
-        "unpin",
-        "allows a pinned model to be evicted again",
-        arguments=(NAME,),
-    ),
+    Verb("pin", "keeps a model on its device until it is unpinned", arguments=(NAME,)),
+    Verb("unpin", "allows a pinned model to be evicted again", arguments=(NAME,)),
     Verb(
         "park",
         "moves what a notebook's own code holds to RAM, until a cell needs it",
@@ -858,9 +844,7 @@ _TABLE = (
         ),
     ),
     Verb(
-        "unpark",
-        "brings a parked notebook's memory back to its device",
-        arguments=(WHO, BY_DRIVER),
+        "unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)
     ),
     Verb(
         "drain",
@@ -883,9 +867,7 @@ _TABLE = (
         places=(MAGIC,),
     ),
     Verb(
-        "who",
-        "which variable, output or error of a notebook holds device memory",
-        arguments=(WHO,),
+        "who", "which variable, output or error of a notebook holds device memory", arguments=(WHO,)
     ),
     Verb(
         "free",

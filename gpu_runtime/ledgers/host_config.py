@@ -27,12 +27,14 @@ import grp
 import os
 import pwd
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .. import files
-from ..errors import BadSetting, BadSize
-from ..facts import IMPORTANCE, Cap, Value, parse_importance
+from ..arguments import IMPORTANCE, TRUTH, Rule
+from ..errors import BadSetting
+from ..facts import IMPORTANCE as CLASSES
+from ..facts import Cap, Value
 from ..units import parse_bytes, parse_seconds
 
 CONFIG_FILE = "/etc/gpu-console/config.toml"
@@ -177,45 +179,27 @@ class _ConfigChecker:
             self.require_known(path, self.table(path, given), tuple(_CAP_KEYS))
             fields = {}
             for word, setting in given.items():
-                cap_key = _CAP_KEYS[word]
-                fields[cap_key.field] = self._cap(f"{path}.{word}", cap_key, setting)
+                field, rule = _CAP_KEYS[word]
+                try:
+                    fields[field] = rule.read(setting)
+                except Exception:
+                    raise self.wrong(f"{path}.{word}", setting, rule.expected) from None
             caps[name] = fields
         return caps
 
-    def _cap(self, path: str, key: _CapKey, given: Any) -> Any:
-        try:
-            return key.read(given)
-        except (BadSize, ValueError, KeyError, TypeError):
-            raise self.wrong(path, given, key.expected) from None
 
-
-def _importance(given: Any) -> int:
-    return parse_importance(given, least=1)
-
-
-def _yes_or_no(given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise ValueError(given)
-    return given
-
-
-class _CapKey(NamedTuple):
-    """How the value of one key in a table of caps is read."""
-
-    field: str  # of Cap
-    read: Callable[[Any], Any]
-    expected: str  # in the error
-
-
-_CAP_KEYS: dict[str, _CapKey] = {
-    "bytes_per_device": _CapKey("bytes_per_device", parse_bytes, "a size, such as '20 GiB'"),
-    "enforce": _CapKey("enforce", _yes_or_no, "true or false"),
-    "importance": _CapKey(
-        "importance", _importance, f"a number above 0, or one of {', '.join(IMPORTANCE)}"
+_YES_OR_NO = Rule("true or false", TRUTH.read)
+_CAP_KEYS: dict[str, tuple[str, Rule]] = {  # key in the file -> the field of Cap, and its values
+    "bytes_per_device": ("bytes_per_device", Rule("a size, such as '20 GiB'", parse_bytes)),
+    "enforce": ("enforce", _YES_OR_NO),
+    "importance": (
+        "importance",
+        Rule(f"a number above 0, or one of {', '.join(CLASSES)}", IMPORTANCE.in_file),
     ),
-    "keep": _CapKey("keep", _yes_or_no, "true or false"),
-    "longest_lease": _CapKey(
-        "longest_lease_seconds", parse_seconds, "seconds, such as 3600 or '4h'"
+    "keep": ("keep", _YES_OR_NO),
+    "longest_lease": (
+        "longest_lease_seconds",
+        Rule("seconds, such as 3600 or '4h'", parse_seconds),
     ),
 }
-_KEYS = {key.field: name for name, key in _CAP_KEYS.items()}  # field of Cap -> key in the file
+_KEYS = {field: name for name, (field, _) in _CAP_KEYS.items()}

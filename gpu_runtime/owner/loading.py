@@ -198,13 +198,9 @@ def command(name: str, source: Any, given: Given) -> str:
     """
     is_typed = source is None or isinstance(source, str)
     if not is_typed or not given.keys() <= FLAGS.keys():
-        words = [repr(name)]
-        if source is not None:
-            words.append(quoted(source))
-        for key, value in given.items():
-            words.append(f"{key}={quoted(value)}")
-        arguments = ", ".join(words)
-        return f"rt.load({arguments})"
+        sources = [] if source is None else [quoted(source)]
+        named = [f"{key}={quoted(value)}" for key, value in given.items()]
+        return f"rt.load({', '.join([repr(name), *sources, *named])})"
     is_load = source or given.keys() - {"timeout"} or is_source(name)
     words = ["load" if is_load else "preload", name]
     if source:

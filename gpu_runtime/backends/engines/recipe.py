@@ -181,11 +181,6 @@ def _properties(document: dict[str, Any], route: dict[str, Any]) -> frozenset[st
     return frozenset(names)
 
 
-def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template (a text or a path) in the options of `spec` that replaces the model's own."""
-    return spec.options.get("chat_template") or None
-
-
 def recipe(name: str) -> Recipe:
     """The recipe of the engine `name`. Raises KeyError if no engine has that name."""
     recipes = importlib.import_module(".recipes", __package__)

@@ -30,7 +30,6 @@ from .recipe import (
     Recipe,
     RequestFields,
     SendRequest,
-    custom_template,
     fields_in_openapi,
     has_flag,
     user_arguments,
@@ -158,7 +157,7 @@ def _native(order: LaunchOrder, executable: str) -> Command:
     # that a request sets for a template.
     if not has_flag(own, "--jinja", "--no-jinja"):
         words += ["--jinja"]
-    chat = custom_template(spec)
+    chat = spec.options.get("chat_template")
     if chat and not has_flag(own, "--chat-template", "--chat-template-file"):
         words += ["--chat-template" if "{" in chat else "--chat-template-file", chat]
     environment = {"LLAMA_API_KEY": order.key, **waiting_environment()}
@@ -197,7 +196,7 @@ def _python(order: LaunchOrder) -> Command:
     type. For both, LoadFailed is raised.
     """
     arguments = _llama_arguments(order)
-    if custom_template(order.spec):
+    if order.spec.options.get("chat_template"):
         raise _only_native(order, "takes no chat template but the model's own")
     if "pooling_type" in arguments:
         why = "makes no single vector of a text: the file names no pooling type"
@@ -281,7 +280,7 @@ class Vllm(Recipe):
             if options.get(option) is not None and not has_flag(own, flag):
                 words += [flag, str(options[option])]
         # The template is on the command line, since vLLM rejects a template in a request.
-        chat = custom_template(order.spec)
+        chat = order.spec.options.get("chat_template")
         if chat and not has_flag(own, "--chat-template"):
             words += ["--chat-template", chat]
         if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
