@@ -42,12 +42,12 @@ class Words:
 class Gateway:
     """A gateway that answers with the call itself.
 
-    The model in `slow` never answers. `let_go` is True once a call of it was cancelled.
+    The model in `slow` never answers, and the one in `known` does. `let_go` is True once a call of it was cancelled.
     """
 
     def __init__(self) -> None:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
-        self.slow = "slow"
+        self.slow, self.known = "slow", "echo"
         self.figures = CallFigures()
         self.usage = Usage()
 
@@ -86,7 +86,7 @@ class Gateway:
                 await asyncio.Event().wait()
             finally:
                 self.let_go = True
-        if call.model != "echo":
+        if call.model != self.known:
             raise Refused(404, "no_model", f"no model is called {call.model!r}", param="model")
         if call.stream:
             return Reply("echo", "echo", "", events=self.words)
