@@ -108,6 +108,7 @@ def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
     assert lease["owner_state"] == "writing a core dump"
 
 
+@pytest.mark.thorough
 def test_the_owner_s_reason_comes_before_the_asker_s_time_out(runtime, shared_book):
     """The owner waits for room with the same time-out. It was blamed as a process that hangs."""
     a, b, asker = (runtime(ledger=shared_book) for _ in range(3))
