@@ -497,13 +497,9 @@ def _card_bytes(value: Any) -> int | dict[str, int]:
 def _written_arguments(value: Any) -> tuple[str, ...]:
     """Command-line arguments, read from a list or from a mapping of flags to values."""
     words = _flag_words(value) if isinstance(value, dict) else value
-    if not isinstance(words, list) or not all(map(_is_argument, words)):
+    if not isinstance(words, list) or not {*map(type, words)} <= {str, int, float}:
         raise ValueError("it must be a list of words, such as ['--max-model-len', '32768']")
     return tuple(str(word) for word in words)
-
-
-def _is_argument(word: Any) -> bool:
-    return isinstance(word, (str, int, float)) and not isinstance(word, bool)
 
 
 def _flag_words(flags: Mapping[str, Any]) -> list[Any]:

@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from .arguments import FIELDS, MOST_DAYS, SEQUENCES, TOKENS, TRUTH, TYPED
+from .arguments import FIELDS, MOST, MOST_DAYS, SECONDS, SEQUENCES, TOKENS, TRUTH, TYPED, Rule
 from .arguments import IMPORTANCE as IMPORTANCE_RULE
-from .errors import BadSetting, BadSize, GpuError, UnknownVerb
+from .errors import BadSetting, GpuError, UnknownVerb
 from .facts import IMPORTANCE, Outcome
 from .files import make_directory, replace_file
 from .safe_text import MOST_QUOTED, printable, quoted
-from .units import parse_seconds
 
 LAST_PORT = 65535
-MOST_NUMBER = 2**31 - 1
 MOST_USAGE_ERROR = 1000  # characters
 
 
@@ -151,29 +149,25 @@ def switch(flag: str, help: str) -> Argument:
 # -- functions that convert typed text into values ------------------------------------------------
 
 
+def _by(rule: Rule) -> Callable[[str], Any]:
+    """A function that reads text by `rule`. It raises ArgumentTypeError for text that the rule refuses."""
+
+    def value(text: str) -> Any:
+        try:
+            return rule.in_file(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+seconds = _by(SECONDS)
+
+
 def importance(text: str) -> str | int:
-    """The importance in `text`: the name of a class, or a number.
-
-    Raises ArgumentTypeError if `text` is neither a name of IMPORTANCE nor a number above 0.
-    """
-    try:
-        number = IMPORTANCE_RULE.in_file(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """The importance in `text`: the name of a class, or a number. Raises ArgumentTypeError."""
+    number = _by(IMPORTANCE_RULE)(text)
     return text if text in IMPORTANCE else number
-
-
-def seconds(text: str) -> float:
-    """A duration in seconds. Raises ArgumentTypeError if `text` is not a duration."""
-    try:
-        return parse_seconds(text)
-    except BadSize as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def rows(text: str) -> int:
-    """The number of rows in `text`. Raises ArgumentTypeError if it is not a number above 0."""
-    return _whole(text, 1, "a number of rows")
 
 
 def model_names(text: str) -> tuple[str, ...]:
@@ -197,24 +191,23 @@ def days(text: str) -> float:
     return number
 
 
+def _whole(least: int, what: str, most: int = MOST) -> Callable[[str], int]:
+    """A function that reads a number from `least` to `most`, which `what` names in the error."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
+        return int(text)
+
+    return number
+
+
+rows, port_number = _whole(1, "a number of rows"), _whole(0, "a port", LAST_PORT)
+
+
 def count(text: str) -> int:
     """The number in `text`, such as `8_192`. Raises ArgumentTypeError unless it is above 0."""
-    return _whole(text.replace("_", ""), 1, "a number above 0")
-
-
-def port_number(text: str) -> int:
-    """A TCP port. Raises ArgumentTypeError if `text` is not a number up to 65535."""
-    return _whole(text, 0, "a port", LAST_PORT)
-
-
-def _whole(text: str, least: int, what: str, most: int = MOST_NUMBER) -> int:
-    """The number in `text`. Raises ArgumentTypeError unless it is from `least` to `most`.
-
-    `what` names the expected kind of number in the error.
-    """
-    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
-    return int(text)
+    return _whole(1, "a number above 0")(text.replace("_", ""))
 
 
 def usage_error(message: str) -> str:
@@ -609,15 +602,6 @@ def inspect(rt: Any, args: argparse.Namespace) -> Any:
     return catalogue(rt).inspect(args.name, "" if args.json else args.format)
 
 
-def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """Writes, or removes, the environment's IPython configuration. Returns the outcome.
-
-    `rt` is not used.
-    """
-
-    return write_autoload(remove=args.remove)
-
-
 def backtest(rt: Any, args: argparse.Namespace) -> Any:
     """The table of replays of the history, with the policies, cards and RAM in `args`.
 
@@ -972,7 +956,7 @@ _TABLE = (
     Verb(
         "autoload",
         "lets every new kernel of this environment load gpu by itself",
-        autoload,
+        lambda rt, args: write_autoload(remove=args.remove),
         (switch("--remove", "new kernels no longer load it"),),
         places=(CLI,),
         needs_runtime=False,

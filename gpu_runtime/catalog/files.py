@@ -580,7 +580,11 @@ def _in_value(document: Document, value: Any, path: Place) -> Iterator[Found]:
     if not isinstance(value, dict):
         yield document.wrong(path, f"this is no model. A model is {_EXAMPLE}")
     elif "apiVersion" in value or "kind" in value:
-        yield _resource(document, value, path)
+        field, problem = _resource_problem(value)
+        if problem:
+            yield document.wrong((*path, *field), problem)
+        else:
+            yield Manifest(value["metadata"]["name"], value, document, (*path, "spec"))
     elif "models" in value:
         yield from _in_list(document, value, path)
     elif {"name", "id"} & value.keys():
@@ -589,14 +593,6 @@ def _in_value(document: Document, value: Any, path: Place) -> Iterator[Found]:
         close = difflib.get_close_matches("models", value, n=1, cutoff=0.7)
         hint = f" Did you mean models, in place of {close[0]}?" if close else ""
         yield document.wrong(path, f"this is no model: it has no name.{hint} A model is {_EXAMPLE}")
-
-
-def _resource(document: Document, value: dict[str, Any], path: Place) -> Found:
-    """The model in a document of the first format."""
-    field, problem = _resource_problem(value)
-    if problem:
-        return document.wrong((*path, *field), problem)
-    return Manifest(value["metadata"]["name"], value, document, (*path, "spec"))
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Place, str]:
