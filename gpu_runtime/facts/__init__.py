@@ -52,6 +52,7 @@ from .book import (
     of_notebook,
     overdrafts,
     place_label,
+    waits_to_return,
 )
 from .decisions import (
     UNDECLARED,

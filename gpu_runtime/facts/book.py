@@ -312,7 +312,7 @@ def _raised_by_returns(old: Book, new: Book, changed: Collection[str], device: s
     """Whether only returns of bytes that exist nowhere else, or departures for them, promise more."""
 
     def ordinary_bytes(book: Book) -> int:
-        waiting = [ticket for ticket in book.tickets if _waits_to_return(book, ticket)]
+        waiting = [ticket for ticket in book.tickets if waits_to_return(book, ticket)]
         total = 0
         for lease in (
             one for id in changed if id in book.sections for one in book.sections[id].leases
@@ -331,7 +331,7 @@ def _raised_by_returns(old: Book, new: Book, changed: Collection[str], device: s
     return ordinary_bytes(new) <= ordinary_bytes(old)
 
 
-def _waits_to_return(book: Book, ticket: Ticket) -> bool:
+def waits_to_return(book: Book, ticket: Ticket) -> bool:
     """Whether the `ticket` requests the return of bytes that exist nowhere else."""
     lease = book.lease(ticket.owner, ticket.name) if ticket.verb == "use" else None
     return lease is not None and lease.must_return

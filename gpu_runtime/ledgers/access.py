@@ -576,7 +576,7 @@ def local_state() -> Path:
 
     The result is the state directory, or a directory in /var/tmp if the state directory is on a
     network file system. Another user could make the directory in /var/tmp first. So
-    `private_paths.weak_step` must check the directory before its first use.
+    `files.weak_step` must check the directory before its first use.
     """
     directory = state_home()
     if is_network(file_system_of(directory)):

@@ -127,7 +127,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
 
 def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdict] | None:
-    """The next step of a return for which another lease leaves piece by piece; see `duplex.exchange`.
+    """The next step of a return for which another lease leaves piece by piece; see `exchange`.
 
     The result is None if the return is impossible like that.
     """
@@ -465,14 +465,9 @@ def _enqueue(
     # A waiting request gets one event. It gets none if the Wait has steps, because each eviction
     # gets an event.
     if ticket.because and not noted:
-        book = _note_waiting(book, request, world, wait)
+        size = request.footprint.bytes
+        book = note(book, world, request.lease, "waiting", "request", wait.because, size=size)
     return book.with_ticket(ticket), wait
-
-
-def _note_waiting(book: Book, request: Request, world: World, wait: Wait) -> Book:
-    return note(
-        book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes
-    )
 
 
 def _ticket(

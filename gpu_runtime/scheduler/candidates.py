@@ -231,7 +231,7 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     if reserved:
         sentences.insert(0, reserved)
     if ahead and not sentences:
-        sentences.append(_ahead_in_words(ahead))
+        sentences.append(f"{ahead} requests are ahead" if ahead > 1 else "1 request is ahead")
     unmeasured = [context.blind[share.device] for share in nearest if share.device in context.blind]
     if unmeasured:
         sentences = unmeasured
@@ -329,10 +329,6 @@ def _that_need(tickets: tuple[Ticket, ...], cards: set[str]) -> list[Ticket]:
                 found.append(ticket)
                 break
     return found
-
-
-def _ahead_in_words(ahead: int) -> str:
-    return f"{ahead} requests are ahead" if ahead > 1 else "1 request is ahead"
 
 
 def _shortened(sentences: list[str]) -> str:

@@ -361,17 +361,15 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
             beyond[device.id] = None
             continue
         used = device.total_bytes - sample.free_bytes
-        accounted = _seen(book, device.id, sample.taken_at) + freed.get(device.id, 0)
+        accounted = freed.get(device.id, 0)
+        for section in book.sections.values():
+            accounted += _seen_of(section, device.id, sample.taken_at)
         beyond[device.id] = max(0, used - accounted)
     return beyond
 
 
-def _seen(book: Book, device: str, taken_at: float) -> int:
-    """Bytes of leases and residue on `device` that a sample taken at `taken_at` includes."""
-    return sum(_seen_of(section, device, taken_at) for section in book.sections.values())
-
-
 def _seen_of(section: Section, device: str, taken_at: float) -> int:
+    """Bytes of leases and residue on `device` that a sample taken at `taken_at` includes."""
     seen = section.residue.get(device, 0)
     for lease in section.leases:
         if lease.settled_at < taken_at:
@@ -396,7 +394,7 @@ def strangers(
                 continue
             user, command = people.get(pid, ("", ""))
             found.append(Stranger(device.id, pid, size, user, command))
-    return tuple(sorted(found, key=_largest_first))
+    return tuple(sorted(found, key=lambda one: (-(one.bytes or 0), one.device, one.pid)))
 
 
 def _pids(book: Book) -> set[int]:
@@ -414,10 +412,6 @@ def _processes(device: Device, book: Book, world: World) -> dict[int, int | None
         return {}
     sample = sample_of(device, book, world)
     return sample.processes if sample else {}
-
-
-def _largest_first(stranger: Stranger) -> tuple[int, str, int]:
-    return -(stranger.bytes or 0), stranger.device, stranger.pid
 
 
 # -- how much of each card torch may use in this process -------------------------------------------

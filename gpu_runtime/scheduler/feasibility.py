@@ -468,10 +468,6 @@ def _sizes(room: Bytes) -> str:
     return " + ".join(show_bytes(max(0, size)) for size in room.values())
 
 
-def _card_bytes(lease: Lease) -> int:
-    return sum(share.bytes for share in lease.shares if share.device != HOST)
-
-
 # -- leaving and returning --------------------------------------------------------------------------
 
 
@@ -588,7 +584,8 @@ def _least_own_bytes(book: Book, request: Request, world: World, size: int, enou
         for card, limit in limits.items():
             room[card] = limit - stuck.bytes_on(card, remaining)
         own = [lease for lease in remaining if lease.owner == request.lease.owner]
-        own_bytes = sum(_card_bytes(lease) for lease in own if lease.kind == "model")
+        shares = [share for lease in own if lease.kind == "model" for share in lease.shares]
+        own_bytes = sum(share.bytes for share in shares if share.device != HOST)
         for candidate in place(request.footprint, room, request.placement, limits):
             if candidate.fits:
                 found.append(own_bytes + sum(share.bytes for share in candidate.shares))

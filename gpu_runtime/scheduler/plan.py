@@ -411,14 +411,10 @@ def recorded(
 
     `rule` is the name of the eviction policy.
     """
-    sections = {id: _bare(section) for id, section in book.sections.items()}
+    sections = {id: replace(section, counts={}) for id, section in book.sections.items()}
     bare = replace(book, sections=sections, events=(), counts={})
     plain = replace(verdict, considered=())
     return Decided(0, world.wall, version, rule, bare, request, world, plain)
-
-
-def _bare(section: Section) -> Section:
-    return replace(section, counts={}) if section.counts else section
 
 
 def replayed(decided: Decided, version: str) -> Replayed:

@@ -47,6 +47,7 @@ from ..facts import (
     World,
     bytes_label,
     lease_title,
+    waits_to_return,
 )
 from ..units import show_seconds
 from .capacity import filled_to_size, room
@@ -523,7 +524,7 @@ def _steps_for(
     going = replace(lease, target=(Share(HOST, part),) if part else ())
     renewed = _unloaded_for(book, going, step, person, world, rank)
     found = host_room_for(book, going, host_room, world, rank, owner=lease.owner, renewed=renewed)
-    if found is None and step is None and _makes_way_for_a_return(book, ticket):
+    if found is None and step is None and waits_to_return(book, ticket):
         # The returning bytes leave host memory next, so its budget may be exceeded meanwhile.
         wide = room(*filled_to_size(book, world, {HOST})).get(HOST, 0)
         step = eviction_step(lease, wide, world, part=part, because=because, reason=reason)
@@ -553,12 +554,6 @@ def _decline(book: Book, lease: Lease, ticket: Ticket, world: World, asker: Aske
         return book
     _, by = _names_of_asker(book, ticket, asker)
     return note(book, world, lease, "declined", "evict", refusal.because, by=by, answers=ticket.key)
-
-
-def _makes_way_for_a_return(book: Book, ticket: Ticket) -> bool:
-    """Whether the `ticket` waits for the return of bytes that exist nowhere else."""
-    lease = book.lease(ticket.owner, ticket.name) if ticket.verb == "use" else None
-    return lease is not None and lease.must_return
 
 
 def _names_of_asker(book: Book, ticket: Ticket, asker: Asker) -> tuple[str, str]:

@@ -273,22 +273,15 @@ def _least_important_first(
     leases: Iterable[Lease], view: DeviceView, world: World, rank: Policy
 ) -> list[Lease]:
     """The leases on this card in the order in which they leave."""
-    there = [lease for lease in leases if _is_on(lease, view.device.id)]
+    id = view.device.id
+    there = [lease for lease in leases if any(share.device == id for share in lease.shares)]
     return sorted(there, key=lambda lease: worth(lease, world, rank))
-
-
-def _is_on(lease: Lease, device: str) -> bool:
-    return any(share.device == device for share in lease.shares)
 
 
 def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
     """Bytes on the device that leases free by leaving it now."""
-    freed = 0
-    for lease in leases:
-        if lease.phase is Phase.LEAVING:
-            shares = lease.freed_by(lease.target)
-            freed += sum(share.bytes for share in shares if share.device == device)
-    return freed
+    shares = [share for lease in leases for share in lease.freed_soon({})]
+    return sum(share.bytes for share in shares if share.device == device)
 
 
 def _helps(book: Book, view: DeviceView) -> bool:
@@ -367,7 +360,8 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
         return book, ()
     steps: list[Step] = []
     host_room = room(book, world).get(HOST, 0)
-    for lease in _those_that_need_the_host_first(_leases_on(section.leases, cards)):
+    # Leases that cannot be dropped are first, because they need host memory.
+    for lease in sorted(_leases_on(section.leases, cards), key=lambda lease: lease.droppable):
         if reason_to_stay(lease, world, asker=owner, importance=PERSON):
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
@@ -413,11 +407,6 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
     if eviction_step(lease, host_room, world) is None:
         return needs_host_room(lease)
     return ""
-
-
-def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
-    """The `leases`; those that cannot be dropped are first, because they need host memory."""
-    return sorted(leases, key=lambda lease: lease.droppable)
 
 
 def _leases_on(leases: Iterable[Lease], cards: Mapping[str, str]) -> list[Lease]:

@@ -341,7 +341,7 @@ class KernelBackend(Backend):
     def piece_bytes(self, model: KernelMemory) -> int:
         """The bytes of the largest storage; 0 if it is not known, or if several cards have storages.
 
-        Pieces leave only to change places with another lease; see `duplex.exchange`.
+        Pieces leave only to change places with another lease; see `admission.exchange`.
         """
         return model.largest if len(model.last) == 1 else 0
 
