@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from gpu_runtime import threads
@@ -219,16 +220,8 @@ def _urgent_part(snapshot: Snapshot | None) -> Any:
     """
     if snapshot is None:
         return None
-    held = [
-        (
-            id,
-            [
-                (one.name, one.shares, one.target, one.phase, one.keep, one.importance)
-                for one in section.leases
-            ],
-        )
-        for id, section in snapshot.sections.items()
-    ]
+    part_of_lease = attrgetter("name", "shares", "target", "phase", "keep", "importance")
+    held = [(id, [*map(part_of_lease, one.leases)]) for id, one in snapshot.sections.items()]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
     devices = [
         (view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices
