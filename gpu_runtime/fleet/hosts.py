@@ -153,7 +153,7 @@ class FarRuntime:
 
 # -- the hosts in the order of their offers, until one of them serves the model
 #
-# This module does not know Ray. `attempt` is the call that a host answers or refuses.
+# This part does not know Ray. `attempt` is the call that a host answers or refuses.
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")

@@ -226,7 +226,7 @@ def _fingerprint(stamps: Iterable[Stamp]) -> str:
 # -- a backend that reads the size of a model from its source, and never loads a model
 #
 # This backend stands in for a backend that this version lacks. Dry runs and the backends of engines
-# use it to read a source without opening another backend. This module imports no torch.
+# use it to read a source without opening another backend. It imports no torch.
 
 
 class AbsentBackend(Backend):

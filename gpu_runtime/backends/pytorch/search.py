@@ -647,10 +647,10 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> Iterable[tuple[int, int]]
     return overlapping.items()
 
 
-# -- finds the other users of a CPU storage's memory: a file, another process, NumPy, or none
+# -- the other users of a CPU storage's memory: a file, another process, NumPy, or none
 #
 # `storage.resizable()` is false for all memory that torch did not allocate, and for ever after one
-# call of `Tensor.numpy()`. It does not tell whether a NumPy array still exists. So this module reads
+# call of `Tensor.numpy()`. It does not tell whether a NumPy array still exists. So this part reads
 # which of torch's functions will free the memory, and counts the references to the tensors. NumPy's
 # arrays are invisible to the garbage collector, but each one holds a reference to its tensor.
 #

@@ -461,7 +461,7 @@ def release_cached(memories: Sequence[Memory]) -> None:
         streams.empty_cache(memory.torch)
 
 
-# -- refuses modules that cannot be moved safely, each with the reason
+# -- modules that cannot be moved safely, each with the reason
 #
 # A module cannot be moved safely if it has state outside its parameters and buffers, or if other code
 # stores the addresses of its tensors. After a move such a module would no longer work.

@@ -30,7 +30,7 @@ from . import swap
 from .storages import Group
 from .swap import can_guard
 
-# -- divides a module into pieces, and assigns the pieces to several cards
+# -- the pieces of a module, and their assignment to several cards
 #
 # A piece is a part that must stay together: a layer, the embeddings, the head. Pieces have the order
 # of the module tree, and each card gets consecutive pieces. So a forward pass changes from each card
@@ -198,7 +198,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
         yield from _own_tensors(part)
 
 
-# -- installs and removes accelerate's hooks, which run a module over several cards
+# -- accelerate's hooks, which run a module over several cards
 #
 # The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. It
 # changes the root module. All these changes except `hf_device_map` are undone, for two reasons. A
@@ -595,7 +595,7 @@ def _in_parts(
 
 # -- the second phase of a move: the storages of a model get the bytes that the first phase copied
 #
-# This module prepares the whole second phase as calls into C for `swap.at_once`. In the first phase,
+# The whole second phase is prepared as calls into C for `swap.at_once`. In the first phase,
 # `storages.copied` makes the copies.
 
 # Set when the interpreter ends. A drop then compares no weights and copies none for forked children:

@@ -349,7 +349,7 @@ def _leg(check: Callable[[], None], progress: Progress | None, done: int, total:
         progress(done, total)
 
 
-# -- builds the transformers module of a model directory on the CPU
+# -- the transformers module of a model directory, built on the CPU
 
 log = logging.getLogger("gpu_runtime")
 
@@ -685,7 +685,7 @@ def _handlers(library: str) -> Iterator[logging.Handler]:
         logger = logger.parent if logger.propagate else None
 
 
-# -- keeps the files of a model unchanged while a load has them mapped into memory
+# -- the files of a model, unchanged while a load has them mapped into memory
 #
 # A process that reads a mapped page beyond the end of a file is killed (SIGBUS), and with it the
 # whole notebook. So a load holds a read lease of the operating system (fcntl) on each file. If
