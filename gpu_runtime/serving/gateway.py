@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import (
@@ -506,6 +507,7 @@ async def _first_event(events: AsyncIterator[Json], model: str) -> Json:
 # -- answers: a stream's end, the next choice after an error, the origin, and whether an answer is complete
 
 MAX_HEADER_LENGTH = 400
+_NOT_PRINTABLE = re.compile("[^ -~]")  # what a header may not contain
 # The limit of the answer, if it is less than the call requests; whether tools were left out.
 TOLD = ("max_tokens", "tools")
 
@@ -652,10 +654,10 @@ def add_origin(reply: Reply) -> None:
     told = body.get("x_gpu") or {}
     origin |= {name: told[name] for name in TOLD if name in told}
     body["x_gpu"] = origin
-    reply.headers = {
-        f"X-GPU-{name.replace('_', '-').title()}": _header_text(str(value))
-        for name, value in origin.items()
-    }
+    for name, value in origin.items():
+        plain = str(value).encode("ascii", "replace").decode()
+        text = _NOT_PRINTABLE.sub(" ", plain)[:MAX_HEADER_LENGTH]
+        reply.headers[f"X-GPU-{name.replace('_', '-').title()}"] = text
 
 
 def _error_event(error: BaseException) -> Json:
@@ -664,12 +666,6 @@ def _error_event(error: BaseException) -> Json:
     if isinstance(error, Refused):
         return error.body()
     return Refused(500, "broken_off", f"the answer broke off: {first_line(error)}").body()
-
-
-def _header_text(text: str) -> str:
-    """The `text` in the form that a header may contain: printable ASCII on one line."""
-    plain = text.encode("ascii", "replace").decode()
-    return "".join(letter if letter.isprintable() else " " for letter in plain)[:MAX_HEADER_LENGTH]
 
 
 # OpenAI's format gives each choice a `finish_reason` when its text is complete. Without one, the engine cut the answer

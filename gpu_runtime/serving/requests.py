@@ -489,8 +489,11 @@ def given_tokens(body: Mapping[str, Any]) -> int:
 
 def texts(body: Mapping[str, Any]) -> Iterator[str]:
     """The texts in the prompt, input, query, documents and messages of a request's `body`."""
-    values = (body.get(name) for name in ("prompt", "input", "query", "documents"))
-    for value in (*values, *_contents(body.get("messages"))):
+    values = [body.get(name) for name in ("prompt", "input", "query", "documents")]
+    messages = body.get("messages")
+    known = messages if isinstance(messages, list) else ()
+    values += [message.get("content") for message in known if isinstance(message, Mapping)]
+    for value in values:
         if isinstance(value, str):
             yield value
         elif isinstance(value, list):
@@ -498,12 +501,6 @@ def texts(body: Mapping[str, Any]) -> Iterator[str]:
                 text = part.get("text") if isinstance(part, Mapping) else part
                 if isinstance(text, str):
                     yield text
-
-
-def _contents(messages: Any) -> Iterator[Any]:
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, Mapping):
-            yield message.get("content")
 
 
 def tokens_if_too_many(

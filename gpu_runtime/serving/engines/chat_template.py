@@ -209,6 +209,7 @@ def with_thinking(
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # DeepSeek and Qwen; Mistral
 
 
+@functools.lru_cache(maxsize=64)
 def tags_of(template: str) -> tuple[str, str] | None:
     """The tags around the thoughts of the model with this chat `template`, or None if the template shows none.
 
