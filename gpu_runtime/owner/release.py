@@ -347,7 +347,7 @@ Copies = dict[str, tuple[int, ...]]  # the id of shared pages -> the pids of the
 
 COPY_DIGITS = 16  # the id of shared pages begins with so many digits of the id of their files
 MOST_SHADOW_SECONDS = 600.0  # the longest wait for the load of the same files in another process
-POLL_SECONDS = 0.2  # the pause between two checks of that other load
+LOADER_SECONDS = 0.2  # the pause between two checks of that other load
 
 
 def wants_shadow(session: Session, resident: Resident) -> bool:
@@ -442,7 +442,7 @@ def _waits_for_loader(session: Session, loader: Owner) -> bool:
     sights = session.ledger.sights(session.ledger.read(), {loader.id})
     if sights.get(loader.id) in (Sight.STOPPED, Sight.DUMPING):
         return False
-    session.ledger.wait(POLL_SECONDS, [loader])
+    session.ledger.wait(LOADER_SECONDS, [loader])
     session.reap()
     return True
 
