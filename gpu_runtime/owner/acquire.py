@@ -369,7 +369,7 @@ class _Departures:
         session, key = self._session, self._key
         resident = session.residents.get(step.lease.partition("/")[2])
         act = partial(release.step_aside, session, step, key)
-        if wait or resident is None or not release.leaves_in_stages(resident, step):
+        if wait or resident is None or not release.stage_bytes(resident, step):
             session.uninterrupted(key, act)
             return
         self._threads[step.lease] = threads.start(partial(self._leave, step.lease, act))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from ..backtest import (
     split_words,
 )
 from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
-from ..facts import KERNEL, Decided, Event, Replayed, notebook_has_name
+from ..facts import KERNEL, Event, Replayed, notebook_has_name
 from ..scheduler.plan import replayed
 from ..telemetry.journal import KEPT_DECISIONS
 from ..threads import import_whole
@@ -68,7 +69,7 @@ def recorded_events(
 
 FEW = 8  # events that `why` returns without a name, among the last MOST_RECENT
 MOST_RECENT = 500
-MOST_OF_ONE = 20  # events that `why` returns about one name
+MOST_OF_ONE = 20  # events or decisions that `why` returns about one name
 
 
 def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ...]:
@@ -183,38 +184,20 @@ def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
     if is_notebook:
         bare, process = KERNEL, name
     resident = registry.by_key(session, bare)
-    found = decided_again(session, resident.spec.name if resident else bare, process)
+    model = resident.spec.name if resident else bare
+    decided = session.journal.decided(model, KEPT_DECISIONS if process else MOST_OF_ONE)
+    if process:
+        owners = [one.book.owner(one.request.lease.owner) for one in decided]
+        named = [owner is not None and process in owner.names for owner in owners]
+        decided = tuple(itertools.compress(decided, named))
+    found = tuple([replayed(one, VERSION) for one in decided[:MOST_OF_ONE]])
     if not found and is_notebook:
-        operations.sections_of_notebook(
-            session, name
-        )  # raises GpuError if no notebook has the name
+        operations.sections_of_notebook(session, name)  # raises GpuError if no notebook has it
     elif not found and resident is None and session.catalogue.spec(bare) is None:
         numbers = "No recorded decision has this number. See the numbers:  gpu why NAME --replay"
         advice = numbers if bare.isdecimal() else ""
         raise UnknownModel(bare, registry.addresses(session), advice=advice)
     return found
-
-
-# -- recorded decisions, decided again
-
-MOST = 20  # at most so many recorded decisions on a model are decided again
-
-
-def decided_again(session: Session, name: str, process: str = "") -> tuple[Replayed, ...]:
-    """Decides the recorded decisions on the model `name` again. The newest decision is first.
-
-    `name` may also be the number of a single decision in the journal. If `process` is the pid, the
-    id or the notebook of an owner, only the decisions of this owner are made again.
-    """
-    decided = session.journal.decided(name, KEPT_DECISIONS if process else MOST)
-    mine = [one for one in decided if not process or _is_by(process, one)]
-    return tuple(replayed(one, VERSION) for one in mine[:MOST])
-
-
-def _is_by(process: str, decided: Decided) -> bool:
-    """Whether the owner with the name `process` made the request of the decision `decided`."""
-    owner = decided.book.owner(decided.request.lease.owner)
-    return owner is not None and process in owner.names
 
 
 # -- back-tests: a history of uses with other policies, cards and host memory

@@ -570,7 +570,8 @@ def _move_refused(
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
     """What to type to make room: the command that evicts an idle lease in the way; may be empty."""
     found = (book.find(id) for id in refusal.holders)
-    idle = [lease for lease in found if lease and _may_be_evicted(lease)]
+    models = [one for one in found if one and one.kind == "model" and one.on_device]
+    idle = [one for one in models if not one.pins and not one.keep]
     if not idle:
         return ""
     lease = idle[0]
@@ -578,10 +579,6 @@ def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
     at = f"@{owner.pid}" if owner and owner.id != me else ""
     size = show_bytes(lease.bytes)
     return f"\n  Make room first:  %gpu evict {lease.name}{at}      ({size}, idle)"
-
-
-def _may_be_evicted(lease: Lease) -> bool:
-    return not lease.pins and not lease.keep and lease.kind == "model" and lease.on_device
 
 
 # -- cancel
@@ -778,14 +775,15 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
     ids = [section.owner.id for section in lost]
     session.ledger.declare_dead(ids)
     said_by = requests.person(session) or session.owner.user
-    session.decide(lambda book, world: (_without_lost(session, book, ids, world, said_by), None))
+
+    def end(book: Book, world: World) -> tuple[Book, None]:
+        """The book without these owners. One that by now is proven alive stays in the book."""
+        dead = session.ledger.dead(book).intersection(ids)
+        return books.reap(book, dead, world, said_by), None
+
+    session.decide(end)
     because = f"its leases were ended; {show_bytes(freed)} came free. {holds}"
     return Outcome(verb="evict", name=process, done=True, because=because, bytes=freed)
-
-
-def _without_lost(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:
-    """The book without the owners `ids`. An owner that by now is proven alive stays in the book."""
-    return books.reap(book, session.ledger.dead(book).intersection(ids), world, said_by)
 
 
 def _lost(session: Session, book: Book, process: str) -> list[Section]:

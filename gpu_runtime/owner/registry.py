@@ -359,14 +359,11 @@ def _exact(session: Session, id: LeaseId) -> LeaseId:
     if id.owner == session.me and by_key(session, id.name):
         return id
     section = session.ledger.read().sections.get(id.owner)
-    if section is None or not (section.lease(id.name) or _can_load(session, id)):
+    if section is None or not (
+        section.lease(id.name) or id.name in session.ledger.names().get(id.owner, ())
+    ):
         raise UnknownModel(id.name, addresses(session))
     return id
-
-
-def _can_load(session: Session, id: LeaseId) -> bool:
-    """Whether the owner in `id` has registered the model in `id`."""
-    return id.name in session.ledger.names().get(id.owner, ())
 
 
 def _holders(

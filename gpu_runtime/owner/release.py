@@ -243,12 +243,8 @@ def _leave_now(
     return None
 
 
-def leaves_in_stages(resident: Resident, step: Step) -> bool:
-    """Whether the step is an offload that is so large that its bytes leave in stages."""
-    return bool(_stage_bytes(resident, step))
-
-
-def _stage_bytes(resident: Resident, step: Step) -> int:
+def stage_bytes(resident: Resident, step: Step) -> int:
+    """The bytes of a stage, if the step is an offload so large that its bytes leave in stages; else 0."""
     if not isinstance(step, Move):
         return 0
     return admission.departure_stages(resident.lease, step.shares, STAGE_BYTES)
@@ -263,7 +259,7 @@ def _leave_in_stages(
 
     Returns the performed step, and the shares measured afterwards.
     """
-    rest, stage = step, _stage_bytes(resident, step)
+    rest, stage = step, stage_bytes(resident, step)
     while stage and isinstance(rest, Move) and (left := rest.shares[0].bytes) >= 2 * stage:
         before = resident.lease.bytes_on(HOST)
         _leave_part(session, resident, rest, stage)

@@ -74,7 +74,11 @@ def request(
                 # An owner that has begun and says nothing now is about to answer.
                 verdict = explained(session, begun or verdict)
             # A failure, and an answer that the lease is in use, were journaled by the owner.
-            if refusal and refusal != "failed" and not _is_answered(session, ask):
+            if (
+                refusal
+                and refusal != "failed"
+                and not any(event.answers == ask.key for event in session.ledger.read().events)
+            ):
                 _journal_declined(session, ask, verdict.because)
             timed_out = deadline is not None and session.clock() >= deadline
             if not isinstance(verdict, Wait) or not wait or timed_out:
@@ -197,10 +201,6 @@ def _runs(session: Session, owner: str) -> bool:
     """Whether the process of this `owner` runs: it is neither stopped nor crashed."""
     seen = session.ledger.sights(session.ledger.read(), {owner})
     return seen.get(owner) not in (Sight.STOPPED, Sight.DUMPING, Sight.DEAD)
-
-
-def _is_answered(session: Session, ask: Ask) -> bool:
-    return any(event.answers == ask.key for event in session.ledger.read().events)
 
 
 def _ask(

@@ -262,7 +262,8 @@ class CellSchedule:
 
     def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._shell, self._clock = shell, clock
-        self._queue = CellQueue(shell.kernel, upcoming.changed) if _has_kernel(shell) else None
+        kernel = getattr(shell, "kernel", None)
+        self._queue = CellQueue(kernel, upcoming.changed) if kernel is not None else None
         self._position = Position()
         self._running: list[tuple[Any, str]] = []  # the cells that run, each with its text
         self._from_file: list[WaitingCell] = []
@@ -349,10 +350,6 @@ def _number_of_cell(shell: Any) -> int:
     """
     history = shell.history_manager
     return len(history.input_hist_raw) if history else shell.execution_count
-
-
-def _has_kernel(shell: Any) -> bool:
-    return getattr(shell, "kernel", None) is not None
 
 
 def _sent_cell_id(kernel: Any) -> str:

@@ -305,7 +305,11 @@ class Parking:
         if self._cells == 1:
             self._text = text
         # What the cell takes is known from a run before the kernel's restart, or it parks this notebook.
-        if self._lease is None and text and (_took_memory(text) or "park" in text):
+        if (
+            self._lease is None
+            and text
+            and ("park" in text or is_remembered(cell_key(notebook_path(), text)))
+        ):
             self._attach()
         if self._lease is None:
             return
@@ -564,11 +568,6 @@ class _Undisturbed:
 
     def __exit__(self, *_: object) -> None:
         sys.setswitchinterval(self._usual)
-
-
-def _took_memory(text: str) -> bool:
-    """Whether the memory is known that the cell with this `text` took in its last run."""
-    return is_remembered(cell_key(notebook_path(), text))
 
 
 def _holds_memory() -> bool:
