@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
+from gpu_runtime.arguments import FIELDS, OPTIONS, read_options
 from gpu_runtime.catalog.documents import read
 from gpu_runtime.catalog.fields import CatalogEntry, notes, spec_of
 from gpu_runtime.catalog.files import API_VERSION, manifests
@@ -304,6 +307,22 @@ def test_values_that_look_like_none_are_values():
 def test_a_type_is_a_known_one_or_other(written, becomes):
     """Helix calls this field `type`, and Model Boss calls it `category`. An unknown type becomes `other`."""
     assert spec(f"type: {written}").model_type == spec(f"category: {written}").model_type == becomes
+
+
+SAMPLES = (True, 3, "float16", "layer", ["--seed", "1"])
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if not FIELDS[name].only_in])
+def test_an_option_in_a_file_is_the_option_of_register(name):
+    """A row of the table is enough: a file and `register` give the backend the same value."""
+    rule = FIELDS[name].rule
+    for value in SAMPLES:
+        with suppress(Exception):
+            expected = rule.read(value)
+            break
+    for backend in FIELDS[name].backends or ("fake", "vllm"):
+        made = spec(f"backend: {backend}, {name}: {value}", gpu_trust_remote_code=True)
+        assert made.options == read_options(backend, {name: value}) == {name: expected}
 
 
 # -- settings --------------------------------------------------------------------------------------
