@@ -255,7 +255,7 @@ def faults(words: list[str], known: Map) -> Iterator[Trial]:
                 line = int(start)
                 for row in body.splitlines():
                     if row[:1] in "-+":
-                        lines.add(line)
+                        lines |= {line, line - (row[0] == "+")}  # after the last line of a block
                     line += row[:1] != "+"
             if not tests:
                 tests = known.tests(files[-1], lines)
