@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST, Lease
@@ -37,7 +37,7 @@ class Notebook:
         options: Mapping[str, Any] = MappingProxyType({}),
         **settings: str,
     ) -> None:
-        """`options` are those of `start_new_kernel`."""
+        """`options` are those of `KernelManager.start_kernel`."""
         self.name = name
         environment = {
             "PYTHONPATH": paths(),
@@ -46,9 +46,12 @@ class Notebook:
             "JPY_SESSION_NAME": f"/work/{name}",
             "EVICTION_GRACE_SECONDS": "0",
         }
-        self.manager, self.client = start_new_kernel(
-            startup_timeout=PATIENCE, env=os.environ | environment | settings, **options
-        )
+        # A free TCP port, chosen before the kernel binds it, may be taken by another kernel meanwhile.
+        self.manager = KernelManager(transport="ipc")
+        self.manager.start_kernel(env=os.environ | environment | settings, **options)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=PATIENCE)
         if loads:
             self.run("%load_ext gpu")
 
