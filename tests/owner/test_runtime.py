@@ -32,7 +32,7 @@ from gpu_runtime import (
     UnknownDevice,
     UnknownModel,
 )
-from gpu_runtime.facts import Drop, Level, Load, Move
+from gpu_runtime.facts import Drop, LeaseId, Level, Load, Move
 from gpu_runtime.owner import registry
 from gpu_runtime.scheduler import recall
 from gpu_runtime.units import GIB
@@ -384,6 +384,36 @@ def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
         rt.evict("m")
     rt.unpin("m")
     assert rt.evict("m").bytes == 3 * GIB
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_pin_holds_wherever_the_model_is_and_after_its_next_load(runtime, drop):
+    """Before the first load, in host memory, and dropped."""
+    rt = fakes(runtime(), m="3GiB")
+    rt.pin("m")
+    rt.preload("m")
+    with pytest.raises(StillInUse, match="%gpu unpin m"):
+        rt.evict("m")
+    rt.unpin("m")
+    rt.evict("m", drop=drop)
+    rt.pin("m")
+    rt.preload("m")
+    with pytest.raises(StillInUse, match="%gpu unpin m"):
+        rt.evict("m")
+
+
+@pytest.mark.parametrize("verb", ["preload", "evict"])
+def test_an_order_rings_the_owner_of_its_model(runtime, shared_book, monkeypatch, verb):
+    """Else it is carried out at the owner's next look at the book, up to 12 s later."""
+    a, b = (runtime(ledger=shared_book, monitor=False) for _ in range(2))
+    fakes(a, m="3GiB")
+    if verb == "evict":
+        a.preload("m")
+    rung, ring = [], b._session.ledger.ring
+    monkeypatch.setattr(b._session.ledger, "ring", lambda ids: rung.append(set(ids)) or ring(ids))
+    with pytest.raises(Busy):
+        getattr(b, verb)(LeaseId(a._session.me, "m"), timeout=0.01)
+    assert a._session.me in rung[0]
 
 
 def test_plan_says_what_would_happen_and_does_nothing(runtime):
