@@ -89,6 +89,19 @@ def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
     assert asked == [["a", "b"], ["b"]]
 
 
+def test_a_copy_on_a_drained_host_is_replaced_on_another_host(monkeypatch):
+    """The copy there is still in use. No other host had loaded the model."""
+    held = {"a": {"qwen": ("cuda:0", 1)}, "b": {}}
+    controller = controller_of(SimpleNamespace(ask=lambda *_, **__: (held, {})))
+    controller._filling = {"qwen": threading.Lock()}
+    controller._wishes = Wishes(models=(Wish("qwen", {}, copies=1),), drained=("a",))
+    placed = SimpleNamespace(host="b", reasons={})
+    monkeypatch.setattr(controller, "_place", lambda name, has: placed)
+    assert controller._fill("qwen") == "b"
+    controller._wishes = Wishes(models=(Wish("qwen", {}, copies=1),))
+    assert controller._fill("qwen") == "a"
+
+
 def room(host: str, gib: int = 80, **more: Any) -> HostRoom:
     return HostRoom(host, need_bytes=50, free_bytes=(gib,), budget_bytes=(gib,), **more)
 
