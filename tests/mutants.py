@@ -47,6 +47,12 @@ LEAN = "-q --no-header -p no:cacheprovider -p no:nbval -p no:schemathesis -p no:
 MOST_SECONDS = 60.0
 
 
+def product_files(folder: str) -> Iterator[Path]:
+    """The Python files of a folder of the product, or the one file that it is."""
+    place = ROOT / PRODUCT[folder]
+    yield from place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+
+
 # The map from lines to tests.
 
 
@@ -210,7 +216,7 @@ def sample(folders: list[str], wanted: int, seed: int, known: Map) -> Iterator[T
     for index, folder in enumerate(folders):
         here = {
             str(file.relative_to(ROOT)): file.read_text().count("\n")
-            for file in sorted((ROOT / PRODUCT[folder]).rglob("*.py"))
+            for file in sorted(product_files(folder))
         }
         drawn: set[tuple[str, int]] = set()
         share = wanted // len(folders) + (index < wanted % len(folders))

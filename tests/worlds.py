@@ -197,7 +197,7 @@ def ticket(
 
 
 def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Footprint:
-    """The footprint that `gpu_runtime/estimation` computes from the evidence of `backend`."""
+    """The footprint that `gpu_runtime.estimation` computes from the evidence of `backend`."""
     evidence = backend.evidence(spec, origin)
     return estimate.footprint(
         spec.name, evidence, declared=spec.size, options=spec.options, **known
