@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +48,8 @@ class Notebook:
             "EVICTION_GRACE_SECONDS": "0",
         }
         # A free TCP port, chosen before the kernel binds it, may be taken by another kernel meanwhile.
-        self.manager = KernelManager(transport="ipc")
+        self._place = tempfile.TemporaryDirectory(prefix="kernel-")
+        self.manager = KernelManager(transport="ipc", ip=f"{self._place.name}/ipc")
         self.manager.start_kernel(env=os.environ | environment | settings, **options)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -88,6 +90,7 @@ class Notebook:
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self._place.cleanup()
 
     def __enter__(self) -> Notebook:
         return self
