@@ -233,6 +233,18 @@ def test_a_release_needs_no_turn_and_ends_no_turn():
     assert isinstance(write(0, 1, keeper.known.revision + 1), core.Turn), "of another keeper"
 
 
+def test_a_removal_is_decided_again_if_its_owner_has_just_come_back():
+    """It was refused with an error for the user, as a removal without proof of death."""
+    keeper = keeper_of(2)
+    for number in range(2):
+        write(keeper, number, Part(Section(owner(number)), (), 1))
+    keeper.died([owner(1).id])
+    late = replace(put_of(keeper, 0), removed=(owner(1).id,))
+    keeper.hello(1, Hello(0, 1, "", owner(1)), 0, 0.0)
+    assert keeper.receive(0, late, 0.0) == [(0, core.Turn(1))]
+    assert owner(1).id in keeper.known.book.sections
+
+
 def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
     """The keeper ended, and its successor too, because each writer tried again."""
     keeper, size = Keeper(), core.MOST_PART_BYTES - 1000

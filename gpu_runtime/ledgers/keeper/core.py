@@ -257,6 +257,7 @@ class Keeper:
                 living = {**state.living, owner.id: owner.user}
                 dead = tuple([id for id in state.dead if id != owner.id])
                 self._set_state(replace(state, living=living, dead=dead))
+                self._holds_since = self.known.revision  # somebody may just count it as dead
         part = self.known.parts.get(owner.id)
         return Welcome(hello.number, PROTOCOL, "", owner, part.put if part else 0)
 
