@@ -222,7 +222,9 @@ def test_a_book_is_made_again_from_the_files_of_its_owners(page):
             rosters |= known(page, pid, rev=pid)
     found = rebuilt(Pieces(), rosters).book
     assert found.sections == page.sections and found.entries == page.entries
-    assert list(found.tickets) == sorted(page.tickets, key=lambda ticket: ticket.arrived)
+    arrivals = [ticket.arrived for ticket in found.tickets]
+    assert arrivals == sorted(arrivals)
+    assert all(found.ticket(ticket.key) == ticket for ticket in page.tickets)
     assert not rosters or (found.devices, found.limits) == (page.devices, page.limits)
 
 
