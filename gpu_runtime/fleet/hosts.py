@@ -36,9 +36,9 @@ class Hosts:
 
     def refresh(self) -> tuple[str, ...]:
         """Reads the hosts from Ray. Returns those that have left, or whose nodes have died, since the last call."""
-        alive = cluster.living_nodes()
-        joined = cluster.stored_hosts()
-        with self._lock:
+        with self._lock:  # a thread that read earlier must not write later
+            alive = cluster.living_nodes()
+            joined = cluster.stored_hosts()
             before = dict(self._handles)
             found: dict[str, tuple[tuple[str, str], Any]] = {}
             for node, (name, serial) in joined.items():

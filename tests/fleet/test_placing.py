@@ -1,14 +1,17 @@
 """Hosts are tried one after the other, in the order of their offers."""
 
 import logging
+import threading
 from typing import Any
 
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, LoadFailed
 from gpu_runtime.facts import Offer, PlanLevel
-from gpu_runtime.fleet.cluster import Gone
-from gpu_runtime.fleet.hosts import attempts, refusal
+from gpu_runtime.fleet import cluster
+from gpu_runtime.fleet.cluster import Gone, Joined
+from gpu_runtime.fleet.hosts import Hosts, attempts, refusal
+from tests.clock import PATIENCE
 
 ROOM, NEVER = PlanLevel.ROOM, PlanLevel.NEVER
 
@@ -96,3 +99,35 @@ def test_a_host_that_has_not_answered_makes_the_refusal_a_passing_one(others):
 
 def test_a_fleet_without_hosts_says_how_to_join():
     assert "gpu fleet join" in str(refusal("qwen", [], attempts("qwen", [], answering()), 0.0))
+
+
+def test_a_host_that_has_just_joined_is_not_lost_to_an_older_reading(monkeypatch):
+    """The controller's watch may have read the hosts before the join, and be slower than the reading after it."""
+    stored: dict[str, Joined] = {}
+    has_read, is_done = threading.Event(), threading.Event()
+
+    def read() -> dict[str, Joined]:
+        found = dict(stored)
+        if not has_read.is_set():
+            has_read.set()
+            is_done.wait(0.5)  # without a lock, the later reading ends here
+        return found
+
+    monkeypatch.setattr(cluster, "living_nodes", lambda: {"node": {}})
+    monkeypatch.setattr(cluster, "stored_hosts", read)
+    monkeypatch.setattr(cluster, "actor", str)
+    hosts = Hosts()
+    watch = threading.Thread(target=hosts.refresh)
+    watch.start()
+    assert has_read.wait(PATIENCE)
+    stored["node"] = Joined("box1", "1")
+
+    def join() -> None:
+        hosts.refresh()
+        is_done.set()
+
+    join_thread = threading.Thread(target=join)
+    join_thread.start()
+    for thread in (watch, join_thread):
+        thread.join()
+    assert hosts.names() == ("box1",)
