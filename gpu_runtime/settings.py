@@ -1,51 +1,26 @@
 """Every setting in one table: its name, default, bounds and meaning.
 
 The value of a setting is taken from the argument, if the caller gives it; else from the environment
-variable with the same name in capitals; else from the default. Importing this module loads
-pydantic, which takes 0.1 s. So the package imports this module only when the first runtime opens.
+variable with the same name in capitals; else from the default. Empty variables count as unset. No
+.env file is read, because a machine's settings must be visible in its environment.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    SecretStr,
-    ValidationError,
-    field_validator,
-)
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-
-from .arguments import Rule, plain, read
+from .arguments import TEXT, TRUTH, Rule, plain
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
 from .safe_text import MOST_QUOTED
 from .units import GIB, MIB, parse_seconds
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("true is not a number")
-    return value
-
-
-def _no_nul(value: Any) -> Any:
-    if isinstance(value, str) and ("\0" in value or len(value) > _LONGEST):
-        raise ValueError("it is no text that the operating system takes")
-    return value
-
-
-_LONGEST = 4096  # characters of one setting
-# In Python, True equals 1. Without this check, True would be accepted as 100 %.
-Number = BeforeValidator(_no_bool)
-Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
 
 class SettingRow(NamedTuple):
@@ -58,226 +33,313 @@ class SettingRow(NamedTuple):
     doc: str
 
 
-class Settings(BaseSettings):
+class Secret:
+    """A token. Its text is never shown: `str` and `repr` give `***`."""
+
+    def __init__(self, text: str) -> None:
+        """Keeps the `text`."""
+        self._text = text
+
+    def get_secret_value(self) -> str:
+        """The text."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return "***"
+
+
+# -- the kinds of settings -----------------------------------------------------------------------
+
+
+def _setting(default: Any, doc: str, expected: str, read: Callable[[Any], Any]) -> Any:
+    """A field of Settings. `read` converts a value, or raises; then the error says what is `expected`."""
+    return field(default=default, metadata={"doc": doc, "rule": Rule(expected, read)})
+
+
+def _text(default: str | None, doc: str) -> Any:
+    return _setting(default, doc, "text", TEXT.read)
+
+
+def _truth(default: bool, doc: str) -> Any:
+    return _setting(default, doc, "true or false", TRUTH.in_file)
+
+
+def _choice(default: str, doc: str, expected: str) -> Any:
+    choices = re.split(", | or ", expected)
+    return _setting(default, doc, expected, {choice: choice for choice in choices}.__getitem__)
+
+
+def _number(
+    default: float | None,
+    doc: str,
+    expected: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = sys.float_info.max,
+) -> Any:
+    def read(value: Any) -> float:
+        number = float(value)
+        # In Python, True equals 1. Without the first check, True would be accepted as 100 %.
+        if isinstance(value, bool) or not above < number <= most or number < least:
+            raise ValueError
+        return number
+
+    return _setting(default, doc, expected, read)
+
+
+def _fraction(default: float, doc: str) -> Any:
+    return _number(default, doc, f"a number from 0 to 1, such as {default:g}", least=0, most=1)
+
+
+def _whole(default: int | None, doc: str, expected: str, *, least: int) -> Any:
+    def read(value: Any) -> int:
+        number = int(re.sub(r"\.0+$", "", value) if isinstance(value, str) else value)
+        if isinstance(value, bool) or number < least or number != float(value):
+            raise ValueError
+        return number
+
+    return _setting(default, doc, expected, read)
+
+
+def _seconds(default: float | None, doc: str, *, above: float = -1, text: str = "2m") -> Any:
+    def read(value: Any) -> float:
+        seconds = parse_seconds(value)
+        if seconds <= above:
+            raise ValueError
+        return seconds
+
+    bound = " above 0" if above == 0 else ""
+    example = 10 if default is None else default
+    return _setting(default, doc, f"seconds{bound}, such as {example:g} or '{text}'", read)
+
+
+def _secret(doc: str) -> Any:
+    def read(value: Any) -> Secret:
+        text = value.get_secret_value() if hasattr(value, "get_secret_value") else value
+        if len(TEXT.read(text)) < 16:
+            raise ValueError
+        return Secret(text)
+
+    words = "text of 16 characters or more, as from `openssl rand -hex 24`"
+    return _setting(None, doc, words, read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
     """All settings. `Settings.load` creates this object and reports an error in one sentence."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
+    gpu_memory_max_percent: float = _fraction(
+        0.90, "The part of each GPU's memory that models may claim, 0 to 1."
+    )
+    cpu_memory_max_percent: float = _fraction(
+        0.50, "The part of RAM that models may claim while they are off the GPU, 0 to 1."
+    )
+    inference_memory_limit_gb: float | None = _number(
+        None,
+        "A further limit on this process's models, in GiB. Unset: none.",
+        "a number of GiB above 0, such as 16",
+        above=0,
+        most=2**20,
+    )
+    inference_gpu_index: int | None = _whole(
+        None,
+        "The only GPU to use, by its number in status. Unset: the planner chooses.",
+        "the index of a GPU, such as 0",
+        least=0,
     )
 
-    gpu_memory_max_percent: Fraction = Field(
-        0.90, description="The part of each GPU's memory that models may claim, 0 to 1."
-    )
-    cpu_memory_max_percent: Fraction = Field(
-        0.50,
-        description="The part of RAM that models may claim while they are off the GPU, 0 to 1.",
-    )
-    inference_memory_limit_gb: Annotated[float | None, Number] = Field(
+    inference_gpu_layers: int | None = _whole(
         None,
-        gt=0,
-        le=2**20,
-        allow_inf_nan=False,
-        description="A further limit on this process's models, in GiB. Unset: none.",
+        "Layers on the GPU of a llama.cpp model that does not set its own gpu_layers: -1 all, 0 CPU only.",
+        "-1 (all), 0 (CPU only) or a number of layers",
+        least=-1,
     )
-    inference_gpu_index: Annotated[int | None, Number] = Field(
-        None,
-        ge=0,
-        description="The only GPU to use, by its number in status. Unset: the planner chooses.",
+    inference_backend: str | None = _text(
+        None, "The backend if the model's catalogue entry has none. Unset: found from its source."
     )
 
-    inference_gpu_layers: Annotated[int | None, Number] = Field(
-        None,
-        ge=-1,
-        description="Layers on the GPU of a llama.cpp model that does not set its own gpu_layers: -1 all, "
-        "0 CPU only.",
-    )
-    inference_backend: str | None = Field(
-        None,
-        description="The backend if the model's catalogue entry has none. Unset: found from its source.",
-    )
-
-    gpu_devices: str = Field(
+    gpu_devices: str = _text(
         "auto",
-        description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or "
-        "simulated ones such as sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.",
+        "The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated ones such "
+        "as sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.",
     )
-    development_cpu_only: bool = Field(
-        False, description="Simulate the devices even if there is a GPU."
-    )
-    gpu_ledger: str | None = Field(
+    development_cpu_only: bool = _truth(False, "Simulate the devices even if there is a GPU.")
+    gpu_ledger: str | None = _text(
         None,
-        description="Where the book is stored: keeper:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
-        "Unset: the machine's shared ledger, else one of the user's own.",
+        "Where the book is stored: keeper:///DIRECTORY, redis://HOST:PORT/DB or memory:. Unset: the machine's"
+        " shared ledger, else one of the user's own.",
     )
 
-    gpu_catalog: str | None = Field(
-        None,
-        description="Where the model catalogue is: a directory or a file. Unset: the user's own.",
+    gpu_catalog: str | None = _text(
+        None, "Where the model catalogue is: a directory or a file. Unset: the user's own."
     )
-    gpu_config_file: str = Field(
+    gpu_config_file: str = _text(
         "/etc/gpu-console/config.toml",
-        description="The machine-wide configuration: the shared ledger, and users' caps.",
+        "The machine-wide configuration: the shared ledger, and users' caps.",
     )
 
-    enable_memory_governor: bool = Field(
-        True, description="Off: models load without a request for room, and are never moved."
+    enable_memory_governor: bool = _truth(
+        True, "Off: models load without a request for room, and are never moved."
     )
-    enable_cpu_offload: bool = Field(
+    enable_cpu_offload: bool = _truth(
         True,
-        description="On: models evicted from the GPU move to RAM. Off: they are dropped, if their source "
-        "can restore them.",
+        "On: models evicted from the GPU move to RAM. Off: they are dropped, if their source can restore them.",
     )
-    gpu_policy: Literal["lru", "cost_aware", "keep_score"] = Field(
-        "keep_score", description="Which model is evicted first: keep_score, lru or cost_aware."
+    gpu_policy: str = _choice(
+        "keep_score",
+        "Which model is evicted first: keep_score, lru or cost_aware.",
+        "lru, cost_aware or keep_score",
     )
-    gpu_placement: Literal["best-fit", "most-free", "fewest-evictions"] = Field(
+    gpu_placement: str = _choice(
         "best-fit",
-        description="Which GPU a model is loaded to: best-fit, most-free or fewest-evictions.",
+        "Which GPU a model is loaded to: best-fit, most-free or fewest-evictions.",
+        "best-fit, most-free or fewest-evictions",
     )
-    gpu_split_margin_mb: Annotated[int, Number] = Field(
+    gpu_split_margin_mb: int = _whole(
         512,
-        ge=0,
-        description="MiB that stay free on each GPU when a model is split in proportion to the free memory.",
+        "MiB that stay free on each GPU when a model is split in proportion to the free memory.",
+        "a whole number of MiB, such as 512",
+        least=0,
     )
-    gpu_split_overhead: Fraction = Field(
-        0.0,
-        description="What each GPU of a split model needs beyond its share, as a part of it; Helix: 0.1.",
+    gpu_split_overhead: float = _fraction(
+        0.0, "What each GPU of a split model needs beyond its share, as a part of it; Helix: 0.1."
     )
-    gpu_fraction_factor: Annotated[float | None, Number] = Field(
+    gpu_fraction_factor: float | None = _number(
         None,
-        gt=0,
-        le=1000,
-        allow_inf_nan=False,
-        description="Claim a model's weights times this instead of the estimate; NDIF: 3. Unset: the "
-        "estimate.",
+        "Claim a model's weights times this instead of the estimate; NDIF: 3. Unset: the estimate.",
+        "a number above 0, such as 3",
+        above=0,
+        most=1000,
     )
-    fraction_largest_possible: Fraction = Field(
+    fraction_largest_possible: float = _fraction(
         0.8,
-        description="With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims "
-        "the whole GPU.",
+        "With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims the whole GPU.",
     )
-    gpu_shadows: Literal["auto", "private", "never"] = Field(
+    gpu_shadows: str = _choice(
         "auto",
-        description="Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that "
-        "the model leaves its GPU without a copy: auto (one for all processes of a user), private or never.",
+        "Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that the model "
+        "leaves its GPU without a copy: auto (one for all processes of a user), private or never.",
+        "auto, private or never",
     )
-    gpu_relief: Literal["auto", "always", "never"] = Field(
+    gpu_relief: str = _choice(
         "auto",
-        description="When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), "
-        "always or never.",
+        "When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), always"
+        " or never.",
+        "auto, always or never",
     )
-    gpu_most_wait: Seconds | None = Field(
+    gpu_most_wait: float | None = _seconds(
         None,
-        description="How long other models of equal importance may keep a model waiting. Unset: five times what "
-        "bringing it to the GPU takes, at least 3 s.",
+        "How long other models of equal importance may keep a model waiting. Unset: five times what bringing "
+        "it to the GPU takes, at least 3 s.",
+        text="1m",
     )
-    gpu_prefetch: Literal["auto", "never"] = Field(
+    gpu_prefetch: str = _choice(
         "auto",
-        description="Whether waiting cells' models are loaded while a cell runs: auto or never.",
+        "Whether waiting cells' models are loaded while a cell runs: auto or never.",
+        "auto or never",
     )
-    gpu_progress_seconds: Seconds = Field(
-        0.5, description="A load or restore that takes longer shows its progress in the notebook."
+    gpu_progress_seconds: float = _seconds(
+        0.5, "A load or restore that takes longer shows its progress in the notebook."
     )
-    gpu_park: Literal["asked", "idle", "never"] = Field(
+    gpu_park: str = _choice(
         "asked",
-        description="When the memory of an idle notebook leaves its GPU for RAM: asked (another process "
-        "needs it, or someone parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.",
+        "When the memory of an idle notebook leaves its GPU for RAM: asked (another process needs it, or "
+        "someone parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.",
+        "asked, idle or never",
     )
-    gpu_return_at_exit: Seconds = Field(
+    gpu_return_at_exit: float = _seconds(
         30.0,
-        description="How long a signal handler or an exit function of a parked notebook waits for its "
-        "memory to return from host memory.",
+        "How long a signal handler or an exit function of a parked notebook waits for its memory to return "
+        "from host memory.",
     )
-    gpu_park_idle_seconds: Seconds = Field(
-        600.0, description="With GPU_PARK=idle: how long a notebook is idle before it is parked."
+    gpu_park_idle_seconds: float = _seconds(
+        600.0, "With GPU_PARK=idle: how long a notebook is idle before it is parked."
     )
-    gpu_park_turn_seconds: Seconds = Field(
+    gpu_park_turn_seconds: float = _seconds(
         30.0,
-        description="How long cells that follow one another keep the GPU while another process waits for "
-        "it; never less than five times what leaving and returning takes.",
+        "How long cells that follow one another keep the GPU while another process waits for it; never less "
+        "than five times what leaving and returning takes.",
     )
-    gpu_who_names: Literal["own", "all"] = Field(
+    gpu_who_names: str = _choice(
         "own",
-        description="To whom %gpu who shows the names of this process's variables: own (its own user) or "
-        "all (operators too).",
+        "To whom %gpu who shows the names of this process's variables: own (its own user) or all (operators too).",
+        "own or all",
     )
-    eviction_grace_seconds: Seconds = Field(
-        5.0,
-        description="A model used within this time is not evicted by pressure or by other processes.",
+    eviction_grace_seconds: float = _seconds(
+        5.0, "A model used within this time is not evicted by pressure or by other processes."
     )
-    eviction_idle_threshold_seconds: Seconds = Field(
-        120.0, description="Under MODERATE pressure, models idle for longer than this are evicted."
+    eviction_idle_threshold_seconds: float = _seconds(
+        120.0, "Under MODERATE pressure, models idle for longer than this are evicted."
     )
-    eviction_idle_high_seconds: Seconds = Field(
-        30.0, description="The same under HIGH pressure; never more than under MODERATE."
+    eviction_idle_high_seconds: float = _seconds(
+        30.0, "The same under HIGH pressure; never more than under MODERATE."
     )
-    pressure_check_interval_seconds: Annotated[Seconds, Field(gt=0)] = Field(
-        15.0, description="How often pressure is checked."
-    )
-
-    gpu_console_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
-        None,
-        description="The console's token, of 16 characters or more. Unset: a new one at each start.",
-    )
-    gpu_console_viewer_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
-        None,
-        description="Another token, for people who may look and not act. Unset: there is none.",
-    )
-    gpu_console_operators: str | None = Field(
-        None,
-        description="The users who may act if the console has a login: names, separated by commas, or *.",
-    )
-    gpu_console_viewers: str | None = Field(
-        None,
-        description="The users who may only look there: names, separated by commas, or *. No other user is admitted.",
-    )
-    gpu_console_read_only: bool = Field(
-        False, description="The console has no buttons, for any user."
+    pressure_check_interval_seconds: float = _seconds(
+        15.0, "How often pressure is checked.", above=0, text="1m"
     )
 
-    gpu_engine_ports: str = Field(
-        "8300-8399", description="The ports of engines that run as servers, at 127.0.0.1."
+    gpu_console_token: Secret | None = _secret(
+        "The console's token, of 16 characters or more. Unset: a new one at each start."
     )
-    gpu_engine_start_seconds: Annotated[Seconds, Field(gt=0)] = Field(
-        600.0, description="How long such a server may take to start and load its model."
+    gpu_console_viewer_token: Secret | None = _secret(
+        "Another token, for people who may look and not act. Unset: there is none."
     )
-    gpu_tasks: str | None = Field(
+    gpu_console_operators: str | None = _text(
+        None, "The users who may act if the console has a login: names, separated by commas, or *."
+    )
+    gpu_console_viewers: str | None = _text(
         None,
-        description="The file of tasks, clients and substitutes for serving. Unset: the user's own tasks.yaml.",
+        "The users who may only look there: names, separated by commas, or *. No other user is admitted.",
     )
-    gpu_serve_queue: Annotated[int, Number] = Field(
-        256, ge=1, description="How many calls may wait in the queue; further ones are refused."
+    gpu_console_read_only: bool = _truth(False, "The console has no buttons, for any user.")
+
+    gpu_engine_ports: str = _text(
+        "8300-8399", "The ports of engines that run as servers, at 127.0.0.1."
     )
-    gpu_serve_breaker_failures: Annotated[int, Number] = Field(
-        5, ge=1, description="How many faults of an engine in a row open the breaker of its model."
+    gpu_engine_start_seconds: float = _seconds(
+        600.0, "How long such a server may take to start and load its model.", above=0, text="10m"
     )
-    gpu_serve_breaker_seconds: Annotated[Seconds, Field(gt=0)] = Field(
-        30.0, description="How long an open breaker keeps calls away from its model."
-    )
-    gpu_serve_grace_seconds: Annotated[Seconds, Field(ge=0)] = Field(
-        30.0, description="How long running answers may take when the server gets SIGTERM."
-    )
-    gpu_serve_log: str | None = Field(
+    gpu_tasks: str | None = _text(
         None,
-        description="The file for one line of JSON per call, or - for standard error. Unset: none.",
+        "The file of tasks, clients and substitutes for serving. Unset: the user's own tasks.yaml.",
     )
-    gpu_serve_keys: str | None = Field(
-        None, description="The file of keys for programs. Unset: the user's own keys.json."
+    gpu_serve_queue: int = _whole(
+        256,
+        "How many calls may wait in the queue; further ones are refused.",
+        "a whole number of calls above 0, such as 256",
+        least=1,
     )
-    gpu_serve_cors: str | None = Field(
-        None, description="The origins of web pages that may call gpu serve, with commas, or *."
+    gpu_serve_breaker_failures: int = _whole(
+        5,
+        "How many faults of an engine in a row open the breaker of its model.",
+        "a whole number of failures above 0, such as 5",
+        least=1,
     )
-    model_boss_allow_cloud_fallback: bool = Field(
-        True,
-        description="Whether a cloud may answer in place of a local model, until changed over HTTP.",
+    gpu_serve_breaker_seconds: float = _seconds(
+        30.0, "How long an open breaker keeps calls away from its model.", above=0, text="1m"
+    )
+    gpu_serve_grace_seconds: float = _seconds(
+        30.0, "How long running answers may take when the server gets SIGTERM.", text="1m"
+    )
+    gpu_serve_log: str | None = _text(
+        None, "The file for one line of JSON per call, or - for standard error. Unset: none."
+    )
+    gpu_serve_keys: str | None = _text(
+        None, "The file of keys for programs. Unset: the user's own keys.json."
+    )
+    gpu_serve_cors: str | None = _text(
+        None, "The origins of web pages that may call gpu serve, with commas, or *."
+    )
+    model_boss_allow_cloud_fallback: bool = _truth(
+        True, "Whether a cloud may answer in place of a local model, until changed over HTTP."
     )
 
-    gpu_trust_remote_code: bool = Field(
-        False, description="Let models run code from their own directory when they load."
+    gpu_trust_remote_code: bool = _truth(
+        False, "Let models run code from their own directory when they load."
     )
 
-    _arguments: frozenset[str] = PrivateAttr(frozenset())
-    _plain_text = field_validator("*", mode="before")(_no_nul)
+    given_by: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
@@ -287,31 +349,20 @@ class Settings(BaseSettings):
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         for name in overrides:
-            if name not in cls.model_fields:
+            if name not in NAMES:
                 raise _unknown(name, given.get(name))
-        given = {name: _plain(name, value) for name, value in given.items()}
-        try:
-            settings = cls(**given)
-        except ValidationError as error:
-            raise _bad_setting(error, given) from None
-        settings._arguments = frozenset(given)
-        return settings
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Reads arguments (`init_settings`) first, then the environment (`env_settings`).
-
-        No .env file is read, because a machine's settings must be visible in its environment.
-        `settings_cls` is not used.
-        """
-        return (init_settings, env_settings)
+        # Sorted in reverse, capitals come last. So they win over a variable in small letters.
+        exported = {
+            name.lower(): text for name, text in sorted(os.environ.items(), reverse=True) if text
+        }
+        values, given_by = {}, {}
+        for name in NAMES:
+            if name in given:
+                values[name], given_by[name] = _read(name, name, given[name]), "argument"
+            elif name in exported:
+                value = _read(name, name.upper(), exported[name])
+                values[name], given_by[name] = value, "environment"
+        return cls(**values, given_by=given_by)
 
     def rules(self) -> Rules:
         """The numbers that decisions use."""
@@ -339,22 +390,20 @@ class Settings(BaseSettings):
 
     def sources(self) -> tuple[SettingRow, ...]:
         """Every setting, its value, its default, and where the value is from."""
-        rows = []
-        for name, field in type(self).model_fields.items():
-            row = SettingRow(
+        return tuple(
+            SettingRow(
                 name=name.upper(),
                 value=_show(getattr(self, name)),
-                default=_show(field.default),
-                source=self._source(name),
-                doc=field.description or "",
+                default=_show(one.default),
+                source=self.given_by.get(name, "default"),
+                doc=one.metadata["doc"],
             )
-            rows.append(row)
-        return tuple(rows)
+            for name, one in _FIELDS.items()
+        )
 
-    def _source(self, name: str) -> str:
-        if name in self._arguments:
-            return "argument"
-        return "environment" if name in self.model_fields_set else "default"
+
+_FIELDS = {one.name: one for one in fields(Settings) if one.name != "given_by"}
+NAMES = tuple(_FIELDS)
 
 
 def masked(text: Any) -> Any:
@@ -377,19 +426,27 @@ def _show(value: Any) -> str:
     """
     if value is None:
         return "unset"
-    if isinstance(value, SecretStr):
+    if isinstance(value, Secret):
         return "***"
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else masked(str(value))
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Returns `value` if it is text, a number or a truth value. Raises BadSetting if it is not."""
-    return value if type(value) is SecretStr else read(name, value, Rule(_expected(name), _scalar))
+def _read(name: str, written: str, value: Any) -> Any:
+    """The `value` of the setting `name`, converted. Raises BadSetting with the name as `written`."""
+    rule = _FIELDS[name].metadata["rule"]
+    try:
+        value = value if name in _SECRET else _scalar(value)
+        return rule.read(value)
+    except Exception:
+        # `masked` is not called with an object that was refused: its class may define `__class__`.
+        shown = "***" if name in _SECRET else masked(value) if type(value) is str else value
+        raise BadSetting(written, shown, rule.expected) from None
 
 
 def _scalar(value: Any) -> Any:
+    """Returns `value` if it is text, a number or a truth value. Raises if it is not."""
     value = plain(os.fspath(value) if isinstance(value, os.PathLike) else value)
     if type(value) not in (str, int, float, bool):
         raise ValueError
@@ -397,62 +454,11 @@ def _scalar(value: Any) -> Any:
 
 
 def _unknown(name: str, value: Any) -> BadSetting:
-    known = [*Settings.model_fields, *_OF_RUNTIME]
+    known = [*NAMES, *_OF_RUNTIME]
     nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), known, n=1, cutoff=0.0)
     shown = "***" if nearest[0] in _SECRET else masked(value)
     return BadSetting(name, shown, f"a known setting, such as {nearest[0]}")
 
 
-def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
-    """The first problem of `error` as a sentence, with the setting's name and value as written.
-
-    `given` are the arguments. A setting that is not in `given` is from the environment, so its name
-    is in capitals.
-    """
-    problem = error.errors()[0]
-    field = str(problem["loc"][0])
-    name = field if field in given else field.upper()
-    value = "***" if field in _SECRET else masked(problem["input"])
-    return BadSetting(name, value, _expected(field))
-
-
-def _expected(field: str) -> str:
-    """The expected kind of value of a setting, in words.
-
-    >>> _expected("gpu_policy"), _expected("cpu_memory_max_percent")
-    ('lru, cost_aware or keep_score', 'a number from 0 to 1, such as 0.5')
-    """
-    if field in _WORDS:
-        return _WORDS[field]
-    default = Settings.model_fields[field].default
-    if isinstance(default, bool):
-        return "true or false"
-    if field.endswith("_percent") or field in ("gpu_split_overhead", "fraction_largest_possible"):
-        return f"a number from 0 to 1, such as {default:g}"
-    if field.endswith("_seconds"):
-        return f"seconds, such as {default:g} or '2m'"
-    return "text"
-
-
 _OF_RUNTIME = ("devices", "ledger", "catalog", "policy", "clock", "probe", "monitor")  # keywords
 _SECRET = {"gpu_console_token", "gpu_console_viewer_token"}
-_WORDS = {
-    **dict.fromkeys(_SECRET, "text of 16 characters or more, as from `openssl rand -hex 24`"),
-    "gpu_policy": "lru, cost_aware or keep_score",
-    "gpu_placement": "best-fit, most-free or fewest-evictions",
-    "gpu_split_margin_mb": "a whole number of MiB, such as 512",
-    "gpu_fraction_factor": "a number above 0, such as 3",
-    "gpu_relief": "auto, always or never",
-    "gpu_shadows": "auto, private or never",
-    "gpu_prefetch": "auto or never",
-    "gpu_most_wait": "seconds, such as 10 or '1m'",
-    "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
-    "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
-    "gpu_serve_queue": "a whole number of calls above 0, such as 256",
-    "gpu_serve_breaker_failures": "a whole number of failures above 0, such as 5",
-    "gpu_serve_grace_seconds": "seconds, such as 30 or '1m'",
-    "gpu_serve_breaker_seconds": "seconds above 0, such as 30 or '1m'",
-    "inference_gpu_index": "the index of a GPU, such as 0",
-    "inference_gpu_layers": "-1 (all), 0 (CPU only) or a number of layers",
-    "pressure_check_interval_seconds": "seconds above 0, such as 15 or '1m'",
-}

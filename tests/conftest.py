@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from gpu_runtime import files
 from gpu_runtime.ledgers.keeper import ledger as keeper_ledger
-from gpu_runtime.settings import Settings
+from gpu_runtime.settings import NAMES
 from tests import forked, isolation, soak
 from tests.clock import pytest_timeout_set_timer  # noqa: F401 - a hook
 from tests.serving.loops import in_loop
@@ -44,7 +44,7 @@ settings.load_profile("ordinary")
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A MonkeyPatch to set environment variables. The environment contains no setting of gpu-console yet."""
-    for name in Settings.model_fields:
+    for name in NAMES:
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("GPU_CONFIG_FILE", isolation.CONFIG_FILE)
     return monkeypatch

@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 
-from gpu_runtime.settings import Settings
+from gpu_runtime.settings import NAMES
 
 # A short path: sockets lie below it, and a socket's path may have 107 bytes.
 HOME = tempfile.mkdtemp(prefix="gpu-")
@@ -25,7 +25,7 @@ def isolate() -> None:
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in Settings.model_fields:
+    for name in NAMES:
         os.environ.pop(name.upper(), None)
     os.environ.update(
         GPU_CONFIG_FILE=CONFIG_FILE,

@@ -389,7 +389,7 @@ def main() -> int:
         trials = list(sample(options.folders.split(), options.n, options.seed, known))
     # Each trial is a fork of a process that has these libraries already. They read no setting at import.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-    for library in "hypothesis msgspec numpy pandas psutil pydantic_settings pytest torch".split():
+    for library in "hypothesis msgspec numpy pandas psutil pytest torch".split():
         __import__(library)
     gc.collect()
     gc.freeze()  # else each fork's first search for garbage copies all their pages

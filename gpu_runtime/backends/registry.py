@@ -19,7 +19,7 @@ from .base import Backend, looks_like_hub_id
 from .engines.recipe import recipe
 from .formats import sources
 
-if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
+if TYPE_CHECKING:
     from ..settings import Settings
 
 _MODULES = {  # name -> module and class; a module is imported when its backend is first opened

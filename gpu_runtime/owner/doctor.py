@@ -33,7 +33,7 @@ from .session import Session
 
 PACKAGES = (
     "gpu-console torch transformers accelerate safetensors nvidia-ml-py amdsmi msgspec "
-    "pydantic-settings psutil redis ipython ipykernel panel"
+    "psutil redis ipython ipykernel panel"
 ).split()
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES "

@@ -121,7 +121,7 @@ def test_code_of_a_pipelines_directory_does_not_run(tmp_path, where):
 
 def linger_on_the_first_free_port():
     """Leaves a closed connection on the first free port, as an ended engine does for a minute."""
-    port = claim(ports(Settings().gpu_engine_ports), "painter")
+    port = claim(ports(Settings.load().gpu_engine_ports), "painter")
     port.close()
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

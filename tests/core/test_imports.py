@@ -9,7 +9,7 @@ from tests.clock import finished
 
 NEEDED_LATER = [
     "torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "pandas",
-    "pydantic_settings", "ray",
+    "pydantic", "ray",
 ]  # fmt: skip
 
 

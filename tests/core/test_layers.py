@@ -69,7 +69,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
 # A decision depends only on its arguments: no clock, device, environment, log or random numbers.
 NOT_IN_DECISIONS = {
     "time", "datetime", "os", "sys", "logging", "random", "secrets", "uuid", "socket", "threading",
-    "subprocess", "pathlib", "torch", "psutil", "pynvml", "pydantic", "pydantic_settings",
+    "subprocess", "pathlib", "torch", "psutil", "pynvml",
 }  # fmt: skip
 # These load when they are first needed, never at the import of a module of the core.
 HEAVY = {"torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "ray"}

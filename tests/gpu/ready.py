@@ -30,7 +30,6 @@ NEEDED = {
     "filelock": "filelock",
     "pynvml": "nvidia-ml-py",
     "msgspec": "msgspec",
-    "pydantic_settings": "pydantic-settings",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
     "hypothesis": "hypothesis",

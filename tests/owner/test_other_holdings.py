@@ -1,5 +1,7 @@
 """`who` for another process, through the ledger. Only its own user gets names of variables."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,7 +123,7 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
     holdings._listed_for_others, before = (lambda _: found), holdings._listed_for_others
     try:
         for by, names in (("ops", "own"), ("ops", "all"), (session.ledger.owner.user, "own")):
-            session.settings = session.settings.model_copy(update={"gpu_who_names": names})
+            session.settings = replace(session.settings, gpu_who_names=names)
             holdings.answer(session, Order("k", "who", "", by=by, asker="a"))
     finally:
         holdings._listed_for_others = before

@@ -43,7 +43,7 @@ from ..processes.engine import (
 from ..processes.orphan_guard import descendants
 from .recipe import LaunchOrder, Recipe, RequestFields, SendRequest, recipe
 
-if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
+if TYPE_CHECKING:
     from ...settings import Settings
 
 PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
