@@ -450,8 +450,9 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
         path = Path(name).expanduser()
         with open(path, "rb") as opened:
             return name, opened.read(MOST_BYTES + 1), str(path.absolute().parent)
-    except OSError as error:
-        raise BadDocument(name, 0, "", f"it cannot be read ({error.strerror or error})") from None
+    except (OSError, ValueError) as error:  # a null byte in the name is a ValueError
+        why = getattr(error, "strerror", "") or error
+        raise BadDocument(name, 0, "", f"it cannot be read ({why})") from None
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:

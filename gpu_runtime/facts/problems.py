@@ -14,7 +14,7 @@ from ..safe_text import lines
 from ..units import show_bytes
 from .base import HOST, KERNEL, Value
 from .book import Event
-from .leases import Lease, Phase, Ticket
+from .leases import Lease, Owner, Phase, Ticket
 from .snapshot import DeviceView, Level, ProcessState, Snapshot
 
 LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
@@ -154,7 +154,7 @@ _STATES = {
     ),
     ProcessState.SILENT: (
         ProblemKind.SILENT,
-        "{who} of {user} does not answer and holds {size}. Its interpreter is blocked, or it is gone. "
+        "{who} does not answer and holds {size}. Its interpreter is blocked, or it is gone. "
         "Interrupt its cell: kill -INT {pid}  If that does not help: kill -9 {pid}",
     ),
 }
@@ -169,7 +169,7 @@ def _processes(seen: Snapshot) -> Iterator[Problem]:
             continue
         kind, text = _STATES[presence.state]
         owner = section.owner
-        words = text.format(who=owner.label, size=show_bytes(size), pid=owner.pid, user=owner.user)
+        words = text.format(who=_who(seen, owner), size=show_bytes(size), pid=owner.pid)
         can_continue = presence.state is ProcessState.STOPPED
         actions = (("resume", f"{id}/"),) if can_continue else ()
         yield Problem(kind, id, words, size, _wall(seen, presence.since), actions)
@@ -196,14 +196,30 @@ def _requested(seen: Snapshot, ticket: Ticket) -> str:
     section = seen.sections.get(ticket.owner)
     if section is None:
         return ticket.name
-    return f"{seen.title(ticket.owner, ticket.name)} of {section.owner.label}"
+    title, who = seen.title(ticket.owner, ticket.name), _who(seen, section.owner)
+    return who if ticket.name == KERNEL else f"{title} in {who}"
+
+
+def _of_user(seen: Snapshot, owner: Owner) -> str:
+    """` of ann`: the user of `owner`, unless it is the one who looks."""
+    return f" of {owner.user}" if owner.user and owner.user != seen.owner.user else ""
+
+
+def _who(seen: Snapshot, owner: Owner) -> str:
+    return f"{owner.label}{_of_user(seen, owner)}"
+
+
+def _subject(seen: Snapshot, event: Event) -> str:
+    """The title of what the `event` is about, with its user while the process lives."""
+    section = seen.sections.get(event.owner)
+    return f"{event.title}{_of_user(seen, section.owner)}" if section else event.title
 
 
 def _over_cap(seen: Snapshot) -> Iterator[Problem]:
     for id, section in seen.sections.items():
         if not section.over_cap:
             continue
-        text = f"{section.over_cap}. In {section.owner.label} it leaves first when anybody waits."
+        text = f"{section.over_cap}. In {_who(seen, section.owner)} it leaves first when anybody waits."
         idle = [lease for lease in _unused(seen) if lease.owner == id and lease.on_device]
         size = sum(lease.bytes for lease in section.leases if lease.on_device)
         actions = tuple(("evict", lease.id) for lease in idle[:MOST_BUTTONS])
@@ -232,7 +248,7 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         several = f"Use another card for one, or {remedy}."
         advice = several if len(cards) > 1 else f"{remedy.capitalize()}."
         text = (
-            f"{one.title} and {other.title} evict one another on {view.device.id}: "
+            f"{_subject(seen, one)} and {_subject(seen, other)} evict one another on {view.device.id}: "
             f"{len(turns)} × in turn. {advice}"
         )
         subject = f"{view.device.id} {' '.join(sorted((_lease_of(one), _lease_of(other))))}"
@@ -293,7 +309,7 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
         if event.reason in _OF_THE_CALLER:
             continue
         subject = _lease_of(event)
-        text = f"{event.title} was refused: {event.because}"
+        text = f"{_subject(seen, event)} was refused: {event.because}"
         large = {id for id, limit in cards.items() if limit >= event.bytes}
         kept = _kept(seen, large)
         yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall, kept)

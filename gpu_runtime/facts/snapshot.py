@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
-from .base import NEVER, Device, Sample, Value
+from .base import KERNEL, NEVER, Device, Sample, Value
 from .book import Book, Drain, Event, bytes_label, lease_title
 from .decisions import (
     Declared,
@@ -234,9 +234,12 @@ class Snapshot(Value):
         return section.lease(name) if section else None
 
     def title(self, owner_id: str, name: str) -> str:
-        """The name of a lease for people; `name` if there is no such lease."""
-        lease = self.lease(owner_id, name)
-        return lease_title(lease, self.sections[owner_id].owner) if lease else name
+        """The name of a lease for people, also of one that is requested. A notebook's own code has its name."""
+        section = self.sections.get(owner_id)
+        lease = section.lease(name) if section else None
+        if lease is None:
+            lease = Lease(owner_id, name, kind=KERNEL if name == KERNEL else "model")
+        return lease_title(lease, section.owner if section else None)
 
     def __str__(self) -> str:
         """One line for each device and each lease, for `print`."""

@@ -31,12 +31,15 @@ from .data.rows import (
     HOLDERS,
     LEASES,
     MODELS,
+    NOTEBOOKS,
     QUEUE,
     Variables,
     heading,
     holders,
     leases,
     models,
+    notebooks,
+    pressed,
     queue,
     sums,
 )
@@ -174,7 +177,15 @@ class NowTab(Tab):
         self.queue = Table(
             QUEUE, actions.propose, empty=NOBODY_WAITS, filters=False, margin=(8, 10)
         )
-        self.panel = pn.Column(self._notices, self.devices, self.queue, sizing_mode="stretch_width")
+        self.notebooks = Table(
+            NOTEBOOKS,
+            lambda button, _: actions.propose(*pressed(button)),
+            filters=False,
+            margin=(8, 10),
+        )
+        self.panel = pn.Column(
+            self._notices, self.devices, self.queue, self.notebooks, sizing_mode="stretch_width"
+        )
 
     def update(self, snapshot: Snapshot) -> None:
         once, may_act = self.poller.once, self.actions.may_act
@@ -183,6 +194,10 @@ class NowTab(Tab):
         self.devices.show(rows, self._past(snapshot))
         waiting = once(f"queue {may_act}", snapshot, lambda seen: encoded(queue(seen), may_act))
         self.queue.show(waiting)
+        held = once(
+            f"notebooks {may_act}", snapshot, lambda seen: encoded(notebooks(seen), may_act)
+        )
+        self.notebooks.show(held)
 
     def _past(self, snapshot: Snapshot) -> str:
         def fetch(rt: Any) -> History:

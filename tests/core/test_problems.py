@@ -243,7 +243,7 @@ def test_two_notebooks_of_plain_code_that_evict_one_another_are_named():
     turns = [parked(seq, *(ours if seq % 2 else theirs)) for seq in range(4)]
     [found] = problems(snapshot(events=turns))
     assert found.text == (
-        "tune.ipynb and train.ipynb evict one another on sim:0: 4 × in turn. "
+        "tune.ipynb of bob and train.ipynb evict one another on sim:0: 4 × in turn. "
         "Run them one after the other."
     )
     assert found.actions == () and "pin" not in found.text

@@ -102,7 +102,7 @@ def test_the_questions_before_parking_and_unparking():
             "All its tensors move to host memory. They return before its next cell, in about 600 ms.",
         ),
         "Park, freeing 4.0 GiB",
-        True,
+        False,
     )
     world = snapshot(kernel(device=HOST))
     text = question(propose("unpark", f"{BOB.id}/kernel", world), world)

@@ -11,6 +11,7 @@ from gpu_panels.data.devices import (
     reserved,
     room_after,
 )
+from gpu_panels.data.rows import notebooks
 from gpu_panels.tabs import NowTab, notices_html
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,9 @@ from gpu_runtime.facts import (
     Phase,
     Presence,
     ProcessState,
+    Section,
     Share,
+    Stranger,
     Ticket,
 )
 from gpu_runtime.rendering import text
@@ -241,3 +244,69 @@ def test_the_tab_shows_devices_history_and_queue():
     refresh(tab)
     assert [row["id"] for row in json.loads(tab.devices.rows)["rows"]] == ["sim:0", HOST]
     assert json.loads(tab.queue.rows)[0][1][1][0] == "llama"
+
+
+NOW = samples.NOW
+
+
+def own(gib, device="sim:0", **more):
+    return samples.lease("kernel", gib, device, kind="kernel", droppable=False, **more)
+
+
+def row_of(*leases, tickets=(), presence=None, **section):
+    """The row of train.ipynb with these leases, as a dictionary, and its button."""
+    seen = samples.snapshot(tickets=tickets)
+    me = samples.ME.id
+    seen = replace(seen, sections={me: Section(samples.ME, leases, **section)}, unanswered=())
+    seen = replace(seen, presences={me: presence} if presence else {})
+    [row] = notebooks(seen)
+    name, user, state, cell, on_cards, in_ram, what = (cell.text for cell in row.cells)
+    assert (name, user) == ("train.ipynb", "ann")
+    return (state, cell, on_cards, in_ram, what), row.buttons
+
+
+def test_a_notebook_is_one_row_with_what_it_holds_on_the_cards_and_in_ram():
+    row, [button] = row_of(
+        own(4), samples.lease("qwen", 2), samples.lease("bge", 1, HOST), idle_since=NOW - 720,
+        residue={"sim:0": GIB // 2},
+    )  # fmt: skip
+    assert row == ("idle", "12 min ago", "6.5 GiB", "1.0 GiB", "qwen, bge, its own code")
+    assert (button.verb, button.why_not) == (f"park {samples.ME.id}/kernel", "")
+
+
+WAITS = wants("kernel", 2, owner=samples.ME)
+STOPPED = Presence(ProcessState.STOPPED, NOW - 60)
+
+
+@pytest.mark.parametrize(("leases", "more", "state", "verb", "why_not"), [
+    ([own(1)], {"busy_since": NOW - 9}, "runs", "park", ""),
+    ([own(1, pins=1)], {"busy_since": NOW - 9}, "runs", "park", "runs a cell"),
+    ([own(1, HOST)], {"idle_since": NOW - 9}, "parked", "unpark", ""),
+    ([own(1, HOST), samples.lease("m", 1)], {"idle_since": NOW - 9}, "idle", "evict", ""),
+    ([samples.lease("m", 1, pins=1)], {}, "runs", "evict", "In use"),
+    ([samples.lease("m", 1, keep=True)], {}, "idle", "evict", "unpin it first"),
+    ([samples.lease("m", 1), samples.lease("n", 2, pins=1)], {}, "runs", "evict", ""),
+    ([own(1)], {"tickets": [WAITS], "busy_since": NOW - 9}, "waits 5.0 s", "cancel", ""),
+    ([own(1)], {"presence": STOPPED}, "stopped for 60 s", "resume", ""),
+    ([own(1)], {"presence": Presence(ProcessState.SILENT)}, "no answer", "park", ""),
+    ([samples.lease("b", 1, kind="block", pins=1)], {}, "runs", "", ""),
+    ([], {"idle_since": NOW - 9}, "idle", "", ""),
+])  # fmt: skip
+def test_a_notebook_has_its_state_and_the_one_button_that_helps(leases, more, state, verb, why_not):
+    """Who waits is not idle. Of several models, the largest unused one is offered."""
+    (shown, *_), buttons = row_of(*leases, **more)
+    assert shown == state
+    assert [button.verb.partition(" ")[0] for button in buttons] == ([verb] if verb else [])
+    for button in buttons:
+        assert why_not in button.why_not and bool(why_not) == bool(button.why_not)
+
+
+def test_who_holds_most_is_first_and_a_program_outside_is_one_row():
+    program = [Stranger(f"cuda:{n}", 999, 3 * GIB, "carol", "python3") for n in (0, 1)]
+    found = notebooks(replace(samples.busy, strangers=tuple(program)))
+    assert [row.cells[0].text for row in found] == ["train.ipynb", "python3", "analysis.ipynb"]
+    assert found[1].cells[4].text == "6.0 GiB" and not found[1].buttons
+    assert [row.cells[2].text for row in found] == ["runs", "not governed", "idle"]
+    assert notebooks(samples.snapshot()) != () and all(
+        not row.buttons for row in notebooks(samples.empty)
+    )

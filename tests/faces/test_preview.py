@@ -36,7 +36,7 @@ def test_the_preview_has_the_figures_of_the_tab_in_front():
     made = console_of(samples.snapshot(samples.lease("qwen", 14)))
     shown = values(made)
     assert shown["front"] == "Now" and shown["tabs"] == made._titles and shown["problems"] == []
-    assert [part["kind"] for part in shown["parts"]] == ["Prose", "Devices", "Table"]
+    assert [part["kind"] for part in shown["parts"]] == ["Prose", "Devices", *["Table"] * 2]
     assert "14.0 of 21.6 GiB" in shown["parts"][1]["values"]["rows"]
     assert "1 simulated GPU" in shown["bar"]["values"]["words"]
     shown = values(console_of(samples.snapshot(), address={"tab": "Models"}))

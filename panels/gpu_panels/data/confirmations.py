@@ -248,7 +248,7 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
         f"{process} runs a cell and is not parked." if in_use else _use(lease, process, snapshot),
         f"All its tensors move to host memory. They return before its next cell{duration}.",
     )
-    return Question(f"Park {title}?", lines, f"Park, freeing {size}", grave=True)
+    return Question(f"Park {title}?", lines, f"Park, freeing {size}")
 
 
 def _question_cancel(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:

@@ -150,6 +150,142 @@ def _answer_cell(
     return Cell(f"an answer from {holder_cell(owner_id, snapshot).text}{requested}", kind="prose")
 
 
+# -- the notebooks and other processes on the tab Now: who holds what, since when, and what to press
+
+NOTEBOOKS = (
+    Column("Notebook", hint="The notebook or program that holds memory or waits for it"),
+    Column("User"),
+    Column("State"),
+    Column("Last cell", hint="When its last cell ended, or since when the present one runs"),
+    Column("On GPUs", True, "All that it holds on the GPUs, also outside leases"),
+    Column("In RAM", True, "What it holds in RAM, for example while it is parked"),
+    Column("What", hint="Its models, the largest first, and its own code"),
+)
+MOST_NAMED = 3  # models in one cell
+
+
+def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
+    """A row for each process that holds memory, waits for it or is a notebook. Who holds most of the GPUs is first."""
+    waits = {ticket.owner: ticket for ticket in reversed(snapshot.tickets) if ticket.verb == "use"}
+    found = []
+    for section in snapshot.sections.values():
+        claims = section.claims()
+        on_cards = sum(size for device, size in claims.items() if device != HOST)
+        ticket = waits.get(section.owner.id)
+        if claims or ticket or section.owner.notebook:
+            row = _notebook_row(section, ticket, on_cards, claims.get(HOST, 0), snapshot)
+            found.append((-on_cards, row))
+    held: dict[tuple[int, str, str], int] = {}
+    for one in snapshot.strangers:
+        key = one.pid, one.command, one.user
+        held[key] = held.get(key, 0) + one.bytes
+    for (pid, command, user), size in held.items():
+        name = Cell(
+            clean(command) or "unknown program",
+            hint=f"pid {pid}; it does not use gpu-console",
+            kind="alarm",
+        )
+        who = Cell(clean(user)) if user else UNKNOWN
+        cells = (
+            name,
+            who,
+            Cell("not governed"),
+            NOTHING,
+            bytes_cell(size, NOTHING),
+            NOTHING,
+            NOTHING,
+        )
+        found.append((-size, Row(f"stranger/{pid}", cells)))
+    found.sort(key=lambda pair: pair[0])
+    return tuple(row for _, row in found)
+
+
+def _notebook_row(
+    section: Section, ticket: Ticket | None, on_cards: int, in_ram: int, snapshot: Snapshot
+) -> Row:
+    owner, own = section.owner, section.lease(KERNEL)
+    models = sorted(
+        (lease for lease in section.leases if lease is not own), key=lambda lease: -lease.bytes
+    )
+    names = [clean(lease.name) for lease in models[:MOST_NAMED]]
+    if len(models) > MOST_NAMED:
+        names.append(f"{len(models) - MOST_NAMED} more")
+    name = notebook_cell(owner, snapshot)
+    if not owner.notebook:
+        name = Cell(f"pid {owner.pid}", hint=name.text)
+    cells = (
+        name._replace(kind="strong"),
+        Cell(clean(owner.user)),
+        _activity_cell(section, ticket, on_cards, snapshot),
+        _last_cell(section, snapshot.now),
+        bytes_cell(on_cards or None, NOTHING),
+        bytes_cell(in_ram or None, NOTHING),
+        Cell(", ".join([*names, *([OWN_CODE] if own else [])]), kind="soft"),
+    )
+    button = _what_to_press(section, ticket, snapshot)
+    return Row(owner.id, cells, (button,) if button else ())
+
+
+def _activity_cell(
+    section: Section, ticket: Ticket | None, on_cards: int, snapshot: Snapshot
+) -> Cell:
+    """What the process does: it waits, does not answer, runs a cell, is parked, or is idle."""
+    kernel = kernel_cell(section, snapshot.now, snapshot.presences.get(section.owner.id))
+    if kernel.kind == "alarm":
+        return kernel
+    if ticket is not None:
+        waited = waited_cell(ticket.arrived, snapshot)
+        return Cell(
+            f"waits {waited.text}", waited.value, f"for {ticket.need_text or 'memory'}", "strong"
+        )
+    pins = [lease for lease in section.leases if lease.pins]
+    if section.busy_since or pins:
+        return Cell("runs", 0, f"uses {clean(pins[0].name)}" if pins else "", "strong")
+    own = section.lease(KERNEL)
+    if own is not None and own.on_host and not on_cards:
+        return kernel_state(own, snapshot)
+    return Cell("idle")
+
+
+def _last_cell(section: Section, now: float) -> Cell:
+    if section.busy_since:
+        return Cell(
+            f"for {lasting(now - section.busy_since)}", now - section.busy_since, "It runs now"
+        )
+    if section.idle_since:
+        ago = now - section.idle_since
+        return Cell(f"{lasting(ago)} ago", -stepped(ago))
+    return NOTHING
+
+
+def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) -> Button | None:
+    """The one button that helps most: it ends a stop or a wait, or makes room by what is harmless and largest."""
+    owner = section.owner
+    presence = snapshot.presences.get(owner.id)
+    if presence is not None and presence.state is ProcessState.STOPPED:
+        return _button("resume", f"{owner.id}/", snapshot)
+    if ticket is not None:
+        return _button("cancel", ticket.key, snapshot)
+    on_cards = [lease for lease in section.leases if lease.on_device and lease.kind != "block"]
+    if not on_cards:
+        own = section.lease(KERNEL)
+        return (
+            _with_target(kernel_buttons(own, owner)[0], own, snapshot)
+            if own and own.shares
+            else None
+        )
+    largest = max(on_cards, key=lambda lease: (not lease.pins, lease.card_bytes))
+    if largest.kind == KERNEL:
+        return _with_target(kernel_buttons(largest, owner)[0], largest, snapshot)
+    evict = Button("evict", f"Evict {clean(largest.name)}", _why_not_evict(largest, owner))
+    return _with_target(evict, largest, snapshot)
+
+
+def _with_target(button: Button, lease: Lease, snapshot: Snapshot) -> Button:
+    [awake] = if_awake([button], lease.owner, snapshot)
+    return awake._replace(verb=f"{button.verb} {lease.id}")
+
+
 PROBLEMS = (Column("Problem"), Column("Since"), Column("Memory", True))
 
 NO_PROBLEMS = "No problems"
