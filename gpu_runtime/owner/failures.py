@@ -55,6 +55,20 @@ def refused_write(session: Session, error: BaseException) -> str:
     )
 
 
+# torch's errors where a program asks for CUDA and there is none: a CPU build, or no driver
+NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs are available")
+
+
+def no_cuda(session: Session, error: BaseException) -> str:
+    """After an error of torch that CUDA is missing, on simulated cards: what to write instead. Empty for any other."""
+    if not (session.probe.simulated and any(words in str(error) for words in NO_CUDA)):
+        return ""
+    return (
+        'The GPU is simulated here (gpu-console), and torch has no CUDA. Write device="cpu": CPU tensors of 1 MiB and '
+        'more count as the simulated GPU\'s memory. For both:  device = "cuda" if torch.cuda.is_available() else "cpu"'
+    )
+
+
 # -- a model that is lost
 
 

@@ -418,12 +418,13 @@ class Kernel:
         """After a cell that failed. After an out-of-memory `error`, evicts idle leases.
 
         Plain code makes no request before it takes memory. Returns a sentence for the user. After a
-        write that bytes in host memory refused, the sentence names them. After any other error it
-        is empty. The cell is not run again.
+        write that bytes in host memory refused, the sentence names them. Where CUDA is missing, it
+        says what to write. After any other error it is empty. The cell is not run again.
         """
         self._room.failed(is_out_of_memory(error))
         if not is_out_of_memory(error):
-            return failures.refused_write(self._session, error)
+            session = self._session
+            return failures.refused_write(session, error) or failures.no_cuda(session, error)
         forget_frames(error)
         self.count_when_due(idle=True)
         if isinstance(error, GpuError):  # an error of this package names the holders itself

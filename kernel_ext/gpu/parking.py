@@ -388,11 +388,11 @@ class Parking:
     @hook
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed. If the cell ran out of memory, idle notebooks and models are evicted."""
-        # The notebook may have failed before it held any memory. So any error that mentions memory
-        # opens the runtime. The runtime then recognises out-of-memory errors exactly.
+        # The notebook may have failed before it held any memory. So any error that mentions memory or
+        # CUDA opens the runtime. The runtime then recognises its errors exactly.
         text = f"{type(error).__name__} {error}".lower()
-        about_memory = "memory" in text or "data pointer" in text
-        if self._lease is None and not (about_memory and self._attach()):
+        concerns_us = any(word in text for word in ("memory", "data pointer", "cuda", "nvidia"))
+        if self._lease is None and not (concerns_us and self._attach()):
             return
         with contextlib.suppress(GpuError):  # the cell's own error is shown already
             if news := self._lease.make_room(error):

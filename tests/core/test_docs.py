@@ -306,7 +306,9 @@ def test_the_first_examples_run(tmp_path):
 
 
 @pytest.mark.timeout(MOST_SECONDS + 10)
-@pytest.mark.parametrize("card", ["4GiB", "24GiB", "2x80GiB"])  # half the memory of a small machine, and GPUs
+@pytest.mark.parametrize(
+    "card", ["4GiB", "24GiB", "2x80GiB"]
+)  # half the memory of a small machine, and GPUs
 def test_the_examples_of_guides_and_reference_run(tmp_path, card):
     """The examples of each page run from the first to the last."""
     names = [name for name in GUIDES if cells(PAGES[name])]

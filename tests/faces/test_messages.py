@@ -197,6 +197,8 @@ def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory(m
     assert story == []
     parking.after_error(MemoryError("the first tensor"))
     assert story == ["opened", "room after the first tensor"]
+    parking.after_error(ValueError("no CUDA"))
+    assert story[2:] == ["room after no CUDA"]
     parking.remove()
 
 

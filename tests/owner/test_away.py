@@ -271,6 +271,10 @@ def test_a_refused_write_names_what_is_away_and_what_to_type(started, directory)
     with rt.use("llm"):
         weight.data.add_(1)
     assert kernel.make_room(raised.value) == "", "nothing is away"
+    if not hasattr(torch._C, "_cuda_getDeviceCount"):  # a CPU build
+        with pytest.raises(AssertionError) as raised:
+            torch.zeros(3, device="cuda")
+        assert 'Write device="cpu"' in kernel.make_room(raised.value)
     held = torch.ones(1 << 20)
     kernel.begin("cell")
     kernel.end("cell")
