@@ -28,17 +28,17 @@ def ticket(name="llama", waited=7.0, gib=8):
 
 
 @pytest.mark.parametrize(("cards", "held", "text"), [
-    (1, (14,), "GPU0 14/22 GiB"),
-    (1, (8.5,), "GPU0 8.5/22 GiB"),
-    (1, (), "GPU0 0/22 GiB"),
-    (2, (14, 3), "GPU0 14/22 GiB · GPU1 3/22 GiB"),
-    (8, (14, 3), "8 GPUs 17/173 GiB"),
+    (1, (14,), "GPU0 14/22 GiB · simulated"),
+    (1, (8.5,), "GPU0 8.5/22 GiB · simulated"),
+    (1, (), "GPU0 0/22 GiB · simulated"),
+    (2, (14, 3), "GPU0 14/22 GiB · GPU1 3/22 GiB · simulated"),
+    (8, (14, 3), "8 GPUs 17/173 GiB · simulated"),
 ])  # fmt: skip
 def test_the_status_bar_has_used_and_usable_memory_of_the_cards(cards, held, text):
     leases = [lease(f"m{n}", gib, f"sim:{n}") for n, gib in enumerate(held)]
     assert shown(snapshot(*leases, cards=cards))["status"] == text
     small = snapshot(lease("m", 1 / 32), gib=192 / 1024)
-    assert shown(small)["status"] == "GPU0 32/173 MiB"
+    assert shown(small)["status"] == "GPU0 32/173 MiB · simulated"
 
 
 def test_memory_without_a_lease_counts_as_used_and_what_cannot_be_parked_has_its_reason():
@@ -68,7 +68,7 @@ def test_each_card_has_its_level(held, level):
 def test_waiting_requests_are_counted_and_listed():
     """The wait of a stopped process cannot be ended. A notebook of this server can be opened."""
     found = shown(snapshot(lease("qwen", 14), tickets=[ticket()]))
-    assert found["status"] == "GPU0 14/22 GiB · 1 waiting"
+    assert found["status"] == "GPU0 14/22 GiB · simulated · 1 waiting"
     [row] = found["waiting"]
     assert (row["name"], row["holder"], row["need"]) == ("llama", "analysis.ipynb", "8.0 GiB")
     assert row["since"] == WALL - 7 and found["problems"] == []
@@ -87,7 +87,7 @@ def test_another_ledger_is_mentioned_where_the_tile_shows_it():
     words = "GPU0 14/22 GiB · 2 ledgers are active"
     assert shown(world, others=[THERE], tile=THERE)["status"] == words
     assert shown(world, others=[THERE], tile=THERE)["tile"] == THERE.title
-    assert shown(world, others=[THERE], tile=HERE)["status"] == "GPU0 14/22 GiB"
+    assert shown(world, others=[THERE], tile=HERE)["status"] == "GPU0 14/22 GiB · simulated"
 
 
 def test_a_stopped_process_with_memory_is_a_problem():

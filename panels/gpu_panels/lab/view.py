@@ -75,7 +75,7 @@ def shown(
     is_tile_elsewhere = tile is not None and tile.key != ledger.key
     several = f"{len(others) + 1} ledgers are active" if is_tile_elsewhere and others else ""
     waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
-    notes = []
+    notes = ["simulated"] if snapshot.simulated else []
     if waiting:
         notes.append(f"{len(waiting)} waiting")
     if several:
