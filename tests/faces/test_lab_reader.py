@@ -74,7 +74,9 @@ def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):
     assert asked["title"] == "Evict qwen?" and asked["confirm"] == "Evict, freeing 8.0 GiB"
     assert reader.act(asked["question"])["done"]
     assert ", JupyterLab" in rt.why("qwen")[0].by
-    assert plain(reader.status([KERNEL]))["status"] == "GPU0 0/22 GiB · simulated", "without waiting a second"
+    assert plain(reader.status([KERNEL]))["status"] == "GPU0 0/22 GiB · simulated", (
+        "without waiting a second"
+    )
     with pytest.raises(GpuError, match="answered already"):
         reader.act(asked["question"])
     assert qwen(reader)[1]["actions"] == [{"verb": "restore", "label": "Restore", "why_not": ""}]
@@ -137,7 +139,9 @@ def test_the_ledger_of_the_notebook_in_front_is_shown(reader, second, monkeypatc
     assert found["status"] == "GPU0 3/22 GiB · simulated · 2 ledgers are active"
     assert found["ledger"]["title"].endswith("/second") and found["tile"] == "memory"
     found = plain(reader.status([KERNEL, other], front="k1"))
-    assert found["status"] == "GPU0 8/22 GiB · simulated", "the notebook in front uses the tile's ledger"
+    assert found["status"] == "GPU0 8/22 GiB · simulated", (
+        "the notebook in front uses the tile's ledger"
+    )
 
 
 def test_few_ledgers_are_open_at_the_same_time(reader, rt, monkeypatch):

@@ -84,7 +84,7 @@ def test_waiting_requests_are_counted_and_listed():
 def test_another_ledger_is_mentioned_where_the_tile_shows_it():
     """The words appear only if the user would see other figures in the console."""
     world = snapshot(lease("qwen", 14))
-    words = "GPU0 14/22 GiB · 2 ledgers are active"
+    words = "GPU0 14/22 GiB · simulated · 2 ledgers are active"
     assert shown(world, others=[THERE], tile=THERE)["status"] == words
     assert shown(world, others=[THERE], tile=THERE)["tile"] == THERE.title
     assert shown(world, others=[THERE], tile=HERE)["status"] == "GPU0 14/22 GiB · simulated"
