@@ -15,12 +15,14 @@ contains the model, the id of the process that started the engine, and a number.
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
 import re
 import secrets
 import stat
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -78,6 +80,18 @@ def replace_file(
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def lock_within(fd: int, seconds: float) -> None:
+    """Locks the file `fd`. Raises BlockingIOError if another process has the lock for `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.005)
 
 
 def read_plain(path: Path, most_bytes: int, owner: int | None = None) -> bytes:

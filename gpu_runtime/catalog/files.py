@@ -34,21 +34,22 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
-from filelock import FileLock, Timeout
 from msgspec.structs import replace
 
 from ..arguments import bad_name, checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownDevice, UnknownModel
 from ..facts import Applied, Device, ModelSpec
-from ..files import make_directory, open_regular, state_home
+from ..files import lock_within, make_directory, open_regular, state_home
 from ..safe_text import quoted
 from ..settings import Settings
-from .documents import MOST_BYTES, Document, as_yaml, read
-from .documents import Path as Place
 from .fields import CatalogEntry, notes, problems, spec_of
+
+if TYPE_CHECKING:
+    from .documents import Document
+    from .documents import Path as Place
 
 log = logging.getLogger("gpu_runtime")
 OURS = "catalog.json"
@@ -129,7 +130,9 @@ class Catalog:
         if format == "json":
             return json.dumps(body, indent=2, ensure_ascii=False)
         if format == "yaml":
-            return as_yaml(body)
+            from . import documents
+
+            return documents.as_yaml(body)
         raise BadSetting("--format", format, "yaml or json")
 
     def _require(self, name: str) -> CatalogEntry:
@@ -175,8 +178,10 @@ class Catalog:
             return []
         if file == self.file and (file.name == OURS or _is_ours(data)):
             return self._stored(data)
-        documents = read(data, str(file))
-        models = manifests(documents, str(file)) if documents else ()
+        from . import documents
+
+        found = documents.read(data, str(file))
+        models = manifests(found, str(file)) if found else ()
         return [_entry(manifest, file) for manifest in models]
 
     def _bytes(self, file: Path) -> bytes | None:
@@ -230,11 +235,13 @@ class Catalog:
         Raises BadDocument with the file, line and field of a mistake, also if two files have the
         same model, and CatalogUnavailable.
         """
+        from . import documents
+
         new: list[CatalogEntry] = []
         names: dict[str, str] = {}  # of each model, the name of its file
         for file in files:
             name, data, base = _open_given(file)
-            for manifest in manifests(read(data, name), name):
+            for manifest in manifests(documents.read(data, name), name):
                 entry = _entry(manifest, self.file, base)
                 if entry.name in names:
                     raise BadDocument(name, 0, entry.name, f"it is in {names[entry.name]} already")
@@ -277,22 +284,32 @@ class Catalog:
             self._write(other for other in others if other.file == str(self.file))
         return entry
 
-    def _locked(self) -> Any:
-        """The acquired lock of the catalogue. Raises CatalogUnavailable after PATIENCE_SECONDS."""
+    def _locked(self) -> BinaryIO:
+        """The lock file of the catalogue, locked until it is closed.
+
+        Raises CatalogUnavailable after PATIENCE_SECONDS.
+        """
         lock = self.directory / f"{self.file.stem}.lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             make_directory(self.directory)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
-            return FileLock(lock, timeout=PATIENCE_SECONDS, mode=mode).acquire()
-        except Timeout:
+            file = open(os.open(lock, flags, mode), "rb+")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            if os.fstat(file.fileno()).st_uid == os.geteuid():
+                os.fchmod(file.fileno(), mode)  # with more rights than the umask leaves
+            lock_within(file.fileno(), PATIENCE_SECONDS)
+        except BlockingIOError:
+            file.close()
             raise _unavailable(
                 self.file,
                 "locked",
                 f"another process has been writing the catalogue {self.file} for "
                 f"{PATIENCE_SECONDS:.0f} s; perhaps it is stopped.\n  See who:  fuser -v {lock}",
             ) from None
-        except OSError as error:
-            raise self._unwritable(error) from error
+        return file
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
         """Renames a damaged file. Returns the entries, and the file's new name (or "")."""
@@ -443,6 +460,8 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
     `-` is standard input. Raises BadDocument if the file cannot be read.
     """
+    from .documents import MOST_BYTES
+
     name = os.fspath(file)
     try:
         if name == "-":

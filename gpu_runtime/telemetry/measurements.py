@@ -13,12 +13,10 @@ room is requested before a cell runs.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +26,7 @@ import msgspec
 from .. import threads
 from ..arguments import FIELDS
 from ..facts import Evidence, Measurement, ModelSpec, Value
-from ..files import make_directory, read_plain, replace_file
+from ..files import lock_within, make_directory, read_plain, replace_file
 from ..ledgers.access import access_to, local_state, state_in
 from ..notebook import FILE
 
@@ -172,7 +170,7 @@ class Measurements:
         access_to(self._path.parent).make_file(lock)
         fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _lock_within(fd, 0.0 if self._blocked else PATIENCE_SECONDS)
+            lock_within(fd, 0.0 if self._blocked else PATIENCE_SECONDS)
             yield
         finally:
             os.close(fd)
@@ -193,18 +191,6 @@ class Measurements:
 
 
 _decode = msgspec.json.Decoder(MeasurementFile).decode
-
-
-def _lock_within(fd: int, seconds: float) -> None:
-    """Locks the file `fd`. Raises BlockingIOError if another process has the lock for `seconds`."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.005)
 
 
 def key(spec: ModelSpec, evidence: Evidence) -> str:

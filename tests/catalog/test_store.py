@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import stat
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -298,7 +298,8 @@ def test_waiting_too_long_for_the_lock_is_an_error(catalog, file, monkeypatch):
     catalog.apply(file(DRILLS))
     monkeypatch.setattr(catalogs, "PATIENCE_SECONDS", 0.05)
     locked = pytest.raises(CatalogUnavailable, match="fuser -v .*catalog.lock")
-    with FileLock(catalog.directory / "catalog.lock"), locked:
+    with open(catalog.directory / "catalog.lock", "rb+") as held, locked:
+        fcntl.flock(held, fcntl.LOCK_EX)
         catalog.apply(file(DRILLS))
 
 

@@ -132,10 +132,10 @@ def test_a_process_that_is_stopped_while_it_writes_holds_nobody_up(path, caplog)
 def test_a_lock_that_stays_held_is_told_once_and_waited_for_once(path, monkeypatch, caplog):
     """Each cell of a notebook may write. The next warning comes after a write that succeeded."""
     store, asked = Measurements(path), []
-    lock_within = measurements._lock_within
+    lock_within = measurements.lock_within
     monkeypatch.setattr(
         measurements,
-        "_lock_within",
+        "lock_within",
         lambda fd, seconds: lock_within(fd, asked.append(seconds) or 0.0),
     )
     store.remember_cell("first", {"sim:0": 1})
@@ -153,14 +153,14 @@ def test_a_lock_that_stays_held_is_told_once_and_waited_for_once(path, monkeypat
 
 def test_what_is_written_while_the_lock_is_waited_for_stays(path, monkeypatch):
     mine, other = (Measurements(path) for _ in range(2))
-    lock_within = measurements._lock_within
+    lock_within = measurements.lock_within
 
     def late(fd, seconds):
         monkeypatch.undo()
         other.remember_cell("theirs", {"sim:0": 2})
         lock_within(fd, seconds)
 
-    monkeypatch.setattr(measurements, "_lock_within", late)
+    monkeypatch.setattr(measurements, "lock_within", late)
     mine.remember_cell("mine", {"sim:0": 1})
     known = Measurements(path)
     assert (known.cell_bytes("mine"), known.cell_bytes("theirs")) == ({"sim:0": 1}, {"sim:0": 2})
