@@ -457,6 +457,10 @@ class LedgerRefused(LedgerUnavailable):
 
 _HERE = os.path.join(os.path.dirname(__file__), "version.py")
 _OURS = ("gpu_runtime", "gpu", "gpu_panels")
+_PROJECTS = {
+    "yaml": "pyyaml",
+    "pynvml": "nvidia-ml-py",
+}  # modules with other names than their packages
 _LIMITS = {  # what the system refused -> what happened, and what to type
     errno.EMFILE: ("this process may open no more files", "Allow more:  ulimit -n 4096"),
     errno.ENFILE: ("this machine may open no more files", "Allow more:  sysctl fs.file-max"),
@@ -533,11 +537,12 @@ def _of_import(error: ImportError) -> GpuError | None:
     package = (error.name or "").partition(".")[0]
     if package in _OURS:
         return _upgraded(error)
-    need = _requirement(package)
+    project = _PROJECTS.get(package, package)
+    need = _requirement(project)
     if not need:
         return None
     return GpuError(
-        f"gpu-console needs {need}, and this environment has {_version(package)}: {error}.\n"
+        f"gpu-console needs {need}, and this environment has {_version(project)}: {error}.\n"
         f"  Install it:  pip install '{need}'"
     )
 

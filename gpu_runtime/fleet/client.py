@@ -30,6 +30,7 @@ from ..facts import Offer, Outcome, PlanLevel, Snapshot
 from ..safe_text import quoted
 from ..scheduler.offers import ranked
 from ..settings import Settings
+from ..tables import table
 from ..threads import import_whole
 from ..units import parse_seconds
 from . import cluster, joining
@@ -317,9 +318,6 @@ class Fleet:
         Columns: slot, model, host, device, bytes, active (the number of `with` blocks that use the
         model now), and wished (whether `create_slot` placed the model).
         """
-        import_whole("pandas")
-        import pandas
-
         self._hosts.refresh()
         wished = {one.id for one in self._wishes().slots}
         found, _ = self._hosts.ask("slots")
@@ -328,8 +326,7 @@ class Fleet:
             for host in sorted(found)
             for model, device, size, active in found[host]
         ]
-        columns = "slot model host device bytes active wished".split()
-        return pandas.DataFrame(rows, columns=columns)
+        return table(rows, "slot model host device bytes active wished".split())
 
     def _require_host(self, name: str) -> None:
         """Raises FleetUnavailable if no living host has this `name`."""

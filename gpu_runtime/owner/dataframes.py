@@ -1,14 +1,13 @@
-"""The tables that notebooks use: pandas DataFrames of leases, models, events and so on.
+"""The tables that notebooks use: leases, models, events and so on.
 
 Each table has fixed columns. To add a column to `rt.leases()`, add its name to LEASES and its value
-to `_shares`, which builds the rows.
-
-pandas is imported when the first table is made.
+to `_shares`, which builds the rows. `tables.table` makes a DataFrame of them if pandas is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..catalog.fields import state
@@ -26,8 +25,7 @@ from ..facts import (
     lease_title,
     notebooks_in,
 )
-from ..safe_text import lines
-from ..threads import import_whole
+from ..tables import table
 from . import requests, status
 from .session import Session
 
@@ -86,7 +84,7 @@ def models(session: Session) -> DataFrame:
     for spec in session.catalogue.specs():
         if spec.name not in names:
             rows.append(_on_disk(spec, sizes.get(spec.name, spec.size), "catalogue"))
-    return _frame(rows, MODELS, {"bytes": "Int64"})
+    return table(rows, MODELS, {"bytes": "Int64"})
 
 
 def _held(owner: Owner, lease: Lease, now: float, mine: bool = True) -> list[Any]:
@@ -128,7 +126,7 @@ def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
         ]
         for spec in specs
     ]
-    return _frame(rows, CATALOG, {"bytes": "Int64", "context_length": "Int64"})
+    return table(rows, CATALOG, {"bytes": "Int64", "context_length": "Int64"})
 
 
 def leases(session: Session) -> DataFrame:
@@ -140,7 +138,7 @@ def leases(session: Session) -> DataFrame:
         for lease in section.leases
         for row in _shares(section.owner, lease, world.now)
     ]
-    return _frame(rows, LEASES, {"bytes": "int64", "pid": "int64", "pins": "int64"})
+    return table(rows, LEASES, {"bytes": "int64", "pid": "int64", "pins": "int64"})
 
 
 def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
@@ -173,17 +171,13 @@ def events(rows: Iterable[Event]) -> DataFrame:
     events name, by owner id. The attribute `kinds` has the type and quantization of each model that
     left a device or host memory, by name.
     """
-    import_whole("pandas")
-    import pandas
-
     rows = list(rows)
-    frame = _frame(
-        [[e.wall, e.title, e.action, e.reason, e.bytes, e.device, e.owner] for e in rows],
-        EVENTS,
-        {"bytes": "int64"},
-    )
-    seconds = frame["time"].astype("float64")
-    frame["time"] = pandas.to_datetime(seconds, unit="s", utc=True)
+    cells = [
+        [datetime.fromtimestamp(e.wall, UTC), e.title, e.action, e.reason, e.bytes]
+        + [e.device, e.owner]
+        for e in rows
+    ]
+    frame = table(cells, EVENTS, {"time": "datetime64[ns, UTC]", "bytes": "int64"})
     frame.attrs["owners"] = {id: ended_label(id, name) for id, name in notebooks_in(rows).items()}
     frame.attrs["kinds"] = {e.title: (e.model_type, e.quantization) for e in rows if e.model_type}
     return frame
@@ -222,7 +216,7 @@ def fragmentation(session: Session) -> DataFrame:
     types = {name: "Int64" for name in FRAGMENTATION if name.endswith("_bytes")}
     types |= {"alloc_retries": "Int64", "ooms": "Int64"}
     types |= {"fragmentation_percent": "Float64", "pid": "int64"}
-    return _frame(rows, FRAGMENTATION, types)
+    return table(rows, FRAGMENTATION, types)
 
 
 def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
@@ -254,21 +248,7 @@ def holders(found: Holdings) -> DataFrame:
     The fields of `found` other than `holders` are sums; they are in the table's `attrs`.
     """
     rows = [[getattr(row, column) for column in HOLDERS] for row in found.holders]
-    frame = _frame(
-        rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64", "stays_bytes": "int64"}
-    )
+    frame = table(rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64", "stays_bytes": "int64"})
     sums = (name for name in found.__struct_fields__ if name != "holders")
     frame.attrs = {name: getattr(found, name) for name in sums}
     return frame
-
-
-def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:
-    import_whole("pandas")
-    import pandas
-
-    # Other users write names into the book, and pandas shows text unchanged. So unprintable
-    # characters are replaced.
-    cells = []
-    for row in rows:
-        cells.append([lines(cell) if isinstance(cell, str) else cell for cell in row])
-    return pandas.DataFrame(cells, columns=columns).astype(dict(types))

@@ -21,8 +21,8 @@ from ..backtest import (
 from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
 from ..facts import KERNEL, Event, Replayed, notebook_has_name
 from ..scheduler.plan import replayed
+from ..tables import table
 from ..telemetry.journal import KEPT_DECISIONS
-from ..threads import import_whole
 from ..units import show_bytes
 from ..version import VERSION
 from . import operations, registry
@@ -227,9 +227,6 @@ def backtest(
     `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
     `backtest.Row`. Raises BadSetting, GpuError.
     """
-    import_whole("pandas")
-    from pandas import DataFrame
-
     if (requests is None) != (models is None):
         raise GpuError(
             "a trace has two files, and only one was given.\n"
@@ -251,7 +248,7 @@ def backtest(
         devices=split_words(device),
         hosts=split_words(host),
     )
-    frame = DataFrame(list(rows), columns=list(BacktestRow._fields))
+    frame = table(rows, BacktestRow._fields)
     if note:
         frame.attrs["note"] = note
     return frame

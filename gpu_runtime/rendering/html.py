@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import html
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ from ..facts import (
     problems,
 )
 from ..owner.arrivals import LOADING, Arrival
-from ..threads import import_whole
+from ..tables import Table
 from ..units import show_bytes, show_rate, show_seconds
 from . import text, views
 from .views import Bar, BarSegment, clean, clock
@@ -523,19 +524,17 @@ def for_people(frame: Any) -> Any:
 
 
 def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
-    """The DataFrame `frame`, displayed by these functions. Selections of it are plain DataFrames."""
-    shown = _class_that_shows(text_of, html_of)(frame)
+    """The table `frame`, displayed by these functions. Selections of a DataFrame are plain DataFrames."""
+    base = Table if isinstance(frame, Table) else sys.modules["pandas"].DataFrame
+    shown = _class_that_shows(base, text_of, html_of)(frame)
     shown.attrs = dict(frame.attrs)
     return shown
 
 
 @functools.cache
-def _class_that_shows(text_of: Show, html_of: Show) -> type:
-    import_whole("pandas")
-    import pandas
-
-    class Table(pandas.DataFrame):
-        """A DataFrame with its own text and HTML."""
+def _class_that_shows(base: Any, text_of: Show, html_of: Show) -> type:
+    class Shown(base):
+        """A table with its own text and HTML."""
 
         def __repr__(self) -> str:
             return text_of(self)
@@ -543,7 +542,7 @@ def _class_that_shows(text_of: Show, html_of: Show) -> type:
         def _repr_html_(self) -> str:
             return html_of(self)
 
-    return Table
+    return Shown
 
 
 def table_text(frame: Any) -> str:

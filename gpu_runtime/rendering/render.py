@@ -163,7 +163,7 @@ def hint(sentence: str) -> Shown:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether the `value` is a DataFrame. The check does not import pandas."""
+    """Whether the `value` is a DataFrame or a Table. The check does not import pandas."""
     return hasattr(value, "to_dict") and hasattr(value, "columns")
 
 
@@ -195,7 +195,7 @@ def plain(value: Any) -> Any:
         return status(value)
     if isinstance(value, Value):
         return _fact(value)
-    if hasattr(value, "to_dict") and hasattr(value, "columns"):  # a DataFrame, without pandas
+    if is_frame(value):
         rows = value.to_dict("records")
         plain_rows = [{name: plain(cell) for name, cell in row.items()} for row in rows]
         return {"rows": plain_rows, **plain(value.attrs)} if value.attrs else plain_rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from gpu_runtime.facts import (
@@ -237,8 +238,8 @@ def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> st
         return show_bytes(int(value))
     if column.endswith("_seconds"):
         return show_seconds(value)
-    if hasattr(value, "to_pydatetime"):
-        return value.floor("s").to_pydatetime().astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if hasattr(value, "timestamp"):
+        return datetime.fromtimestamp(value.timestamp()).strftime("%Y-%m-%d %H:%M:%S")
     if column == "importance" and isinstance(value, int):
         return importance_name(value).removeprefix("importance ")
     if column == "owner" and _OWNER_ID.fullmatch(str(value)):

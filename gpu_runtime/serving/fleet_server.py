@@ -364,10 +364,11 @@ def slots(fleet: Any) -> list[Json]:
     found: dict[str, Json] = {}
     for slot in fleet._wishes().slots:
         found[slot.id] = _row(slot.id, slot.model, slot.host, True)
-    for row in fleet.slots().itertuples(index=False):
-        one = found.setdefault(row.slot, _row(row.slot, row.model, row.host, bool(row.wished)))
-        one["devices"].append({"device": row.device, "bytes": int(row.bytes)})
-        one["active_calls"] = int(row.active)
+    for row in fleet.slots().to_dict("records"):
+        new = _row(row["slot"], row["model"], row["host"], row["wished"])
+        one = found.setdefault(row["slot"], new)
+        one["devices"].append({"device": row["device"], "bytes": row["bytes"]})
+        one["active_calls"] = row["active"]
     return [found[id] for id in sorted(found)]
 
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_runtime.errors import reword
 from gpu_runtime.threads import import_whole
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Adds the magics to the `shell`; IPython calls this for `%load_ext gpu`."""
     import_whole("gpu.magics")
-    from .magics import load
+    try:
+        from .magics import load
+    except ImportError as error:
+        reword(error)  # an IPython that is too old is named, with what to type
+        raise
 
     load(shell)
 

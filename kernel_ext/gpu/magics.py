@@ -157,7 +157,7 @@ class GpuMagics(Magics):
         if args.json:
             return render.Json(render.as_json(value))
         if render.is_frame(value):
-            if value.empty and verb.name != "who":
+            if not len(value) and verb.name != "who":
                 self._show(render.hint(render.nothing(verb.name)))
             return value
         has_names = isinstance(value, facts.Plan) or verb.name == "why"

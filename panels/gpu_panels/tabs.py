@@ -263,18 +263,17 @@ class ModelsTab(TableTab):
 
 def read_catalogue(rt: Any) -> tuple[ModelSpec, ...]:
     """The models in the catalogue of the runtime `rt`, with the fields that the table shows."""
-    entries = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
     return tuple(
         ModelSpec(
-            entry.name,
-            entry.backend,
-            entry.source,
-            entry.bytes if isinstance(entry.bytes, int) else None,
-            importance=entry.importance,
-            keep=entry.keep,
-            enabled=entry.state != "disabled",
+            entry["name"],
+            entry["backend"],
+            entry["source"],
+            entry["bytes"] if isinstance(entry["bytes"], int) else None,
+            importance=entry["importance"],
+            keep=entry["keep"],
+            enabled=entry["state"] != "disabled",
         )
-        for entry in entries
+        for entry in rt.catalog().to_dict("records")
     )
 
 

@@ -17,7 +17,7 @@ GROUND = (
     "safe_text errors fault_texts units facts arguments settings threads attribution files"
     " tcp_sockets names tracked_objects"
     " notebook user_frames error_pages access_keys version torch_modes stop_text"
-    " other_libraries"
+    " other_libraries tables"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -37,6 +37,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "units": "errors",
     "facts": "safe_text errors units",
     "torch_modes": "",
+    "tables": "safe_text threads",
     "other_libraries": "threads tracked_objects units",
     "arguments": "safe_text errors units facts torch_modes",
     "names": "",

@@ -21,6 +21,8 @@ def no_thread(*_):
     (RuntimeError("can't start new thread"), "ulimit -u"),
     (ImportError("no", name="pandas"), "pip install 'pandas>="),
     (ImportError("no", name="pydantic"), "pip install 'pydantic>="),
+    (ImportError("no", name="yaml"), "pip install 'pyyaml>="),
+    (ImportError("no", name="IPython.core.completer"), "pip install 'ipython>="),
     (ImportError("no", name="gpu_runtime.owner.who"), "restart the kernel"),
     (ImportError("no", name="somebodys"), ""),
     (OSError(errno.ENOENT, "No such file"), ""),

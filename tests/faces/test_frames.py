@@ -1,13 +1,16 @@
 """The tables of verbs show units for people. Their columns keep the raw numbers for code."""
 
 import os
+import pickle
+import sys
 
 import pandas
 import pytest
 
-from gpu_runtime.facts import Event
+from gpu_runtime.facts import Event, Lease
 from gpu_runtime.owner import dataframes
 from gpu_runtime.rendering import html, render
+from gpu_runtime.tables import Table, table
 from gpu_runtime.units import GIB
 
 
@@ -70,3 +73,44 @@ def test_the_middle_of_a_long_table_is_counted(models):
     assert shown[1] == "<m0>" and shown[-1] == "<m99>"
     page = frame._repr_html_()
     assert "… 40 more rows …" in page and "<m0>" not in page and "&lt;m0&gt;" in page
+
+
+TABLES = ("models", "leases", "events", "evictions", "fragmentation", "who", "catalog", "backtest")
+
+
+@pytest.mark.parametrize("verb", TABLES)
+def test_a_table_looks_the_same_without_pandas(models, monkeypatch, verb):
+    """pandas is not installed by gpu-console. The text, the HTML and the JSON are those of a DataFrame."""
+    models.register("gemma", backend="fake", size="3 GiB")
+    models.preload("gemma")
+    models.evict("gemma", drop=True)
+    monkeypatch.setattr(Lease, "idle_seconds", lambda *_: 3.0)
+    with_pandas = getattr(models, verb)()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    without = getattr(models, verb)()
+    assert type(with_pandas) is pandas.DataFrame and type(without) is Table
+    assert without.columns == list(with_pandas.columns) and len(without) == len(with_pandas)
+    for one in (without, with_pandas):  # the duration of the search of `who`
+        one.attrs.update({"seconds": 0.0} if "seconds" in one.attrs else {})
+    assert without.attrs == with_pandas.attrs
+    assert render.as_json(without) == render.as_json(with_pandas)
+    assert render.frame_text(without) == render.frame_text(with_pandas)
+    monkeypatch.undo()
+    shown, as_before = (render.with_titles(verb, one, models) for one in (without, with_pandas))
+    assert repr(shown) == repr(as_before) and shown._repr_html_() == as_before._repr_html_()
+    assert isinstance(shown, Table) and shown.columns == without.columns
+
+
+def test_a_plain_table_has_rows_and_columns():
+    """A broken pandas counts as none: a NumPy of another version is no ImportError."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(pandas, "DataFrame")
+        plain = table([["qwen\x1b", 14], ["<phi>", None]], ["name", "bytes"])
+    assert [row["name"] for row in plain] == plain["name"] == ["qwen�", "<phi>"]
+    assert plain[0] == {"name": "qwen�", "bytes": 14} and len(plain[:1]) == 1
+    assert (
+        repr(plain).splitlines()[1].split() == ["qwen�", "14"]
+        and "&lt;phi&gt;" in plain._repr_html_()
+    )
+    copied = pickle.loads(pickle.dumps(plain))
+    assert copied == plain and copied.columns == ["name", "bytes"]

@@ -143,18 +143,18 @@ def _model_row(lease: Lease, owner: str, now: float) -> Json:
 def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[Json]:
     """The answer to `GET /memory/evictions`, from the events in `frame`, and the result of `kinds`."""
     rows = []
-    for event in frame.itertuples():
-        kind, quantization = kinds.get(event.model, ("other", ""))
+    for event in frame.to_dict("records"):
+        kind, quantization = kinds.get(event["model"], ("other", ""))
         rows.append(
             {
-                "model_name": event.model,
+                "model_name": event["model"],
                 "model_type": kind,
                 "quantization": quantization,
-                "reason": event.reason,
-                "action": event.action,
-                "memory_freed_mb": int(event.bytes) // MIB,
-                "timestamp": round(event.time.timestamp(), 3),
-                "device": event.device,
+                "reason": event["reason"],
+                "action": event["action"],
+                "memory_freed_mb": event["bytes"] // MIB,
+                "timestamp": round(event["time"].timestamp(), 3),
+                "device": event["device"],
             }
         )
     return rows
@@ -190,8 +190,8 @@ def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> Json:
 
 def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[Json]:
     """The models in `snapshot` that are in host memory. The eviction events in `frame` name the devices they left."""
-    events = [event for event in frame.itertuples() if event.action == "offloaded"]
-    devices = {(event.owner, event.model): event.device for event in events}
+    events = [event for event in frame.to_dict("records") if event["action"] == "offloaded"]
+    devices = {(event["owner"], event["model"]): event["device"] for event in events}
     rows = []
     for lease in snapshot.leases():
         if lease.kind != "model" or not (lease.on_host or lease.in_parts):
