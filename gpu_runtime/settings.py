@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from .arguments import TEXT, TRUTH, Rule, plain
@@ -51,9 +50,16 @@ class Secret:
 # -- the kinds of settings -----------------------------------------------------------------------
 
 
+class _Setting(NamedTuple):
+    """What is known of one setting. `rule` converts a value, and says what is expected."""
+
+    default: Any
+    doc: str
+    rule: Rule
+
+
 def _setting(default: Any, doc: str, expected: str, read: Callable[[Any], Any]) -> Any:
-    """A field of Settings. `read` converts a value, or raises; then the error says what is `expected`."""
-    return field(default=default, metadata={"doc": doc, "rule": Rule(expected, read)})
+    return _Setting(default, doc, Rule(expected, read))
 
 
 def _text(default: str | None, doc: str) -> Any:
@@ -125,7 +131,6 @@ def _secret(doc: str) -> Any:
     return _setting(None, doc, words, read)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings. `Settings.load` creates this object and reports an error in one sentence."""
 
@@ -339,7 +344,16 @@ class Settings:
         False, "Let models run code from their own directory when they load."
     )
 
-    given_by: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, given_by: Mapping[str, str] | None = None, **values: Any) -> None:
+        """Uses these `values`, else the defaults. `given_by` has the sources of the values, by name."""
+        # A dataclass of so many fields takes 3 ms of each import.
+        defaults = {name: one.default for name, one in _SETTINGS.items()}
+        vars(self).update(defaults, **values, given_by=given_by or {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"cannot assign to {name}: settings are read once, when a runtime opens"
+        )
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
@@ -396,14 +410,14 @@ class Settings:
                 value=_show(getattr(self, name)),
                 default=_show(one.default),
                 source=self.given_by.get(name, "default"),
-                doc=one.metadata["doc"],
+                doc=one.doc,
             )
-            for name, one in _FIELDS.items()
+            for name, one in _SETTINGS.items()
         )
 
 
-_FIELDS = {one.name: one for one in fields(Settings) if one.name != "given_by"}
-NAMES = tuple(_FIELDS)
+_SETTINGS = {name: one for name, one in vars(Settings).items() if isinstance(one, _Setting)}
+NAMES = tuple(_SETTINGS)
 
 
 def masked(text: Any) -> Any:
@@ -435,7 +449,7 @@ def _show(value: Any) -> str:
 
 def _read(name: str, written: str, value: Any) -> Any:
     """The `value` of the setting `name`, converted. Raises BadSetting with the name as `written`."""
-    rule = _FIELDS[name].metadata["rule"]
+    rule = _SETTINGS[name].rule
     try:
         value = value if name in _SECRET else _scalar(value)
         return rule.read(value)

@@ -26,7 +26,6 @@ import difflib
 import grp
 import os
 import pwd
-import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -117,6 +116,8 @@ def parse(text: str, file: str = CONFIG_FILE) -> Machine:
 
     Raises BadSetting.
     """
+    import tomllib
+
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -3,13 +3,13 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import gpu_runtime
 from gpu_runtime import cli, watching
+from gpu_runtime.settings import Settings
 from tests.clock import PATIENCE
 
 OWNER = """
@@ -27,7 +27,7 @@ def default(monkeypatch, tmp_path):
     """The default runtime of this process, in a private ledger that nobody else uses."""
     ledger = f"keeper://{tmp_path}/default"
     runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, monitor=False)
-    runtime.settings = replace(runtime.settings, gpu_ledger=None)
+    runtime.settings = Settings()
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
     yield runtime
     runtime.close()
@@ -62,7 +62,7 @@ def test_the_ledger_that_a_process_uses_is_followed(default, owner):
 
 @pytest.mark.processes
 def test_a_ledger_that_is_set_is_never_replaced(default, owner):
-    default.settings = replace(default.settings, gpu_ledger="keeper:///somewhere")
+    default.settings = Settings(gpu_ledger="keeper:///somewhere")
     assert watching.followed() is default
 
 

@@ -1,7 +1,5 @@
 """`who` for another process, through the ledger. Only its own user gets names of variables."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from gpu_runtime.owner import holdings, maintenance, requests
 from gpu_runtime.owner.holdings import MOST_LETTERS, MOST_ROWS
 from gpu_runtime.scheduler import recall
 from gpu_runtime.scheduler.recall import Order
+from gpu_runtime.settings import Settings
 from gpu_runtime.units import MIB
 
 from .conftest import loaded
@@ -123,7 +122,7 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
     holdings._listed_for_others, before = (lambda _: found), holdings._listed_for_others
     try:
         for by, names in (("ops", "own"), ("ops", "all"), (session.ledger.owner.user, "own")):
-            session.settings = replace(session.settings, gpu_who_names=names)
+            session.settings = Settings(gpu_who_names=names)
             holdings.answer(session, Order("k", "who", "", by=by, asker="a"))
     finally:
         holdings._listed_for_others = before
