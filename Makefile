@@ -20,7 +20,7 @@ LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
 LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
 LLAMA := $(shell grep -o 'llama-cpp-python\[server\][^"]*' pyproject.toml)
 # What the runbooks need, but llama.cpp: JupyterLab opens before that is built.
-RUNBOOKS := torch,notebook,console,redis,serve,fleet,runbooks
+RUNBOOKS := transformers,notebook,console,redis,serve,fleet,runbooks
 JOBS ?= 2
 # Compiled modules are kept: without them each worker and each kernel compiles 400 files anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -144,12 +144,12 @@ gpu-figures: $(ENVIRONMENT)
 $(GPU_VENV)/.ready-$(FLAVOUR): pyproject.toml constraints-cpu.txt
 	@[ -x $(GPU_VENV)/bin/python ] || $(MAKE) --no-print-directory VENV=$(GPU_VENV) $(GPU_VENV)/bin/python
 	@echo "Installing into $(GPU_VENV) what the tests of a card need, with torch for $(FLAVOUR)."
-	@$(GPU_VENV)/bin/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[torch]" pytest pytest-timeout hypothesis
+	@$(GPU_VENV)/bin/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[transformers]" pytest pytest-timeout hypothesis
 	@touch $@
 
 # For a card without a package index: what its Python lacks (LACKS), for its version of Python (FOR), as wheels.
 FOR := 3.12
-LACKS := msgspec pydantic-settings
+LACKS := msgspec
 gpu-wheels:
 	python3 -m pip download -q --only-binary=:all: --python-version $(FOR) -d $(GPU_OUT)/wheels $(LACKS)
 	@echo "There:  python3 -m pip install --no-index --find-links $(GPU_OUT)/wheels --target PLACE $(LACKS); export PYTHONPATH=PLACE"
@@ -169,7 +169,7 @@ frameworks: $(STAMP) .venv-frameworks/.ready
 .venv-frameworks/.ready: pyproject.toml constraints-cpu.txt tests/frameworks/requirements.txt tests/frameworks/torchvision_for_cpus.py | $(STAMP)
 	@$(call install,c++,g++)
 	$(BIN)/python -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install -q -c constraints-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[torch]" ipykernel -r tests/frameworks/requirements.txt
+	.venv-frameworks/bin/python -m pip install -q -c constraints-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[transformers]" ipykernel -r tests/frameworks/requirements.txt
 	.venv-frameworks/bin/python tests/frameworks/torchvision_for_cpus.py
 	@touch $@
 

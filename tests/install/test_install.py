@@ -6,72 +6,18 @@ not its gpu-console. So the test imports exactly the package that was installed.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 
-from tests.clock import scaled
+from .conftest import ROOT, pip, run
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.install
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Runs the `command` in `cwd`, and returns its output. If the command fails, the test fails with all output."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> Path:
-    """A new environment whose Python finds the current environment's libraries, except gpu-console."""
-    folder = tmp_path / "environment"
-    venv.create(folder, with_pip=False, symlinks=True)
-    libraries = (
-        tmp_path / "libraries"
-    )  # this environment's, link by link; .pth files are not followed from here
-    libraries.mkdir()
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if "gpu_console" not in entry.name:
-            (libraries / entry.name).symlink_to(entry)
-    site = next(folder.glob("lib/python3*/site-packages"))
-    (site / "libraries.pth").write_text(f"{libraries}\n")
-    return folder
-
-
 def install(environment: Path, *what: str | Path, cwd: Path) -> None:
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        f"--python={environment}/bin/python",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        *what,
-        cwd=cwd,
-    )
+    python = environment / "bin" / "python"
+    pip("install", "-q", "--no-deps", "--no-build-isolation", *what, cwd=cwd, python=python)
 
 
 def imported_from(environment: Path, cwd: Path) -> list[Path]:
@@ -120,23 +66,8 @@ def check_lab_extension(environment: Path, cwd: Path) -> None:
     assert (is_on, module) == ("True", "gpu_panels.lab")
 
 
-def test_a_wheel_works_outside_the_repository(environment, tmp_path):
+def test_a_wheel_works_outside_the_repository(environment, wheel, tmp_path):
     """The wheel contains all packages completely, under their import names, and nothing else."""
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        tmp_path,
-        ROOT,
-        cwd=tmp_path,
-    )
-    (wheel,) = tmp_path.glob("gpu_console-*.whl")
     install(environment, wheel, cwd=tmp_path)
 
     site = next(environment.glob("lib/python3*/site-packages"))
