@@ -755,7 +755,7 @@ RULES: dict[str, Rule] = {
     "purpose": Rule("text for people", _one_line),
     **dict.fromkeys(("progress", "told", "arrived", "clock"), optional(CALLABLE)),
     **dict.fromkeys(
-        ("wait", "drop", "lost", "force", "replay", "checkpoint", "yes", "undo"), TRUTH
+        ("wait", "drop", "lost", "force", "replay", "checkpoint", "yes", "undo", "text"), TRUTH
     ),
     **dict.fromkeys(("restore_on_call", "dedicated", "retry", "monitor"), TRUTH),
     "device": WORD._replace(expected="a card's id, such as 'cuda:1'"),
@@ -772,7 +772,8 @@ RULES: dict[str, Rule] = {
         expected="a process id, or a model that it holds, such as 'qwen@4121'"
     ),
     "limit": optional(Rule("a number of rows, 0 or more", whole(0, MOST))),
-    **dict.fromkeys(("seconds", "status.timeout"), SECONDS),
+    **dict.fromkeys(("seconds", "since", "status.timeout"), SECONDS),
+    "by": WORD._replace(expected="one of user, notebook, model, card, waits"),
     "points": Rule("a number of moments, 1 to 1,000,000", whole(1, 1_000_000)),
     "name_or_size": Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source),
     **dict.fromkeys(("requests", "models", "catalog"), optional(PATH)),

@@ -569,6 +569,23 @@ class Runtime:
         return status.history(self._session, self.status(), seconds, points)
 
     @checked
+    def report(
+        self, since: str | float = "7d", by: str = "user", *, text: bool = False
+    ) -> DataFrame | str:
+        """Who used the cards, who held them idle and who waited, since `since` (seconds or "7d") ago.
+
+        The rows are by "user", "notebook", "model" or "card", the largest first. `card_h` are hours of a
+        whole card, in use and idle. `waited_h` are hours of waiting. The other columns are GiB-hours: in
+        use, idle, `blocking` (idle while another process waited for the card), parked in RAM, and
+        saved: in use by others, where there would have been no room without parking. With "waits", a row says how long
+        a user waited for memory that another one held. With `text`, the result is a text fit for a mail.
+
+        The account is a minute old at most. It counts only times in which it was recorded: while any
+        process used the ledger. Raises BadSize, BadSetting, and GpuError for a ledger in memory.
+        """
+        return history.report(self._session, since, by, text)
+
+    @checked
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
         """The last `limit` grants, waits and refusals with reasons. The newest one is first."""
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]

@@ -724,6 +724,20 @@ _TABLE = (
         ),
     ),
     Verb(
+        "report",
+        "hours: who used the cards, who held them idle, and who waited",
+        arguments=(
+            option("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
+            option(
+                "--by",
+                "WHAT",
+                "user, notebook, model, card, or waits: who waited for whom",
+                "report",
+            ),
+            switch("--text", "a short text, fit for a mail"),
+        ),
+    ),
+    Verb(
         "fragmentation",
         "memory that the allocators reserve and cannot use",
         lambda rt, args: rt.allocator_maps() if args.map else rt.fragmentation(),

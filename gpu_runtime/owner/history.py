@@ -22,8 +22,9 @@ from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, Unk
 from ..facts import KERNEL, Event, Replayed, notebook_has_name
 from ..scheduler.plan import replayed
 from ..tables import table
+from ..telemetry import hours
 from ..telemetry.journal import KEPT_DECISIONS
-from ..units import show_bytes
+from ..units import parse_seconds, show_bytes
 from ..version import VERSION
 from . import operations, registry
 from .session import Session
@@ -63,6 +64,29 @@ def recorded_events(
         return tuple(merged)
     first = max(0, len(merged) - limit)
     return tuple(merged[first:])
+
+
+# -- hours
+
+
+def report(session: Session, since: str | float, by: str, text: bool) -> DataFrame | str:
+    """The account of hours since `since` seconds ago, by `by` as a table, or as a text.
+
+    Raises BadSize, BadSetting, and GpuError if the ledger keeps no account.
+    """
+    if by not in hours.BY:
+        raise BadSetting("by", by, f"one of {', '.join(hours.BY)}")
+    if session.record is None:
+        raise GpuError(
+            "a ledger in memory keeps no account of hours. Use a ledger on disk:  unset GPU_LEDGER"
+        )
+    until = session.wall()
+    began = until - parse_seconds(since)
+    rows = hours.Hours(session.record.path.with_name(hours.FILE)).between(began, until)
+    if text:
+        return hours.text(rows, began, until)
+    found = hours.table(rows, by)
+    return table([list(one.values()) for one in found], hours.columns(by))
 
 
 # -- the last decisions on a model or a notebook

@@ -16,27 +16,21 @@ After a day, no moment is kept. Only recorded moments are returned; no figure is
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import os
 import sqlite3
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from .. import threads
 from ..devices.sampler_client import Figures, boot_seconds
 from ..facts import Book, DeviceView, Moment, Sample, Section, World
-from ..files import make_directory
-from ..ledgers.access import access_to, state_in
+from ..ledgers.access import state_in
 from ..ledgers.reader import Peek, peek
 from ..scheduler.capacity import views
-from . import journal
-from .journal import opened
+from .hours import Account, held_now, hours_in
+from .state_file import StateFile
 
 # -- moments ---------------------------------------------------------------------------------------
 
@@ -154,46 +148,16 @@ _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE w
     GROUP BY device, CAST(wall / ? AS INTEGER))"""
 
 
-class Record:
-    """The history in one file. Every call opens the file again.
+class Record(StateFile):
+    """The history of a day."""
 
-    For readers, a file that is damaged or is no history has no moments. The writer renames such a
-    file, and begins a new one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """The history in the file `path`. The first write creates the file."""
-        self.path = path
-        self._warned = False
-        self._lock = threads.awaited(threading.Lock())
-
-    # Writing
+    what = "history"
 
     def append(self, moments: Iterable[Moment]) -> bool:
-        """Writes `moments`, and returns whether this succeeded.
-
-        A failure is logged once. The caller may pass the same moments again later.
-        """
+        """Writes `moments`, and returns whether this succeeded."""
         rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
-        try:
-            try:
-                self._insert(rows)
-            except sqlite3.Error as error:
-                if not _is_unusable(error):
-                    raise
-                self._set_aside(error)
-                self._insert(rows)
-        except (sqlite3.Error, OSError) as error:
-            self._warn("written", error)
-            return False
-        return True
 
-    def _insert(self, rows: list[_Row]) -> None:
-        if not self.path.exists():
-            make_directory(self.path.parent)
-            access_to(self.path.parent).make_file(self.path)
-        with self._lock, contextlib.closing(self._connect()) as db:
-            db.execute("PRAGMA journal_mode=TRUNCATE")
+        def insert(db: sqlite3.Connection) -> None:
             db.execute(
                 "CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)"
             )
@@ -201,40 +165,26 @@ class Record:
             db.executemany(
                 "INSERT INTO moments(wall, device, peak, body) VALUES (?, ?, ?, ?)", rows
             )
-            db.commit()
+
+        return self.write(insert)
 
     def thin(self, now: float) -> None:
         """Removes moments that are too old at the wall time `now`, and moments that are too many
         for their age.
         """
-        try:
-            with self._lock, contextlib.closing(self._connect()) as db:
+
+        def delete(db: sqlite3.Connection) -> None:
+            edges = (now - DAY, now + AHEAD_SECONDS)
+            db.execute("DELETE FROM moments WHERE wall < ? OR wall > ?", edges)
+            for age, stretch in THINNED:
+                edge = (now - age) // stretch * stretch  # only complete stretches, each once
                 db.execute(
-                    "DELETE FROM moments WHERE wall < ? OR wall > ?",
-                    (now - DAY, now + AHEAD_SECONDS),
+                    f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
+                    (edge, 0.0, edge, stretch),
                 )
-                for age, stretch in THINNED:
-                    edge = (
-                        (now - age) // stretch * stretch
-                    )  # only complete stretches, so each is thinned once
-                    db.execute(
-                        f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
-                        (edge, 0.0, edge, stretch),
-                    )
-                db.commit()
-        except (sqlite3.Error, OSError) as error:
-            self._warn("thinned", error)
 
-    def _set_aside(self, error: sqlite3.Error) -> None:
-        log.warning(
-            "the history %s cannot be used (%s); it is set aside, and a new one is started",
-            self.path,
-            error,
-        )
-        os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
-        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
-
-    # Reading
+        if self.path.exists():
+            self.write(delete)
 
     def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
         """At most `most` moments of each device from the wall time `since` to `until`, in order.
@@ -246,42 +196,11 @@ class Record:
         # Stretches begin at multiples of their length, so the period can overlap one stretch more
         # than its length suggests. With `most` = 1, one stretch covers all time.
         stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
-        try:
-            if most < 1 or not self.path.exists():
-                return ()
-            with self._lock, contextlib.closing(self._connect()) as db:
-                rows = db.execute(
-                    f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
-                    (since, until, stretch),
-                ).fetchall()
-        except (sqlite3.Error, OSError) as error:
-            self._warn("read", error)
+        if most < 1:
             return ()
-        moments = (_decoded(body) for (body,) in rows)
+        query = f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid"
+        moments = [_decoded(body) for (body,) in self.read(query, (since, until, stretch))]
         return tuple(moment for moment in moments if moment is not None)
-
-    # Both
-
-    def _connect(self) -> sqlite3.Connection:
-        if not journal.sqlite_is_usable():
-            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
-        db = opened(self.path)
-        # Another user of the ledger may have put anything into the file.
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)
-        return db
-
-    def _warn(self, what: str, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("the history %s cannot be %s now (%s)", self.path, what, error)
-
-
-def _is_unusable(error: sqlite3.Error) -> bool:
-    """Whether `error` means that the file is damaged or is no history, so that another attempt
-    would fail too.
-    """
-    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def _decoded(body: object) -> Moment | None:
@@ -319,6 +238,7 @@ class Recorder:
         self._unwritten: list[Moment] = []
         self._written_at = self._thinned_at = float("-inf")
         self._book: Peek | None = None
+        self._account, self._hours = Account(), hours_in(directory)
 
     def turn(self, figures: Figures) -> None:
         """Records the book and the measured `figures`, and writes if it is time. Raises GpuError."""
@@ -327,15 +247,23 @@ class Recorder:
         book = self._book.look()
         if book is None:
             return
-        now = boot_seconds()
-        self._unwritten += self._changes.select(now_of(book, figures, now, time.time()))
+        now, wall = boot_seconds(), time.time()
+        seen = views_of(book, figures, now, wall)
+        self._unwritten += self._changes.select(moments_of(seen, book.sections.values(), wall))
+        self._account.look(held_now(book, seen, figures), now, wall)
         del self._unwritten[:-MOST_UNWRITTEN]
         if now - self._written_at >= WRITE_SECONDS:
             self._written_at = now
             self.flush()
         if now - self._thinned_at >= THIN_SECONDS:
             self._thinned_at = now
-            self._record.thin(time.time())
+            self._record.thin(wall)
+            self._add_hours(wall, wall)
+
+    def _add_hours(self, before: float, wall: float) -> None:
+        rows = self._account.rows(before)
+        if rows and self._hours.add(rows, wall):
+            self._account.forget(rows)
 
     def flush(self) -> None:
         """Writes the moments that are not written yet. If this fails, these moments are kept for a
@@ -344,9 +272,14 @@ class Recorder:
         if self._unwritten and self._record.append(self._unwritten):
             self._unwritten.clear()
 
+    def end(self) -> None:
+        """Writes everything, also of the present minute."""
+        self.flush()
+        self._add_hours(float("inf"), time.time())
 
-def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of `book` that has a limit, at the time `now`.
+
+def views_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[DeviceView, ...]:
+    """Each device of `book` that has a limit, at the time `now`.
 
     `now` is in seconds since the boot, and `wall` is the same time in epoch seconds. The measured
     `figures` are used only for real devices.
@@ -357,5 +290,4 @@ def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Momen
         sample = None if device.simulated else figures.of(device)
         if sample is not None:
             samples[device.id] = sample
-    world = World(now, wall, devices, book.limits, samples)
-    return moments_of(views(book, world), book.sections.values(), wall)
+    return views(book, World(now, wall, devices, book.limits, samples))

@@ -301,7 +301,7 @@ class HistoryThread:
                     if self.figures is not None:
                         recorder.turn(self.figures)
         finally:
-            recorder.flush()
+            recorder.end()
 
 
 def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: HistoryThread) -> None:

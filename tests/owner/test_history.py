@@ -16,7 +16,15 @@ from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
 from gpu_runtime.telemetry import recorder as recorders
-from gpu_runtime.telemetry.recorder import AHEAD_SECONDS, DAY, Record, Recorder, now_of, record_in
+from gpu_runtime.telemetry.recorder import (
+    AHEAD_SECONDS,
+    DAY,
+    Record,
+    Recorder,
+    moments_of,
+    record_in,
+    views_of,
+)
 from gpu_runtime.units import GIB
 from tests.clock import finished
 from tests.worlds import book, lease
@@ -145,7 +153,7 @@ def test_real_cards_are_recorded_as_they_were_measured():
     seen = {"GPU-a": Sample("", 10.0, 12 * GIB, **figures)}
     host = Sample("host", 10.0, 60 * GIB)
     said = Figures(1, 10.0, host, seen, failed={"GPU-b": "GPU is lost"})
-    zero, one, host = now_of(page, said, 10.0, WALL)
+    zero, one, host = moments_of(views_of(page, said, 10.0, WALL), page.sections.values(), WALL)
     assert zero == Moment(
         WALL, "cuda:0", 20 * GIB, 18 * GIB, 8 * GIB, Level.LOW, 37.0, 61.0, 250.0, {"a@1": 4 * GIB}
     )

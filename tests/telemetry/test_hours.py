@@ -1,0 +1,308 @@
+"""The account of hours: what one look sees, what the sums are, and what the file keeps."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.devices.sampler_client import Figures, Person
+from gpu_runtime.facts import HOST, Phase, Sample, Section, Share, Ticket
+from gpu_runtime.scheduler.capacity import views
+from gpu_runtime.telemetry import hours
+from gpu_runtime.telemetry.hours import (
+    BLOCKING,
+    DAY,
+    FREE,
+    HOUR,
+    IDLE,
+    IN_USE,
+    ON_CARD,
+    OUTSIDE,
+    PARKED,
+    SAVED,
+    WAITED,
+    WAITED_FOR,
+    Account,
+    Hour,
+    Hours,
+    Key,
+    held_now,
+    table,
+)
+from gpu_runtime.units import GIB
+from tests.worlds import NOW, WALL, book, lease, owner, world
+
+PEOPLE = {1: "ann", 2: "bob", 3: "carol"}
+
+
+def page_of(*leases, tickets=(), **sections):
+    """A book in which owner 1 is ann, 2 is bob and 3 is carol. `sections` has fields of a section, as `_2={…}`."""
+    page = book(*leases)
+    for number, user in PEOPLE.items():
+        section = page.sections.get(owner(number).id) or Section(owner(number))
+        of = replace(section.owner, user=user, notebook=f"/home/{user}/{user}.ipynb")
+        page = page.with_section(replace(section, owner=of, **sections.get(f"_{number}", {})))
+    return replace(page, tickets=tuple(tickets))
+
+
+def waits(number, gib, device="sim:0"):
+    return Ticket(
+        "k", owner(number).id, "use", "big", NOW - 5, NOW, need=(Share(device, gib * GIB),)
+    )
+
+
+def seen(page, devices, figures=None):
+    """What is held, in GiB, by (user, name, device, state)."""
+    held = held_now(page, views(page, devices), figures)
+    return {
+        (key.user, key.name, key.device, key.state): size / GIB
+        for key, size in held.items()
+        if size
+    }
+
+
+def test_each_byte_of_a_card_has_one_state():
+    """bob's idle model keeps carol waiting. On ann's card nobody waits."""
+    page = page_of(
+        lease("a", sim0=3, pins=1),
+        lease("b", by=2, sim1=4),
+        lease("c", by=2, sim0=2),
+        lease("d", by=3, host=5),
+        tickets=[waits(3, 6, "sim:1")],
+    )
+    assert seen(page, world(sim0=10, sim1=8, host=64)) == {
+        ("ann", "a", "sim:0", IN_USE): 3,
+        ("bob", "c", "sim:0", IDLE): 2,
+        ("bob", "b", "sim:1", BLOCKING): 4,
+        ("carol", "d", HOST, PARKED): 5,
+        ("carol", "big", "sim:1", WAITED): 6,
+        ("carol", "bob", "sim:1", WAITED_FOR): 6,
+        ("", "", "sim:0", FREE): 5,
+        ("", "", "sim:1", FREE): 4,
+    }
+
+
+@pytest.mark.parametrize(("fields", "state"), [
+    ({"pins": 1}, IN_USE), ({}, IDLE), ({"kind": "block"}, IN_USE),
+    ({"phase": Phase.ARRIVING}, IN_USE), ({"phase": Phase.LEAVING}, IDLE),
+])  # fmt: skip
+def test_what_is_in_use(fields, state):
+    page = page_of(replace(lease("a", sim0=3), **fields))
+    assert seen(page, world(sim0=10, host=64))["ann", "a", "sim:0", state] == 3
+
+
+@pytest.mark.parametrize(("since", "state"), [(NOW - 3, IN_USE), (0.0, IDLE)])
+def test_a_notebook_s_own_code_is_in_use_while_a_cell_runs(since, state):
+    """Its CUDA context too. A model that no cell uses stays idle meanwhile."""
+    own = replace(lease("kernel", sim0=3), kind="kernel")
+    fields = {"busy_since": since, "residue": {"sim:0": GIB}}
+    found = seen(page_of(own, lease("m", sim0=1), _1=fields), world(sim0=10, host=64))
+    assert found["ann", "kernel", "sim:0", state] == 4 and found["ann", "m", "sim:0", IDLE] == 1
+
+
+def test_who_waits_for_himself_blocks_nobody():
+    page = page_of(lease("a", sim0=3), tickets=[waits(1, 9)])
+    assert ("ann", "a", "sim:0", IDLE) in seen(page, world(sim0=10, host=64))
+
+
+@pytest.mark.parametrize(("used", "saved"), [(1, 0), (6, 3), (8, 5), (9, 6)])
+def test_saved_is_what_would_not_have_fitted_beside_the_parked_notebook(used, saved):
+    """bob's 7 GiB are parked. On a card of 10 GiB, he would have had what ann leaves free."""
+    page = page_of(lease("a", sim0=used, pins=1), lease("b", by=2, host=7))
+    found = seen(page, world(sim0=10, host=64))
+    assert found.get(("bob", "", "", SAVED), 0) == saved
+
+
+def test_what_nobody_uses_saves_nothing():
+    page = page_of(lease("a", sim0=10), lease("b", by=2, host=7))
+    assert ("bob", "", "", SAVED) not in seen(page, world(sim0=10, host=64))
+
+
+def test_memory_without_a_lease_has_its_program_and_user_where_the_driver_tells():
+    page = page_of(lease("a", cuda0=4))
+    devices = world(cuda0=20, free={"cuda:0": 9})
+    sample = replace(
+        devices.samples["cuda:0"], processes={owner(1).pid: 4 * GIB, 99: 5 * GIB, 98: GIB}
+    )
+    devices = replace(devices, samples={"cuda:0": sample})
+    figures = Figures(1, 0.0, Sample(HOST, 0.0, None), people={99: Person(0, "python train.py")})
+    held = held_now(page, views(page, devices), figures)
+    assert held[Key("root", "python train.py", "", "cuda:0", OUTSIDE)] == 5 * GIB
+    assert held[Key("", "", "", "cuda:0", OUTSIDE)] == 2 * GIB
+    assert held[Key("", "", "", "cuda:0", FREE)] == 9 * GIB
+
+
+LEASES = st.lists(
+    st.tuples(
+        st.integers(1, 3), st.integers(0, 12), st.integers(0, 12), st.booleans(),
+        st.sampled_from(Phase), st.sampled_from(("", "sim:0", "host")), st.integers(0, 5),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@st.composite
+def pages(draw):
+    leases = []
+    for number, (by, on_zero, on_one, pinned, phase, target, moved) in enumerate(draw(LEASES)):
+        made = lease(f"m{number}", by=by, sim0=on_zero, sim1=on_one, pins=int(pinned))
+        to = (Share(target, moved * GIB),) if target and moved else ()
+        leases.append(replace(made, phase=phase, target=to))
+    tickets = [waits(draw(st.integers(1, 3)), 3)] if draw(st.booleans()) else []
+    residue = {"residue": {"sim:0": draw(st.integers(0, 3)) * GIB}}
+    return page_of(*leases, tickets=tickets, _2=residue)
+
+
+STEPS = st.lists(st.tuples(pages(), st.floats(0.1, 300.0), st.floats(-7200, 7200)), max_size=8)
+
+
+@given(STEPS)
+def test_the_states_of_a_card_add_up_to_its_capacity_times_the_recorded_time(steps):
+    """Also over pauses in which nobody recorded, and jumps of the wall clock."""
+    devices, account, now = world(sim0=10, sim1=20, host=64), Account(), 0.0
+    expected, recorded, before = defaultdict(float), 0.0, None
+    for page, later, jump in steps:
+        now += later
+        held = held_now(page, views(page, devices))
+        if before is not None and later <= hours.GAP_SECONDS:
+            recorded += later
+            for view in views(before, devices):
+                if not view.device.is_host:
+                    full = max(view.device.total_bytes, view.claimed_bytes)
+                    expected[view.device.id] += full * later
+        account.look(held, now, WALL + now + jump)
+        before = page
+    found, free = defaultdict(float), defaultdict(float)
+    for row in account.rows():
+        if row.key.state in ON_CARD:
+            found[row.key.device] += row.byte_seconds
+        if row.key.state == FREE:
+            free[row.key.device] += row.seconds
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert all(time == pytest.approx(recorded) for time in free.values())
+
+
+def test_a_minute_is_written_when_it_has_ended_and_the_file_adds_it_up(tmp_path):
+    """A helper that ends in the middle of a minute writes its part; the next one adds to it."""
+    file, wall = Hours(tmp_path / "hours.db"), 120_000_000.0
+    page = page_of(lease("a", sim0=3, pins=1))
+    held = held_now(page, views(page, world(sim0=10, host=64)))
+    for start in (0.0, 40.0):  # two helpers
+        account = Account()
+        for second in range(0, 41, 2):
+            account.look(held, start + second, wall + start + second)
+        assert {row.start for row in account.rows(wall + 61)} <= {int(wall)}
+        rows = account.rows()
+        assert file.add(rows, wall + start)
+        account.forget(rows)
+        assert account.rows() == []
+    [mine] = [row for row in file.between(0, 1e12) if row.key.state == IN_USE]
+    assert (mine.byte_seconds, mine.seconds) == (3 * GIB * 80, 80)
+    by_minute = [row for row in file.between(0, 1e12, 60) if row.key.state == IN_USE]
+    assert [(row.start, row.seconds) for row in by_minute] == [(wall, 60), (wall + 60, 20)]
+    assert file.between(wall + 1, wall + 60) == []
+
+
+@given(
+    st.lists(st.integers(0, 200 * DAY // 60), min_size=1, max_size=30, unique=True),
+    st.integers(0, 200 * DAY),
+)
+def test_minutes_become_hours_and_days_and_nothing_is_lost(tmp_path_factory, minutes, late):
+    file = Hours(tmp_path_factory.mktemp("hours") / "hours.db")
+    key, began = Key("ann", "n", "m", "sim:0", IN_USE), 20_000 * DAY
+    for minute in minutes:
+        assert file.add([Hour(began + 60 * minute, key, 5.0, 1.0)], began + 60 * minute)
+    now = began + 60 * max(minutes) + late
+    for _ in range(2):  # a second time changes nothing
+        assert file.add([], now)
+        [row] = file.between(0, 1e12)
+        assert (row.byte_seconds, row.seconds) == (5.0 * len(minutes), len(minutes))
+    for row in file.between(0, 1e12, 60):
+        age = now - row.start
+        assert age <= 3 * DAY or row.start % HOUR == 0
+        assert age <= 92 * DAY or row.start % DAY == 0
+
+
+def test_three_years_are_kept_and_a_damaged_file_is_set_aside(tmp_path, caplog):
+    file, key = Hours(tmp_path / "hours.db"), Key("ann", "", "m", "sim:0", IN_USE)
+    file.add([Hour(0, key, 5.0, 1.0)], 3 * 365 * DAY)
+    assert len(file.between(0, 1e12)) == 1
+    file.add([], 3 * 365 * DAY + DAY)
+    assert file.between(0, 1e12) == []
+    file.path.write_bytes(b"no database" * 99)
+    assert file.between(0, 1e12) == []
+    assert file.add([Hour(60, key, 5.0, 1.0)], 60.0) and len(file.between(0, 1e12)) == 1
+    assert "set aside" in caplog.text
+
+
+def day():
+    """A day of two users and one card of 10 GiB, by hand: in hours, and in GiB on a card."""
+    row = lambda user, name, state, gib, time, notebook="n": Hour(
+        0,
+        Key(user, f"/home/{user}/{notebook}.ipynb" if user else "", name, "sim:0", state),
+        gib * GIB * time * HOUR,
+        time * HOUR,
+    )
+    return [
+        row("ann", "kernel", IN_USE, 5, 6), row("ann", "kernel", IDLE, 5, 2), row("ann", "qwen", BLOCKING, 2, 1, "m"),
+        row("bob", "kernel", IN_USE, 8, 10), row("bob", "kernel", WAITED, 8, 0.5),
+        Hour(0, Key("bob", "/home/bob/n.ipynb", "ann", "sim:0", WAITED_FOR), 6 * GIB * HOUR * 0.5, HOUR / 2),
+        Hour(0, Key("bob", "/home/bob/n.ipynb", "bob", "sim:0", WAITED_FOR), 2 * GIB * HOUR * 0.5, HOUR / 2),
+        Hour(0, Key("ann", "/home/ann/n.ipynb", "kernel", HOST, PARKED), 5 * GIB * 10 * HOUR, 10 * HOUR),
+        Hour(0, Key("ann", "/home/ann/n.ipynb", "", "", SAVED), 3 * GIB * 10 * HOUR, 10 * HOUR),
+        row("", "", FREE, (240 - 30 - 10 - 2 - 80) / 24, 24),
+    ]  # fmt: skip
+
+
+def test_a_day_of_two_users_against_a_table_by_hand():
+    zero = {
+        "in_use_gib_h": 0.0,
+        "idle_gib_h": 0.0,
+        "blocking_gib_h": 0.0,
+        "parked_gib_h": 0.0,
+        "saved_gib_h": 0.0,
+        "waited_h": 0.0,
+    }
+    ann = zero | {
+        "in_use_gib_h": 30.0,
+        "idle_gib_h": 10.0,
+        "blocking_gib_h": 2.0,
+        "parked_gib_h": 50.0,
+        "saved_gib_h": 30.0,
+    }
+    bob = zero | {"in_use_gib_h": 80.0, "waited_h": 0.5}
+    assert table(day(), "user") == [
+        {"user": "bob", "card_h": 8.0} | bob,
+        {"user": "ann", "card_h": 4.2} | ann,
+    ]
+    notebooks = table(day(), "notebook")
+    assert [(one["user"], one["notebook"], one["card_h"]) for one in notebooks] == [
+        ("bob", "n.ipynb", 8.0), ("ann", "n.ipynb", 4.0), ("ann", "m.ipynb", 0.2),
+    ]  # fmt: skip
+    assert [one["model"] for one in table(day(), "model")][:2] == ["its own code", "its own code"]
+    assert table(day(), "card") == [{
+        "card": "sim:0", "card_h": 12.2, "in_use_gib_h": 110.0, "idle_gib_h": 10.0, "blocking_gib_h": 2.0,
+        "outside_gib_h": 0.0, "free_gib_h": 118.0,
+    }]  # fmt: skip
+    assert table(day(), "waits") == [
+        {"user": "bob", "waited_for": "ann", "waited_h": 0.375},
+        {"user": "bob", "waited_for": "bob", "waited_h": 0.125},
+    ]
+    for by in hours.BY:
+        assert all(list(row) == hours.columns(by) for row in table(day(), by))
+    assert table([], "user") == table([], "card") == table([], "waits") == []
+
+
+def test_the_text_of_a_day_is_fit_for_a_mail():
+    text = hours.text(day(), WALL - DAY, WALL)
+    assert (
+        "recorded 24 h of 24 h" in text
+        and "46 % in use, 4 % idle, 1 % idle while another waited, 49 % free" in text
+    )
+    assert (
+        "bob: 8.0 card-hours; 80.0 GiB-hours in use, 0.0 idle; waited 30 min, most for ann" in text
+    )
+    assert "Saved by parking: 30.0 GiB-hours" in text and len(text.splitlines()) == 5
+    assert "recorded 0" in hours.text([], WALL - DAY, WALL)
