@@ -773,7 +773,7 @@ RULES: dict[str, Rule] = {
     ),
     "limit": optional(Rule("a number of rows, 0 or more", whole(0, MOST))),
     **dict.fromkeys(("seconds", "since", "status.timeout"), SECONDS),
-    "by": WORD._replace(expected="one of user, notebook, model, card, waits"),
+    "by": WORD._replace(expected="one of user, notebook, model, card, waits, time"),
     "points": Rule("a number of moments, 1 to 1,000,000", whole(1, 1_000_000)),
     "name_or_size": Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source),
     **dict.fromkeys(("requests", "models", "catalog"), optional(PATH)),

@@ -578,10 +578,11 @@ class Runtime:
         whole card, in use and idle. `waited_h` are hours of waiting. The other columns are GiB-hours: in
         use, idle, `blocking` (idle while another process waited for the card), parked in RAM, and
         saved: in use by others, where there would have been no room without parking. With "waits", a row says how long
-        a user waited for memory that another one held. With `text`, the result is a text fit for a mail.
+        a user waited for memory that another one held. With "time", there is a row for each minute, hour
+        or day, which begins at `time` (UTC). With `text`, the result is a text fit for a mail.
 
         The account is a minute old at most. It counts only times in which it was recorded: while any
-        process used the ledger. Raises BadSize, BadSetting, and GpuError for a ledger in memory.
+        process used the ledger. A ledger in memory keeps nothing. Raises BadSize, BadSetting.
         """
         return history.report(self._session, since, by, text)
 

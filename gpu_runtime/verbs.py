@@ -731,7 +731,7 @@ _TABLE = (
             option(
                 "--by",
                 "WHAT",
-                "user, notebook, model, card, or waits: who waited for whom",
+                "user, notebook, model, card, time, or waits: who waited for whom",
                 "report",
             ),
             switch("--text", "a short text, fit for a mail"),

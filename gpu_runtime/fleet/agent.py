@@ -55,7 +55,7 @@ IN_PROCESSES = ("fake", "llama_cpp", "transformers")
 VERBS = (  # methods of Runtime that others may call through the agent
     "status models leases events evictions history decisions fragmentation health plan why doctor "
     "schedule preload evict restore move pin unpin resume drain defrag specs "
-    "who catalog allocator_maps backtest cancel"
+    "who catalog allocator_maps backtest cancel report"
 ).split()
 
 

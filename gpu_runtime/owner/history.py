@@ -72,17 +72,17 @@ def recorded_events(
 def report(session: Session, since: str | float, by: str, text: bool) -> DataFrame | str:
     """The account of hours since `since` seconds ago, by `by` as a table, or as a text.
 
-    Raises BadSize, BadSetting, and GpuError if the ledger keeps no account.
+    A ledger in memory keeps nothing. Raises BadSize, BadSetting.
     """
     if by not in hours.BY:
         raise BadSetting("by", by, f"one of {', '.join(hours.BY)}")
-    if session.record is None:
-        raise GpuError(
-            "a ledger in memory keeps no account of hours. Use a ledger on disk:  unset GPU_LEDGER"
-        )
-    until = session.wall()
-    began = until - parse_seconds(since)
-    rows = hours.Hours(session.record.path.with_name(hours.FILE)).between(began, until)
+    until, seconds = session.wall(), parse_seconds(since)
+    stretch = hours.stretch_of(seconds) if by == "time" else 0
+    began = until - seconds
+    rows: list[hours.Hour] = []
+    if session.record is not None:
+        kept = hours.Hours(session.record.path.with_name(hours.FILE))
+        rows = kept.between(began // (stretch or 1) * (stretch or 1), until, stretch)
     if text:
         return hours.text(rows, began, until)
     found = hours.table(rows, by)

@@ -20,6 +20,7 @@ days, for each hour of the last 90 days, and for each day of three years. A cras
 
 from __future__ import annotations
 
+import datetime
 import pwd
 import sqlite3
 import time
@@ -290,15 +291,15 @@ COLUMNS = {
 }
 COLUMNS[BLOCKING] = "blocking_gib_h"
 _OF_PEOPLE = (IN_USE, IDLE, BLOCKING, PARKED, SAVED)
-BY = ("user", "notebook", "model", "card", "waits")
+BY = ("user", "notebook", "model", "card", "waits", "time")
 GIB_HOUR = GIB * HOUR
 MOST_LINES = 10  # users in the text
 
 
 def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
-    """The report by user, notebook, model, card, or by waits (who waited for whom): a dictionary for each row.
+    """The report by user, notebook, model, card, waits (who waited for whom) or time: a dictionary for each row.
 
-    `rows` are sums over the whole time, as `Hours.between` returns them.
+    `rows` are sums over the whole time, as `Hours.between` returns them; for "time", sums over stretches of time.
 
     `card_h` are hours of a whole card, `waited_h` are hours of waiting, and the others are GiB-hours: `blocking_gib_h`
     is what was idle while another waited. The largest row is first.
@@ -306,6 +307,8 @@ def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
     rows = list(rows)
     if by == "waits":
         return _waits(rows)
+    if by == "time":
+        return _over_time(rows)
     capacity = _capacity(rows)
     states = ON_CARD if by == "card" else _OF_PEOPLE
     found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -342,6 +345,8 @@ def columns(by: str) -> list[str]:
     """The names of the columns of `table(rows, by)`."""
     if by == "waits":
         return ["user", "waited_for", "waited_h"]
+    if by == "time":
+        return ["time", *(COLUMNS[state] for state in ON_CARD)]
     if by == "card":
         return ["card", "card_h", *(COLUMNS[state] for state in ON_CARD)]
     return [*_HEADS[by], "card_h", *(COLUMNS[state] for state in _OF_PEOPLE), "waited_h"]
@@ -368,6 +373,24 @@ def _capacity(rows: Iterable[Hour]) -> dict[str, float]:
         if row.key.state == FREE:
             seconds[row.key.device] += row.seconds
     return defaultdict(float, {id: bytes_[id] / time for id, time in seconds.items() if time})
+
+
+def stretch_of(seconds: float) -> int:
+    """The seconds of one row of the report by time, for a report over `seconds`: a minute, an hour or a day."""
+    return MINUTE if seconds <= 2 * HOUR else HOUR if seconds <= KEPT[0][1] else DAY
+
+
+def _over_time(rows: Iterable[Hour]) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in rows:
+        if row.key.state in ON_CARD:
+            found[row.start][row.key.state] += row.byte_seconds / GIB_HOUR
+    zone = datetime.UTC
+    return [
+        {"time": datetime.datetime.fromtimestamp(start, zone)}
+        | {COLUMNS[state]: round(found[start][state], 3) for state in ON_CARD}
+        for start in sorted(found)
+    ]
 
 
 def _waits(rows: list[Hour]) -> list[dict[str, Any]]:

@@ -683,7 +683,7 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
         "verbs": [verb.name for verb in verbs.verbs(verbs.MAGIC)],
         "importances": list(IMPORTANCE),
         "formats": ["yaml", "json"],
-        "report": ["user", "notebook", "model", "card", "waits"],
+        "report": ["user", "notebook", "model", "card", "waits", "time"],
         "presets": ["24GB", "16GB", "8GB", "4GB"],
         "backends": ["torch", "transformers", "fake"],
     }.get(argument.completes, [])

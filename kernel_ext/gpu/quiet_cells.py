@@ -26,7 +26,7 @@ from .look_ahead import MAGICS
 # parked already, and sends a request to another one.
 READS = frozenset(
     (
-        "status", "models", "leases", "evictions", "fragmentation", "health", "plan", "backtest",
+        "status", "models", "leases", "evictions", "report", "fragmentation", "health", "plan", "backtest",
         "why", "next", "who", "catalog", "inspect", "doctor", "config", "console", "help", "park",
     )
 )  # fmt: skip

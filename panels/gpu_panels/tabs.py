@@ -23,7 +23,7 @@ from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters
 from gpu_runtime.units import parse_room
 
 from .actions import Actions
-from .data import serving_rows, whatif
+from .data import hours, serving_rows, whatif
 from .data.cells import Column, Row, as_json, encoded, lease_styles
 from .data.devices import Rows, device_rows, past_rows
 from .data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
@@ -552,6 +552,73 @@ def _text() -> pn.pane.HTML:
     return pn.pane.HTML("", stylesheets=[CSS], margin=(2, 10), sizing_mode="stretch_width")
 
 
+# -- Hours: how the cards were used over days, by whom, and who waited for whom
+
+SINCE = {"Day": "1d", "Week": "7d", "4 weeks": "28d"}
+REPORT_SECONDS = 30.0  # between two reads of the account
+
+
+class HoursTab(Tab):
+    """The tab with the account of hours."""
+
+    title = "Hours"
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self.since = pmui.RadioButtonGroup(options=list(SINCE), value="Week", **BUTTONS)
+        self.by = pmui.RadioButtonGroup(
+            options=["User", "Notebook", "Model", "Card"], value="User", **BUTTONS
+        )
+        for choice in (self.since, self.by):
+            choice.param.watch(lambda _: self.update_again(), "value")
+        self.in_address(since=self.since, by=self.by)
+        self.chart = Prose(margin=(6, 10))
+        self.table = Table([], filters=False, margin=(10, 10))
+        self._waits_head = Prose(
+            "<h4>Who waited for whom</h4>", margin=(12, 10, 0, 10), visible=False
+        )
+        self.waits = Table([], filters=False, margin=(0, 10), visible=False)
+        hint = Prose(f'<div class="soft">{esc(hours.HINT)}</div>', margin=(10, 10))
+        self.panel = pn.Column(
+            pn.FlexBox(self.since, self.by, align_items="center", sizing_mode="stretch_width"),
+            self.chart,
+            self.table,
+            self._waits_head,
+            self.waits,
+            hint,
+            sizing_mode="stretch_width",
+        )
+
+    def update(self, snapshot: Snapshot) -> None:
+        over_time, found, waits = (
+            self._records(by) for by in ("time", self.by.value.lower(), "waits")
+        )
+        if over_time is None or found is None or waits is None:
+            return
+        self.chart.show(self.poller.once("hours: chart", over_time, hours.chart))
+        _show_records(self.table, found)
+        self.table.empty = hours.NO_HOURS
+        between = [one for one in waits if one["user"] != one["waited_for"]]
+        self.waits.visible = self._waits_head.visible = bool(between)
+        _show_records(self.waits, between)
+
+    def _records(self, by: str) -> Any:
+        """The rows of the report, or None while they are being read."""
+        since = SINCE[self.since.value]
+
+        def fetch(rt: Any) -> Any:
+            return rt.report(since, by).to_dict("records")
+
+        return self.poller.latest(f"hours: {since} {by}", fetch, REPORT_SECONDS)
+
+
+def _show_records(table: Table, records: Sequence[Mapping[str, Any]]) -> None:
+    columns = [list(column) for column in hours.report_columns(records)]
+    if table.columns != columns:
+        table.columns = columns
+    table.show(hours.report_rows(records))
+
+
 # -- What if: a dry run of using a model or leasing a number of bytes; it changes nothing
 
 FETCH_SECONDS = 2.0  # between two computations of the shown plan
@@ -859,6 +926,7 @@ TABS: dict[str, type[Tab]] = {
         ModelsTab,
         LeasesTab,
         TimelineTab,
+        HoursTab,
         FragmentationTab,
         WhatIfTab,
         ServingTab,

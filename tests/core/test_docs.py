@@ -25,6 +25,7 @@ from gpu_runtime.owner import dataframes
 from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
+from gpu_runtime.telemetry import hours
 from gpu_runtime.verbs import VERBS
 from tests.clock import scaled
 
@@ -163,6 +164,7 @@ def test_the_columns_of_frames_are_documented():
         "models": dataframes.MODELS, "leases": dataframes.LEASES, "events": dataframes.EVENTS,
         "catalog": dataframes.CATALOG, "who": dataframes.HOLDERS,
         "backtest": list(BacktestRow._fields), "fragmentation": dataframes.FRAGMENTATION,
+        "report": hours.columns("user"),
     }  # fmt: skip
 
 

@@ -48,6 +48,8 @@ ANSWERS = {
     ("models", "--json"): '"where": "sim:0"',
     ("leases",): "DEVICE",
     ("evictions",): "offloaded",
+    ("report",): "Nothing was recorded in this time",
+    ("report", "--text"): "recorded 0 ms of 7 d",
     ("fragmentation",): "ALLOCATED BYTES",
     ("backtest", "--policy", "lru"): "WAIT VS LRU",
     ("catalog",): "no backend tgi here",
@@ -118,6 +120,8 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
 
 @pytest.mark.parametrize(("words", "code", "message"), [
     ("inspect nobody", 1, "Known: org/far, phi:4b. Add it to the catalogue: gpu apply -f FILE"),
+    ("report --by week", 1, "it must be one of user, notebook, model, card, waits, time"),
+    ("report --since yesterday", 1, "'yesterday' is not a duration"),
     ("evict", 1, "type one of the two: a NAME, or --all-idle"),
     ("apply -f none.yaml", 1, "none.yaml: it cannot be read (No such file or directory)."),
     ("console --socket /tmp/console", 1, "needs a directory that is yours alone (mode 0700)"),

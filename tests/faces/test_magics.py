@@ -48,6 +48,7 @@ SHOWN = {
     "health": "healthy",
     "next": "No cell waits that uses a model",
     "plan qwen": "qwen is loaded already",
+    "report": "Nothing was recorded in this time",
     "plan llama": "llama fits once 1 other is evicted",
     "plan 2GiB": "A lease of 2.0 GiB fits in the free memory",
     "why qwen": "was loaded, 14.0 GiB",

@@ -1,0 +1,142 @@
+"""The tab Hours: a chart of how the cards were used over time, and the table of the account. Pure."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.units import show_seconds
+
+from ..palette import EDGE
+from .cells import NOTHING, Cell, Column, Row, as_json
+
+# The columns of `rt.report(by="time")`
+IN_USE, IDLE, BLOCKING, OUTSIDE, FREE = ON_CARD = (
+    "in_use_gib_h", "idle_gib_h", "blocking_gib_h", "outside_gib_h", "free_gib_h",
+)  # fmt: skip
+# Only what kept others waiting is a problem, so only this has a saturated colour.
+COLOURS = {IN_USE: "#748db1", IDLE: "#d7e2e3", BLOCKING: "#d55e00", OUTSIDE: "#998a65"}
+HEIGHT = 180  # pixels of a card that is full all the time
+MOST_LABELS = 7
+NO_HOURS = "Nothing was recorded in this time. The first minute appears when it has ended."
+HINT = (
+    "A card-hour is a whole card for an hour. In use: a cell, a call or a load ran. Kept waiting: idle, while somebody "
+    "else waited for the card. Saved: used by others, where there would have been no room without parking."
+)
+
+Record = Mapping[str, Any]
+
+
+def chart(records: Sequence[Record]) -> str:
+    """The stacked bars of the report by time, as HTML; empty without records."""
+    if not records:
+        return ""
+    sums = [{state: float(one[state]) for state in ON_CARD} for one in records]
+    most = max(sum(bar.values()) for bar in sums) or 1.0
+    every = -(-len(sums) // MOST_LABELS)
+    bars, labels = [], []
+    for place, (record, bar) in enumerate(zip(records, sums, strict=True)):
+        parts = "".join(
+            f'<div style="height:{100 * bar[state] / most:.2f}%;background:{COLOURS[state]}"></div>'
+            for state in (IN_USE, OUTSIDE, IDLE, BLOCKING)
+        )
+        title = esc(f"{_when(record['time'])}: {_shares(bar)}")
+        bars.append(f'<div style="{_BAR}" title="{title}">{parts}</div>')
+        if place % every == 0:
+            last = min(every, len(sums) - place)
+            labels.append(
+                f'<div style="flex:{last} 0 0;min-width:0">{esc(_when(record["time"]))}</div>'
+            )
+    total = {state: sum(bar[state] for bar in sums) for state in ON_CARD}
+    legend = "".join(
+        f'<span style="margin-right:16px;white-space:nowrap"><span style="{_SWATCH};'
+        f'background:{COLOURS.get(state, "transparent")}"></span>{_share(total, state)} {WORDS[state]}</span>'
+        for state in ON_CARD
+    )
+    return (
+        f'<div class="soft">{legend}</div><div role="img" aria-label="{esc(_shares(total))}" style="{_FRAME}">'
+        f'{"".join(bars)}</div><div class="soft" style="{_LABELS}">{"".join(labels)}</div>'
+    )
+
+
+_BAR = "flex:1 0 0;min-width:0;display:flex;flex-direction:column-reverse"
+_SWATCH = f"display:inline-block;width:12px;height:12px;margin-right:6px;border:1px solid {EDGE}"
+_FRAME = (
+    f"display:flex;gap:1px;height:{HEIGHT}px;margin-top:8px;border:solid {EDGE};border-width:1px 0"
+)
+_LABELS = "display:flex;gap:1px;font-size:12px;overflow:hidden;white-space:nowrap"
+WORDS = {
+    IN_USE: "in use",
+    IDLE: "idle",
+    BLOCKING: "kept others waiting",
+    OUTSIDE: "outside gpu-console",
+    FREE: "free",
+}
+
+
+def _share(bar: Mapping[str, float], state: str) -> str:
+    return f"{100 * bar[state] / (sum(bar.values()) or 1.0):.0f} %"
+
+
+def _shares(bar: Mapping[str, float]) -> str:
+    return ", ".join(f"{_share(bar, state)} {WORDS[state]}" for state in ON_CARD if bar[state])
+
+
+def _when(time: datetime.datetime) -> str:
+    """The beginning of a bar, in the time zone of the server."""
+    local = datetime.datetime.fromtimestamp(time.timestamp())  # pandas has its own kind of times
+    return f"{local:%a %d}" if (local.hour, local.minute) == (0, 0) else f"{local:%H:%M}"
+
+
+_TITLES = {
+    "user": Column("User"),
+    "notebook": Column("Notebook"),
+    "model": Column("Model"),
+    "card": Column("Card"),
+    "waited_for": Column("Waited for", hint="Who held the card meanwhile"),
+    "card_h": Column("Card-hours", True, "Whole cards, in use and idle"),
+    IN_USE: Column("In use", True, "GiB-hours in which a cell, a call or a load ran"),
+    IDLE: Column("Idle", True, "GiB-hours"),
+    BLOCKING: Column(
+        "Kept waiting", True, "GiB-hours held idle while somebody else waited for the card"
+    ),
+    OUTSIDE: Column("Outside", True, "GiB-hours of programs that do not use gpu-console"),
+    FREE: Column("Free", True, "GiB-hours"),
+    "parked_gib_h": Column("Parked", True, "GiB-hours in RAM"),
+    "saved_gib_h": Column(
+        "Saved", True, "GiB-hours that others used, where there was no room without parking"
+    ),
+    "waited_h": Column("Waited", True, "How long its requests waited"),
+}
+
+
+def report_columns(records: Sequence[Record]) -> list[Column]:
+    """The columns of a table of `records`."""
+    return [_TITLES[name] for name in records[0]] if records else [Column("User")]
+
+
+def report_rows(records: Iterable[Record]) -> str:
+    """The rows of a table of `records` as JSON."""
+    rows = []
+    for number, record in enumerate(records):
+        cells = tuple(_cell(name, value) for name, value in record.items())
+        rows.append(Row(str(number), cells))
+    return as_json(rows)
+
+
+def _cell(name: str, value: Any) -> Cell:
+    if isinstance(value, str):
+        return Cell(clean(value) or "no notebook", kind="" if value else "soft")
+    number = float(value)
+    if not number:
+        return NOTHING
+    if name == "waited_h":
+        return Cell(show_seconds(number * 3600), number)
+    return Cell(
+        f"{number:,.1f}" if number >= 0.05 else "< 0.1",
+        number,
+        kind="strong" if name == BLOCKING else "",
+    )
