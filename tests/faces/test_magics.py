@@ -48,7 +48,6 @@ SHOWN = {
     "health": "healthy",
     "next": "No cell waits that uses a model",
     "plan qwen": "qwen is loaded already",
-    "report": "Nothing was recorded in this time",
     "plan llama": "llama fits once 1 other is evicted",
     "plan 2GiB": "A lease of 2.0 GiB fits in the free memory",
     "why qwen": "was loaded, 14.0 GiB",
@@ -88,6 +87,7 @@ FRAMES = {
     "leases": "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds",
     "evictions": "time model action reason bytes device owner",
     "evictions --all --limit 2": "time model action reason bytes device owner",
+    "report --by waits": "user waited_for waited_h",
     "who": "name kind device bytes alone_bytes cell what stays stays_bytes",
     "backtest --policy lru --device 50%": "policy engine device_bytes host_bytes requests wait_s wait_p50_s "
     "wait_p99_s loads restores moved_bytes requests_per_s wait_vs_lru",
