@@ -19,6 +19,7 @@ from .base import (
     NORMAL,
     OVER_CAP,
     SCHEMA,
+    USER,
     Device,
     Sample,
     Share,

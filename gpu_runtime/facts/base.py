@@ -18,6 +18,7 @@ from ..units import show_bytes
 
 HOST = "host"
 KERNEL = "kernel"  # the name and the kind of the lease of what a notebook's own code holds
+USER = "user"  # the kind of a lease that stands for all memory of a user, for viewers who see only its sum
 SCHEMA = 3
 MOST_ENTRIES = 1024  # leases and tickets in one page
 MOST_EVENTS = 16  # events in one page; every reader decodes them, so older ones are in the journal

@@ -18,7 +18,19 @@ from msgspec.structs import replace
 from ..errors import AmbiguousName
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
-from .base import HOST, KERNEL, NEVER, SCHEMA, Device, Sample, Shares, Value, one_memory, where
+from .base import (
+    HOST,
+    KERNEL,
+    NEVER,
+    SCHEMA,
+    USER,
+    Device,
+    Sample,
+    Shares,
+    Value,
+    one_memory,
+    where,
+)
 from .engines import ENGINES
 from .leases import Lease, LeaseId, Owner, Phase, Section, Ticket
 
@@ -418,6 +430,8 @@ def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
     Without a `viewer`, the process in which a person reads it, the label is the same for every reader. The viewer's own
     user is not named.
     """
+    if not owner.pid:  # the sum of a user's processes
+        return owner.user
     if viewer is not None and owner.id == viewer.id:
         return THIS_PROCESS
     if not owner.user or (viewer is not None and owner.user == viewer.user):
@@ -480,14 +494,16 @@ def bytes_label(lease: Lease) -> str:
 
 
 def lease_title(lease: Lease, owner: Owner | None) -> str:
-    """The name of `lease` for people. A kernel's own memory has the name of its notebook.
+    """The name of `lease` for people. A kernel's own memory has the name of its notebook, and a sum that of its user.
 
     >>> lease_title(Lease("1", "kernel", kind="kernel"), Owner("h", "b", 41, 0, notebook="a/train.ipynb"))
     'train.ipynb'
     """
-    if lease.kind != "kernel" or owner is None:
+    if lease.kind not in (KERNEL, USER) or owner is None:
         return lease.name
-    return owner.file or f"pid {owner.pid}"
+    if lease.kind == USER:
+        return owner.user
+    return owner.title or f"pid {owner.pid}"
 
 
 # The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
@@ -507,8 +523,12 @@ def notebook_has_name(path: str, name: str) -> bool:
 
 
 def of_notebook(sections: Iterable[Section], name: str) -> list[Section]:
-    """The kernels of the notebook with this file `name` or path. Raises AmbiguousName for several folders."""
-    found = [section for section in sections if notebook_has_name(section.owner.notebook, name)]
+    """The kernels of the notebook with this file `name`, path or title. Raises AmbiguousName for several folders."""
+    found = [
+        section
+        for section in sections
+        if notebook_has_name(section.owner.notebook, name) or section.owner.title == name != ""
+    ]
     paths = tuple(sorted({section.owner.notebook for section in found}))
     if len(paths) > 1:
         raise AmbiguousName(name, paths)

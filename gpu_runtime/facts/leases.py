@@ -37,6 +37,7 @@ class Owner(Value):
     inode: int = 0  # inode of the lock file that this owner holds while it lives
     # The namespaces in which the pid and the start time are valid; empty if unknown.
     namespaces: str = ""
+    server: str = ""  # the name of JupyterHub's server; empty for the user's default server
 
     @property
     def id(self) -> str:
@@ -48,7 +49,14 @@ class Owner(Value):
         """The owner's name for people: `train.ipynb (pid 4121)`."""
         if not self.notebook:
             return f"pid {self.pid}"
-        return f"{self.file} (pid {self.pid})"
+        if not self.pid:  # the sum of a user's processes
+            return self.title
+        return f"{self.title} (pid {self.pid})"
+
+    @property
+    def title(self) -> str:
+        """The file of the notebook, after the name of its server: `train.ipynb`, or `fast/train.ipynb`."""
+        return f"{self.server}/{self.file}" if self.server and self.notebook else self.file
 
     @property
     def file(self) -> str:
@@ -56,8 +64,8 @@ class Owner(Value):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What people may type for this owner: its id, its pid, and its notebook's file and path."""
-        return tuple(filter(None, (self.id, str(self.pid), self.file, self.notebook)))
+        """What people may type for this owner: its id, its pid, and its notebook's title, file and path."""
+        return tuple(filter(None, (self.id, str(self.pid), self.title, self.file, self.notebook)))
 
 
 class Phase(enum.StrEnum):

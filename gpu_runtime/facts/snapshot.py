@@ -222,6 +222,9 @@ class Snapshot(Value):
     # Owner id -> name of a model that the owner can load -> the size and importance that the owner
     # declares.
     declared: dict[str, dict[str, Declared]] = {}
+    operates: bool = True  # False: its process may not act on the processes of other users
+    # The user for whom it was made: the memory of every other user is one sum. Empty: all is shown.
+    member: str = ""
 
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""

@@ -158,6 +158,7 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         user=printable(user, LONGEST_NAME) or _user(),
         notebook=printable(notebook, LONGEST_PATH),
         namespaces=namespaces(),
+        server=printable(os.environ.get("JUPYTERHUB_SERVER_NAME", ""), LONGEST_NAME),
     )
 
 

@@ -319,7 +319,7 @@ def _residues(snapshot: Snapshot) -> Iterator[Holding]:
             if size:
                 owner = holder(snapshot, section.owner.id)
                 for one in section.staying_on(device):
-                    title = section.owner.file or f"pid {section.owner.pid}"
+                    title = section.owner.title or f"pid {section.owner.pid}"
                     why = f"stays: {clean(one.why)}"
                     yield Holding(title, one.bytes, device, owner, why, "stays")
                 if cache := section.cache_on(device):

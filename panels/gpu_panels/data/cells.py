@@ -137,7 +137,7 @@ def stepped(seconds: float) -> float:
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
     """The file name of the `owner`'s notebook, with its path on hover; `this process` or `no notebook` without one."""
     if owner.notebook:
-        return Cell(clean(owner.file), None, clean(owner.notebook))
+        return Cell(clean(owner.title), None, clean(owner.notebook))
     is_this_process = owner.id == snapshot.owner.id
     return Cell(THIS_PROCESS if is_this_process else "no notebook", kind="soft")
 
@@ -188,7 +188,7 @@ def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
 def notebook_name(section: Section) -> str:
     """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""
     owner = section.owner
-    return clean(owner.file) if owner.notebook else f"pid {owner.pid}"
+    return clean(owner.title) if owner.notebook else f"pid {owner.pid}"
 
 
 def process_name(section: Section) -> str:
