@@ -387,6 +387,11 @@ def refusal_of_drain(session: Session, book: Book) -> str:
     return f"{mine} may not drain a card: {reason}. Only an operator may ({session.machine.file})"
 
 
+def operates(session: Session) -> bool:
+    """Whether this user may act on the processes of all users of the ledger. In a private ledger the user may."""
+    return not is_shared(session) or asker(session, session.owner.user).operator
+
+
 def is_shared(session: Session) -> bool:
     """Whether an operator has set the ledger up for several users."""
     directory = getattr(session.ledger, "directory", None)

@@ -74,6 +74,7 @@ def snapshot(session: Session) -> Snapshot:
         rules=world.rules,
         names={id: tuple(names) for id, names in declared.items()},
         declared=declared,
+        operates=requests.operates(session),
     )
     unanswered = recall.unanswered(found, world.rules)
     return replace(

@@ -36,6 +36,9 @@ class Visitor:
     may_act: bool
     may_call: bool = False  # whether a visitor without `may_act` may nevertheless call models
     api_only: bool = False  # whether only the paths of API_PATHS are admitted
+    # The user of this machine whose processes the visitor sees and may act on. Of every other user the visitor sees the
+    # sum. Empty: all processes.
+    member: str = ""
 
 
 @dataclass(frozen=True)

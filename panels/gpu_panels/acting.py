@@ -11,21 +11,24 @@ from gpu_runtime.facts import THIS_PROCESS, LeaseId, Outcome, Snapshot
 from gpu_runtime.units import show_bytes
 
 from .data.confirmations import ON_CARDS, Proposal, changed, idle_leases
+from .data.members import refusal
 
 log = logging.getLogger("gpu_runtime")
 
 ANSWER_SECONDS = 30.0  # the longest wait for an owner's answer
 
 
-def attempt(rt: Any, proposal: Proposal, name: str) -> tuple[str, str]:
+def attempt(rt: Any, proposal: Proposal, name: str, member: str = "") -> tuple[str, str]:
     """Carries out `proposal`, unless something has changed since the click. Returns `done` or `failed`, and a sentence.
 
-    The journal records `name` as the person who acts. The call waits for the model's process, so call it in a thread.
+    The journal records `name` as the person who acts. A `member` may act on own processes only. The call waits for the
+    model's process, so call it in a thread.
     """
     try:
-        difference = changed(proposal, rt.status())
-        if difference:
-            return "failed", difference
+        snapshot = rt.status()
+        refused = refusal(proposal, snapshot, member) if member else ""
+        if why_not := refused or changed(proposal, snapshot):
+            return "failed", why_not
         outcome = perform(rt, proposal, name)
         return ("done" if outcome.done else "failed"), outcome.because
     except GpuError as error:

@@ -23,6 +23,7 @@ from gpu_runtime.rendering.views import clean, clock
 
 from .acting import asked_process, attempt
 from .data.confirmations import VERBS, Proposal, changed, propose, question
+from .data.members import refusal
 from .poller import Poller
 from .widgets import ConfirmationForm
 
@@ -60,6 +61,9 @@ class Actions:
     def __init__(self, poller: Poller, visitor: Any) -> None:
         """`visitor` has a name and the attribute `may_act`, which is read again before each action."""
         self.poller, self.visitor = poller, visitor
+        self.member: str = getattr(
+            visitor, "member", ""
+        )  # the user whose processes alone are acted on; empty: any
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None  # the action that the open dialog is about
         self._reports: tuple[ActionReport, ...] = ()  # the newest report is last
@@ -90,9 +94,9 @@ class Actions:
         if not self.may_act or snapshot is None or verb.partition(" ")[0] not in VERBS:
             return
         proposal = propose(verb, target, snapshot)
-        difference = changed(proposal, snapshot)
-        if difference:
-            self._report(proposal, "failed", difference)
+        refused = refusal(proposal, snapshot, self.member) if self.member else ""
+        if why_not := refused or changed(proposal, snapshot):
+            self._report(proposal, "failed", why_not)
             return
         text = question(proposal, snapshot)
         host = getattr(self.poller.rt, "host", "")
@@ -120,7 +124,8 @@ class Actions:
 
     def _act(self, proposal: Proposal, report: ActionReport) -> None:
         """Carries out the action and queues its outcome. Runs in a thread, and changes nothing on the page."""
-        state, words = attempt(self.poller.rt, proposal, f"{self.visitor.name}, console")
+        person = f"{self.visitor.name}, console"
+        state, words = attempt(self.poller.rt, proposal, person, self.member)
         self._finished.put(report._replace(state=state, words=words, wall=self._wall()))
         self.poller.nudge()
 

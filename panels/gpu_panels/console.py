@@ -120,7 +120,7 @@ class Console:
         self.poller, self.visitor, self._chooser = poller, visitor, chooser
         self.actions = Actions(poller, visitor)
         self._shown: int | None = None  # the revision on the page
-        self._titles = tabs.titles() + ([tabs.SERVING] if poller.serving else [])
+        self._titles = tabs.titles(self.actions.member) + ([tabs.SERVING] if poller.serving else [])
         self._made: dict[str, Tab] = {}
         self._address = dict(address)  # for the first tab; empty once that tab was made
         self._holders = {

@@ -19,6 +19,7 @@ from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
 
+from .data.members import seen_by
 from .data.rows import FirstSeen
 
 log = logging.getLogger("gpu_runtime")
@@ -212,6 +213,42 @@ class Poller:
             self._due.wait(POLL_SECONDS)
 
 
+class MemberPoller:
+    """A poller as the session of a member uses it: with the member's own processes, and sums for other users."""
+
+    serving = None
+    SHARED = ("now: past",)  # data without names of other users' notebooks and models
+
+    def __init__(self, poller: Poller, member: str) -> None:
+        """`member` is the name of the user on this machine."""
+        self._all, self._member = poller, member
+        self.rt = poller.rt
+        self.first_seen = FirstSeen()
+        self.join, self.leave, self.nudge = poller.join, poller.leave, poller.nudge
+
+    @property
+    def result(self) -> PollResult:
+        """The last result, with the part of the snapshot that the member sees."""
+        found = self._all.result
+        if found.snapshot is None:
+            return found
+        seen = self.once("seen", found.snapshot, lambda one: seen_by(one, self._member))
+        return found._replace(snapshot=seen)
+
+    def first(self, timeout: float) -> PollResult:
+        """As Poller.first."""
+        self._all.first(timeout)
+        return self.result
+
+    def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
+        """As Poller.latest, and None for data that a member does not see."""
+        return self._all.latest(key, fetch, every) if key in self.SHARED else None
+
+    def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
+        """As Poller.once. The sessions of this member share the result."""
+        return self._all.once(f"{self._member}: {key}", source, compute)
+
+
 def _urgent_part(snapshot: Snapshot | None) -> Any:
     """The part of `snapshot` whose changes are published at once: holders, places, the queue, events.
 
@@ -255,3 +292,9 @@ def of(rt: Any, read: Callable[[], Snapshot] | None = None) -> Poller:
         if found is None or found.rt is not rt:
             found = _pollers[id(rt)] = Poller(rt, read)
         return found
+
+
+def for_visitor(rt: Any, visitor: Any) -> Poller | MemberPoller:
+    """The poller of the runtime `rt` for the page of the `visitor`."""
+    member = getattr(visitor, "member", "")
+    return MemberPoller(of(rt), member) if member else of(rt)

@@ -27,6 +27,7 @@ from .data import hours, serving_rows, whatif
 from .data.cells import Column, Row, as_json, encoded, lease_styles
 from .data.devices import Rows, device_rows, past_rows
 from .data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
+from .data.members import may_act_on
 from .data.rows import (
     HOLDERS,
     LEASES,
@@ -321,6 +322,8 @@ class LeasesTab(TableTab):
         snapshot = self.poller.result.snapshot
         owner = id.partition("/")[0]
         if snapshot is None or owner not in snapshot.sections or not self.actions.may_act:
+            return
+        if not may_act_on(owner, snapshot, self.actions.member):
             return
         if verb != "who":
             self.actions.propose(verb, "/".join(id.split("/")[:2]))
@@ -935,6 +938,10 @@ TABS: dict[str, type[Tab]] = {
 SERVING = ServingTab.title  # only on the page of a server that serves models
 
 
-def titles() -> list[str]:
-    """The titles of the tabs that every page has, in their order."""
-    return [title for title in TABS if title != SERVING]
+# What the other tabs show would name the notebooks and models of other users.
+FOR_MEMBERS = (NowTab.title, ModelsTab.title, LeasesTab.title)
+
+
+def titles(member: str = "") -> list[str]:
+    """The titles of the tabs that every page has, in their order; of those for a `member`, if there is one."""
+    return [title for title in TABS if title != SERVING and (not member or title in FOR_MEMBERS)]

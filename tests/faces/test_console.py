@@ -82,7 +82,7 @@ def page(page_of):
 
 def only_tabs(monkeypatch, *titles):
     """Limits the console to the tabs with these titles."""
-    monkeypatch.setattr(tabs, "titles", lambda: list(titles))
+    monkeypatch.setattr(tabs, "titles", lambda member="": list(titles))
 
 
 def target(poller, name="qwen"):

@@ -15,6 +15,7 @@ import msgspec
 from gpu_runtime.facts import (
     KERNEL,
     OVER_CAP,
+    USER,
     Device,
     DeviceView,
     History,
@@ -68,8 +69,8 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
     """Facts about the device of `view` for an operator. The most important fact is first."""
     found = [room_words(view), f"{fill(view)} leased"]
     if view.device.is_host:
-        found.append(warm_pool(snapshot))
-    elif idle := _idle_bytes(snapshot, view.device.id):
+        found += [] if snapshot.member else [warm_pool(snapshot)]
+    elif not snapshot.member and (idle := _idle_bytes(snapshot, view.device.id)):
         found.append(f"{show_bytes(idle)} idle")
     if view.measured_bytes is None:
         found += [] if view.device.is_host else ["not measured"]
@@ -191,7 +192,7 @@ def _lease_stretch(snapshot: Snapshot, part: LeasePart) -> Stretch:
         part.bytes,
         part.kind,
         lease_tooltip(snapshot, section, lease, part.bytes, part.kind),
-        "" if lease.kind == KERNEL else notebook_name(section),
+        "" if lease.kind in (KERNEL, USER) else notebook_name(section),
         f"copy of {label}" if part.is_copy else label,
         None if part.is_copy else lease,
     )
@@ -223,6 +224,8 @@ def lease_tooltip(
 def _purpose(lease: Lease) -> str:
     if lease.kind == "block":
         return "memory for a block of code"
+    if lease.kind == USER:
+        return "all memory of this user"
     if lease.importance == OVER_CAP:
         return "above the cap of its user: it leaves first when anybody waits"
     name = importance_name(lease.importance)  # `importance 7` for a number without a name
@@ -378,6 +381,11 @@ class _Drawing(NamedTuple):
     may_act: bool
     room: Mapping[str, int]  # see `room_after`
 
+    @property
+    def may_act_on_cards(self) -> bool:
+        """Whether the rows of cards have buttons. A member acts on own processes only."""
+        return self.may_act and not self.snapshot.member
+
     def percent(self, size: int) -> float:
         """The `size` in bytes as a percentage of the axis."""
         return round(100 * size / self.scale_bytes, 2)
@@ -415,7 +423,7 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
         f"budget: {limit} of {total} may be leased",
         (*_parts(bar, drawing), *_kept_parts(bar, kept, drawing)),
         description(bar),
-        _card_buttons(view) if drawing.may_act and not view.device.is_host else (),
+        _card_buttons(view) if drawing.may_act_on_cards and not view.device.is_host else (),
     )
 
 

@@ -10,6 +10,7 @@ from gpu_runtime.facts import (
     KERNEL,
     THIS_PROCESS,
     UNUSUAL,
+    USER,
     Event,
     Lease,
     ModelSpec,
@@ -112,7 +113,15 @@ def _waiting_row(
         importance_cell(ticket.importance),
         Cell(because, kind="prose alarm" if silent else "prose"),
     )
-    return Row(ticket.key, cells, (end_wait(ticket, snapshot),))
+    return Row(
+        ticket.key, cells, (end_wait(ticket, snapshot),) if _is_shown(ticket, snapshot) else ()
+    )
+
+
+def _is_shown(ticket: Ticket, snapshot: Snapshot) -> bool:
+    """Whether `snapshot` shows the process that waits with `ticket`, and not only the sum of its user's memory."""
+    section = snapshot.sections.get(ticket.owner)
+    return section is None or bool(section.owner.pid)
 
 
 def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
@@ -261,6 +270,8 @@ def _last_cell(section: Section, now: float) -> Cell:
 def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) -> Button | None:
     """The one button that helps most: it ends a stop or a wait, or makes room by what is harmless and largest."""
     owner = section.owner
+    if not owner.pid:  # the sum of another user's processes
+        return None
     presence = snapshot.presences.get(owner.id)
     if presence is not None and presence.state is ProcessState.STOPPED:
         return _button("resume", f"{owner.id}/", snapshot)
@@ -531,6 +542,7 @@ LEASES = (
 VARIABLES = Button("who", "Variables")
 _HINTS = {
     "block": "memory for running code",
+    USER: "the sum of all processes of this user",
     KERNEL: "all tensors of the notebook that belong to no model",
 }
 
@@ -559,7 +571,7 @@ def _process_cells(section: Section, snapshot: Snapshot) -> tuple[Cell, ...]:
     return (
         notebook_cell(owner, snapshot),
         Cell(clean(owner.user)),
-        Cell(str(owner.pid), owner.pid),
+        Cell(str(owner.pid), owner.pid) if owner.pid else NOTHING,
         kernel_cell(section, snapshot.now, snapshot.presences.get(owner.id)),
     )
 

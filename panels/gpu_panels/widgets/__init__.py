@@ -216,13 +216,16 @@ def status_html(snapshot: Snapshot, visitor: Any) -> str:
                 f"{host} · {ledger_title(snapshot.ledger)}",
                 hint=f"Host {host}, ledger {without_password(snapshot.ledger)}",
             ),
-            _span(_visitor_words(visitor), "who"),
+            _span(_visitor_words(visitor, snapshot), "who"),
         )
     )
 
 
-def _visitor_words(visitor: Any) -> str:
-    role = "operator" if visitor.may_act else "viewer, read only"
+def _visitor_words(visitor: Any, snapshot: Snapshot) -> str:
+    """The name and the role of the `visitor`. Of a shared ledger only its operators are called operators."""
+    role = "viewer, read only"
+    if visitor.may_act:
+        role = "operator" if snapshot.operates and not snapshot.member else "member"
     is_named_like_role = visitor.name == role.partition(",")[0]
     return role if is_named_like_role else f"{visitor.name} · {role}"
 
