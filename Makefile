@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients
+.PHONY: help run llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -69,6 +69,7 @@ help:
 	@echo "make vllm    the tests of real servers, with vLLM for CPUs in an environment of its own (3 GB)"
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
 	@echo "make clients   39 client libraries against a real server, each in an environment of its own (4 GB)"
+	@echo "make hub     JupyterHub with real users of this machine (root), in an environment of its own (2 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -111,7 +112,7 @@ test:
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
 
-soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready
+soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
 	SOAK=1 $(BIN)/python -m pytest -rsfE -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 	@$(MAKE) --no-print-directory mutants N=400
 	@$(MAKE) --no-print-directory test-busy
@@ -189,6 +190,18 @@ clients: $(STAMP) .venv-clients/.ready
 	done < $<
 	@touch $@
 
+hub: $(STAMP) .venv-hub/.ready
+	$(BIN)/python -m pytest -q -rs tests/hub
+
+# The servers of other users run in it. So it is made with the system's Python, which they can run, if that is new enough.
+.venv-hub/.ready: pyproject.toml constraints-cpu.txt | $(STAMP)
+	@$(call install,npm,npm)
+	@python=/usr/bin/python3; $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		python=$(BIN)/python; $$python -m venv .venv-hub
+	.venv-hub/bin/python -m pip install -q $(CONSTRAINTS_cpu) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[notebook,console,hub]" torch
+	npm install --silent -g --prefix .venv-hub configurable-http-proxy </dev/null
+	@touch $@
+
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "Open  docs/_build/html/index.html"
@@ -200,7 +213,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients .venv-hub build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Everything: what the runbooks need, what the tests and the documentation need, and llama.cpp.

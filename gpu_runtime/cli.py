@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
-from . import error_pages, verbs
+from . import error_pages, hub, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
 from .facts import Outcome, Plan
 from .verbs import CLI, Verb, fill, usage_error, with_sizes_joined
@@ -238,7 +238,15 @@ def _console(args: argparse.Namespace) -> str:
         read_only=args.read_only,
         browser=not args.no_browser,
     )
-    if args.fleet is None:
+    if hub.is_service() and args.socket is None:
+        from gpu_panels import hub_gate
+
+        hub_gate.run(read_only=args.read_only)
+    elif args.fleet is None:
+        if args.socket is None and (tile := hub.tile_path()):
+            print(
+                f"Your browser is not on this machine? Open the console's tile in JupyterLab, or  {tile}"
+            )
         serve()
     else:
         import gpu_runtime

@@ -297,6 +297,15 @@ class Settings:
         None,
         "The users who may only look there: names, separated by commas, or *. No other user is admitted.",
     )
+    gpu_console_operator_groups: str | None = _text(
+        None,
+        "Groups of JupyterHub whose members are operators of the console, beside the hub's admins: names, "
+        "separated by commas.",
+    )
+    gpu_console_user_names: str = _text(
+        "{name}",
+        "The name on this machine of JupyterHub's user {name}; in The Littlest JupyterHub jupyter-{name}.",
+    )
     gpu_console_read_only: bool = _truth(False, "The console has no buttons, for any user.")
 
     gpu_engine_ports: str = _text(

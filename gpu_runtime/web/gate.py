@@ -357,7 +357,9 @@ class Gate(ReversibleRouter):
         return by_lane
 
 
-def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
+def install(
+    app: Any, rules: AccessRules, gate_class: Callable[[Any, AccessRules], Gate] = Gate
+) -> Gate:
     """The gate of the Tornado application `app`, which is made with `gate_class` at the first call."""
     gate = app.settings.get(COOKIE)
     if gate is None:

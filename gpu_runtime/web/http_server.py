@@ -99,13 +99,14 @@ def run(
     socket_path: str | None = None,
     read_only: bool = False,
     browser: bool = False,
+    announcement: str = "",
 ) -> None:
     """Serves `service` until the process is interrupted, and prints the URL to open. Raises GpuError if it cannot
     listen.
 
     `make_server` makes the server. It listens on `socket_path`, else on `port` of `host`. Without a `port`, it uses the
     service's default port; 0 means any free port. With `read_only` no visitor may act. With `browser` a browser opens
-    the URL.
+    the URL. An `announcement` is printed in place of the URL, if visitors do not use it.
     """
     rules = access_rules(read_only=read_only)
     rules = replace(rules, cors=service.cors, key_visitor=service.key_visitor)
@@ -114,8 +115,12 @@ def run(
     loop = IOLoop.current()
     secret_files: list[Path | None] = []
     try:
-        shown_url, url_file = _announce(service, rules, address)
-        secret_files.append(url_file)
+        shown_url = ""
+        if announcement:
+            print(announcement, flush=True)
+        else:
+            shown_url, url_file = _announce(service, rules, address)
+            secret_files.append(url_file)
         if browser and shown_url:
             secret_files.append(open_browser(shown_url))
         loop.asyncio_loop.set_exception_handler(_log_unless_browser_left)  # type: ignore[attr-defined]
@@ -147,8 +152,8 @@ def access_rules(*, read_only: bool = False) -> AccessRules:
         user=getpass.getuser(),
         operator_token=operator.get_secret_value() if operator else secrets.token_urlsafe(32),
         viewer_token=viewer.get_secret_value() if viewer else "",
-        operators=_names(settings.gpu_console_operators),
-        viewers=_names(settings.gpu_console_viewers),
+        operators=names(settings.gpu_console_operators),
+        viewers=names(settings.gpu_console_viewers),
         read_only=read_only or settings.gpu_console_read_only,
     )
 
@@ -333,9 +338,10 @@ def _mask_record(record: logging.LogRecord) -> bool:
     return True
 
 
-def _names(text: str | None) -> frozenset[str]:
-    names = (name.strip() for name in (text or "").split(","))
-    return frozenset(name for name in names if name)
+def names(text: str | None) -> frozenset[str]:
+    """The names in `text`, which are separated by commas."""
+    found = (name.strip() for name in (text or "").split(","))
+    return frozenset(name for name in found if name)
 
 
 MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux

@@ -268,8 +268,20 @@ _guarded: WeakSet[Any] = WeakSet()  # Bokeh's application contexts whose server 
 class PanelServer(WebServer):
     """A server with a page at "/" and the routes of a service, made by Panel."""
 
-    def __init__(self, page: Page, service: Service, rules: AccessRules, address: Address) -> None:
-        """Binds the `address` and installs the gate. Raises OSError."""
+    def __init__(
+        self,
+        page: Page,
+        service: Service,
+        rules: AccessRules,
+        address: Address,
+        *,
+        prefix: str = "",
+        gate_class: Callable[[Any, AccessRules], PanelGate] = PanelGate,
+    ) -> None:
+        """Binds the `address`, and installs the gate, which `gate_class` makes. Raises OSError.
+
+        `prefix` is the first part of all paths, without a final slash.
+        """
         where: dict[str, Any] = {"port": address.port, "address": address.host}
         if address.socket_path is not None:
             where = {"unix_socket": os.fspath(address.socket_path)}
@@ -282,12 +294,13 @@ class PanelServer(WebServer):
             secret_key=secrets.token_bytes(32),
             extra_patterns=list(service.routes),
             server_id=gate.COOKIE,
+            prefix=prefix,
             **where,
         )
         # For a server in `_servers`, Panel makes the relative URLs of a page absolute (Location._sync_pathname). Such
         # URLs would lack the lane, the private part of the path (`web/gate.py`). So the server is removed.
         del pn.state._servers[gate.COOKIE]
-        installed = gate.install(self._server._tornado, rules, PanelGate)
+        installed = gate.install(self._server._tornado, rules, gate_class)
         installed.max_body_bytes = service.max_body_bytes
         if self._server._http is not None:
             installed.connections = Connections(self._server._http)
@@ -317,7 +330,7 @@ def run(
     The server listens on `socket_path`, else on `port` of `host`, else on the first free port from 8211 on. With
     `read_only` no visitor may act. With `browser` a browser opens the URL. `page` replaces the console's page.
     """
-    make_server: MakeServer = partial(PanelServer, page) if page else _make_console_server
+    make_server: MakeServer = partial(PanelServer, page) if page else make_console_server
     http_server.run(
         make_server,
         CONSOLE,
@@ -367,8 +380,15 @@ def serve_page(page: Page | None = None) -> None:
     pn.panel((page or _console_page)(visitor)).servable(title=TITLE)
 
 
-def _make_console_server(service: Service, rules: AccessRules, address: Address) -> PanelServer:
-    server = PanelServer(_console_page, service, rules, address)
+def make_console_server(
+    service: Service,
+    rules: AccessRules,
+    address: Address,
+    kind: Callable[..., PanelServer] = PanelServer,
+    page: Page | None = None,
+) -> PanelServer:
+    """A server of this `kind` with the console's page, or with the `page` if one is given."""
+    server = kind(page or _console_page, service, rules, address)
     # Imports the parts of the first page now. Without this, the first visitor would wait half a second.
     from gpu_runtime import Runtime  # noqa: F401
 
@@ -383,7 +403,7 @@ def _console_page(visitor: Visitor) -> Any:
 
     from . import console, poller
 
-    return console.page(visitor, poller.of(watching.followed()))
+    return console.page(visitor, poller.for_visitor(watching.followed(), visitor))
 
 
 # -- panel serve

@@ -63,9 +63,10 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "verbs": f"__init__ fleet owner catalog ledgers {GROUND}",
     "serving": f"__init__ runtime rendering web fleet catalog backends.pytorch.sentence_modules {GROUND}",
     "watching": f"__init__ runtime ledgers {GROUND}",
-    "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet {GROUND}",
+    "hub": f"__init__ watching ledgers web {GROUND}",
+    "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet hub {GROUND}",
     "gpu": f"__init__ runtime rendering verbs {GROUND}",
-    "cli": f"__init__ runtime watching rendering verbs serving gpu_panels {GROUND}",
+    "cli": f"__init__ runtime watching rendering verbs serving gpu_panels hub {GROUND}",
 }
 # A decision depends only on its arguments: no clock, device, environment, log or random numbers.
 NOT_IN_DECISIONS = {
