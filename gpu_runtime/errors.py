@@ -170,6 +170,8 @@ class UnknownModel(GpuError, LookupError):
         usual = f"Register it:  %gpu load {short} PATH      or  rt.register({quoted(name)}, PATH)"
         if name.endswith(".ipynb"):
             usual = f"For a notebook type evict, park, restore or why. Its models:  NAME@{short}"
+        elif "@" in name:
+            usual = "NAME@PID is a model of another process. All of them:  %gpu leases"
         existing = f"Known: {listed(known)}." if known else none
         super().__init__(
             f"no model is called {quoted(name)}. {nearest(name, known)}{existing}\n  {advice or usual}",

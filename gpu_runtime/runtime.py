@@ -19,6 +19,7 @@ from .arguments import KEYWORDS, checked, read_all
 from .backends.base import Progress, Stillness
 from .catalog.files import Catalog, Catalogued
 from .devices.probe import Probe, open_probe
+from .errors import BadSetting
 from .facts import (
     AllocatorMap,
     Applied,
@@ -94,17 +95,17 @@ class Runtime:
         """Opens the ledger and the devices.
 
         `devices` is `auto`, `cuda` or text such as `sim:2x24GiB`. `ledger` is a URL, `catalog` a
-        directory, and `policy` the name of the eviction policy. `clock` returns seconds of
+        directory, and `policy` the name of the eviction policy; each is the setting of this name with
+        `gpu_` before it, which may be given instead. `clock` returns seconds of
         CLOCK_BOOTTIME and `wall` epoch seconds. Tests replace `clock`, `wall` and `probe`. Without
         `monitor` the caller must call `tick`. Raises BadSetting, LedgerUnavailable, ProbeFailed.
         """
-        self.settings = Settings.load(
-            gpu_devices=devices,
-            gpu_ledger=ledger,
-            gpu_catalog=catalog,
-            gpu_policy=policy,
-            **settings,
-        )
+        short = {"devices": devices, "ledger": ledger, "catalog": catalog, "policy": policy}
+        for name, value in short.items():
+            if value is not None and settings.get(f"gpu_{name}") is not None:
+                raise BadSetting(name, value, f"given once, and gpu_{name} is given too")
+            settings[f"gpu_{name}"] = settings.get(f"gpu_{name}") if value is None else value
+        self.settings = Settings.load(**settings)
         check_policy(self.settings.gpu_placement)
         cpu_only = self.settings.development_cpu_only
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)

@@ -431,8 +431,10 @@ AUTOLOAD_TEXT: Any = {
     "errors": "surrogateescape",
 }  # bytes that are not UTF-8 stay
 BEGIN, END = "# >>> gpu-console", "# <<< gpu-console"
+# If the package was removed, the block does nothing: IPython would show a traceback in every new kernel.
 BLOCK = f"""{BEGIN}: written by `gpu autoload`, removed by `gpu autoload --remove`
-get_config().InteractiveShellApp.extensions.append("gpu")
+if __import__("importlib.util").util.find_spec("gpu"):
+    get_config().InteractiveShellApp.extensions.append("gpu")
 {END}
 """
 
@@ -1020,7 +1022,9 @@ def find(name: str, place: str) -> Verb:
     if verb is not None:
         where, prompt = ("a notebook", MAGIC) if MAGIC in verb.places else ("a terminal", CLI)
         raise UnknownVerb(
-            f"{name} works in {where} only:  {verb.synopsis(prompt)}", verb=name, nearest=""
+            f"{name} ({verb.doc}) works in {where} only:  {verb.synopsis(prompt)}",
+            verb=name,
+            nearest="",
         )
     found = _suggested(name, place)
     hint = f"Did you mean {' or '.join(found)}? " if found else ""

@@ -82,8 +82,8 @@ def require_token() -> None:
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode != "token":
         raise FleetUnavailable(
-            "this Ray cluster takes connections without a token (RAY_AUTH_MODE is not token), so "
-            "anybody who reaches it can run code on every host.\n"
+            "RAY_AUTH_MODE is not token here. A Ray cluster without a token lets anybody who reaches "
+            "it run code on every host.\n"
             "  On every host:  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=FILE, then ray start",
             why="no token",
         )

@@ -1,8 +1,10 @@
 """`gpu autoload` adds one block to the environment's IPython configuration. Undoing it removes only this block."""
 
+import importlib.util
 import os
 import stat
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,20 @@ def test_it_is_written_once_and_removed_without_a_trace(tmp_path):
     write_autoload(remove=True, prefix=str(tmp_path))
     write_autoload(remove=True, prefix=str(tmp_path))
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("installed", "loaded"), [(True, ["gpu"]), (False, [])])
+def test_after_the_package_was_removed_the_file_does_nothing(
+    tmp_path, monkeypatch, installed, loaded
+):
+    """IPython would show a traceback in every new kernel."""
+    write_autoload(prefix=str(tmp_path))
+    text = (tmp_path / "etc" / "ipython" / AUTOLOAD_FILE).read_text()
+    app = SimpleNamespace(InteractiveShellApp=SimpleNamespace(extensions=[]))
+    if not installed:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(text, {"get_config": lambda: app})
+    assert app.InteractiveShellApp.extensions == loaded
 
 
 @pytest.mark.parametrize("own", ["c = get_config()\n", "c = get_config()  # no newline"])

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime import Runtime
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import PlacementRules, Rules
 from gpu_runtime.settings import Settings, masked
@@ -145,6 +146,18 @@ def test_an_unknown_name_is_rejected_and_loaded_settings_do_not_change():
     # If settings could change, a decision and its explanation could use different numbers.
     with pytest.raises(Exception, match="cannot assign"):
         Settings.load().gpu_policy = "cost_aware"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("short", "value"), [("devices", "sim:2GiB"), ("ledger", "memory:"), ("policy", "cost_aware")]
+)
+def test_a_keyword_of_a_runtime_may_have_the_name_of_its_setting(short, value):
+    """Given twice, nobody knows which one is meant."""
+    given = {"gpu_devices": "sim:1GiB", "gpu_ledger": "memory:"} | {f"gpu_{short}": value}
+    with Runtime(**given) as rt:
+        assert getattr(rt.settings, f"gpu_{short}") == value
+    with pytest.raises(BadSetting, match=f"gpu_{short} is given too"):
+        Runtime(**given, **{short: value})
 
 
 def test_rules_have_the_numbers_that_decisions_use():

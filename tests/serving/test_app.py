@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -293,6 +295,28 @@ def test_metrics_contain_devices_book_and_queue(rt):
     assert ends == {("gpu_calls_total", "answered"): 3}, "each call counts once"
     assert figures["gpu_streamed_total",] == 2 and figures["gpu_stood_in_total",] == 0
     assert "gpu_device_power_watts" not in {name for name, *_ in figures}, "no driver tells it"
+
+
+def test_the_page_has_all_metrics_with_their_kinds_and_labels(rt):
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    page = page.partition("## Fleet")[0]
+    rows = re.findall(r"^\| `(gpu_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
+    listed = {
+        name.removesuffix("_total"): (kind, re.findall(r"`(\w+)`", labels))
+        for name, kind, labels in rows
+    }
+    rt.register("a", backend="fake", size="6GiB")
+    rt.preload("a")
+    gateway = Gateway()
+    gateway.figures.add("qwen", {"queue_seconds": 1.0, "prompt_tokens": 9, "completion_tokens": 5})
+    families = text_string_to_metric_families(client(rt, gateway=gateway).get("/metrics").text)
+    found = {family.name: family for family in families if family.name.startswith("gpu_")}
+    assert found.keys() == listed.keys()
+    for name, family in found.items():
+        kind, labels = listed[name]
+        assert family.type == kind, name
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == set(labels), name
 
 
 def test_metrics_have_histograms_of_the_calls_of_each_model(rt):
