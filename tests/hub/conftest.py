@@ -4,8 +4,6 @@ import pytest
 
 from tests.browser.conftest import chromium  # noqa: F401
 
-from .box import people, require_hub, running_hub
-
 DEVICES = "sim:48MiB,host:2GiB"
 PREFIX = "/hubs/one/"
 CONFIGURE = """
@@ -17,6 +15,12 @@ hub.configure(c, port={service_port}, operator_groups=["gpu-admins"], park_after
 @pytest.fixture(scope="module")
 def box():
     """A hub below a prefix. Ann, bob and ops are real users of this machine; ops is an admin of the hub."""
+    from .box import (
+        people,
+        require_hub,
+        running_hub,
+    )  # the tests of a card are collected without nbformat
+
     require_hub()
     with people(), running_hub(DEVICES, prefix=PREFIX, more=CONFIGURE) as running:
         try:
