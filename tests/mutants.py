@@ -13,6 +13,7 @@ mutmut's own runner does not fit: it leaves out decorated functions, its trampol
 call, and it cannot sample lines. cosmic-ray runs one command for all mutants, in the working tree itself.
 """
 
+import _thread
 import argparse
 import difflib
 import gc
@@ -28,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -85,12 +87,27 @@ def make_map(folder: str, data: Path) -> int:
     include = [f"{ROOT}/{folder}/*" for folder in IMPORTED]
     measured = coverage.Coverage(data_file=str(data), config_file=False, include=include)
     measured.start()
+    _trace_all_threads()
     arguments = ["-m", "not processes and not thorough and not soak", "--hypothesis-profile=quick"]
     mapper = Mapper(measured, data.with_suffix(".json"))
     status = pytest.main([*LEAN, *arguments, f"tests/{folder}"], plugins=[mapper])
     measured.stop()
     measured.save()
     return status
+
+
+def _trace_all_threads() -> None:
+    """`threading` traces its own threads. The package starts others, with `_thread`."""
+    start = _thread.start_new_thread
+
+    def started(function: Any, arguments: Any, keywords: Any = {}) -> int:  # noqa: B006
+        def run(*arguments: Any, **keywords: Any) -> None:
+            sys.settrace(threading.gettrace())
+            function(*arguments, **keywords)
+
+        return start(run, arguments, keywords)
+
+    _thread.start_new_thread = started
 
 
 def digest(folders: Iterable[str]) -> str:

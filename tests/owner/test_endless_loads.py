@@ -62,6 +62,9 @@ class InC:
 
 @pytest.fixture(autouse=True)
 def _least_load(monkeypatch):
+    # Python 3.11: each traced call waits until the stopped thread runs Python code, or has ended.
+    if sys.gettrace():
+        pytest.skip("a tracer such as coverage hangs while a thread is being stopped")
     monkeypatch.setattr(arrivals, "LEAST_LOAD_SECONDS", 0.1)
 
 
@@ -73,9 +76,6 @@ def endless():
 @pytest.fixture
 def in_c(monkeypatch):
     """A load that does not end when it is stopped, and short waits for its end."""
-    # Python 3.11: each traced call waits until the stopped thread runs Python code.
-    if sys.gettrace():
-        pytest.skip("a tracer such as coverage hangs until the load's call of C code has ended")
     monkeypatch.setattr(arrivals, "LOAD_SECONDS", 0.2)
     monkeypatch.setattr(threads, "ENDING_SECONDS", 0.2)
     made = InC()
