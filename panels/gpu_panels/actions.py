@@ -28,8 +28,8 @@ from .poller import Poller
 from .widgets import ConfirmationForm
 
 MOST_REPORTS = 4  # finished actions on the page; all actions in progress are shown in addition
-# A successful action is shown for so long; a failed one, until newer ones replace it
-DONE_SECONDS = 20.0
+# How long the outcome of an action is shown; a failed one also until it is closed
+DONE_SECONDS, FAILED_SECONDS = 20.0, 600.0
 
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """
@@ -80,8 +80,13 @@ class Actions:
             stylesheets=[OUTCOMES],
             margin=(12, 0, 0, 0),
         )
+        self.close = pmui.Button(
+            label="Close", variant="text", size="small", visible=False, margin=(8, 10)
+        )
+        self.close.on_click(lambda _: self._close_failed())
         dialogs = [self.dialog] if self.may_act else []
-        self.panel = pn.Column(self.outcomes, *dialogs, sizing_mode="stretch_width")
+        shown = pn.Row(self.outcomes, self.close, sizing_mode="stretch_width")
+        self.panel = pn.Column(shown, *dialogs, sizing_mode="stretch_width")
 
     @property
     def may_act(self) -> bool:
@@ -148,13 +153,21 @@ class Actions:
         self._reports = kept(
             report
             for report in self._reports
-            if report.state != "done" or now - report.wall < DONE_SECONDS
+            if now - report.wall < _SHOWN.get(report.state, float("inf"))
         )
         snapshot = snapshot or self.poller.result.snapshot
         lines = [_line(report, no_answer(report, snapshot)) for report in reversed(self._reports)]
         text = "".join(lines)
         if text != self.outcomes.object:
             self.outcomes.param.update(object=text, visible=bool(text))
+            self.close.visible = any(report.state == "failed" for report in self._reports)
+
+    def _close_failed(self) -> None:
+        self._reports = tuple(report for report in self._reports if report.state != "failed")
+        self.update(None)
+
+
+_SHOWN = {"done": DONE_SECONDS, "failed": FAILED_SECONDS}
 
 
 def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:

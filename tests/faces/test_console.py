@@ -16,7 +16,7 @@ from bokeh.models import ImportedStyleSheet
 from bokeh.server import session as bokeh_session
 from bokeh.server.session import ServerSession
 from gpu_panels import console, tabs
-from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
+from gpu_panels.actions import DONE_SECONDS, FAILED_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
 from gpu_panels.data.rows import FirstSeen, problem_rows
@@ -393,6 +393,21 @@ def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, 
     assert "no 1" not in page.actions.outcomes.object
     carried_out(page, waiting_threads)
     assert "14.0 GiB came free" in page.actions.outcomes.object
+
+
+def test_a_failed_outcome_is_closed_or_leaves_by_itself(page, poller):
+    now = [1000.0]
+    page.actions._wall = lambda: now[0]
+    pin = propose("pin", target(poller), poller.result.snapshot)
+    for closed in (True, False):
+        page.actions._report(pin, "failed", "no such model")
+        assert page.actions.outcomes.visible and page.actions.close.visible
+        if closed:
+            page.actions.close.clicks += 1
+        else:
+            now[0] += FAILED_SECONDS
+            page.actions.update(None)
+        assert not page.actions.outcomes.visible and not page.actions.close.visible
 
 
 def where(rt, name="qwen"):
