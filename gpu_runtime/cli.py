@@ -259,6 +259,8 @@ def _console(args: argparse.Namespace) -> str:
 
 
 def _serve(args: argparse.Namespace) -> str:
+    if sys.version_info < (3, 11):
+        raise GpuError("serving needs Python 3.11 or newer. All other verbs run here.")
     try:
         from .serving import server
     except ImportError as error:

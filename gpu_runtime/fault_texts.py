@@ -11,15 +11,16 @@ PyTorch, c10/cuda/CUDAException.
 
 from __future__ import annotations
 
-import enum
 import re
 from typing import NamedTuple
+
+from .compat import StrEnum
 
 LONGEST_LINE = 300  # characters of a line that an error message quotes
 MOST_DECODE_FAILURES = 3  # in a row; then the model is loaded again
 
 
-class Kind(enum.StrEnum):
+class Kind(StrEnum):
     """The kinds of fault. The kind decides the remedy."""
 
     OUT_OF_MEMORY = "out of memory"  # remedy: free memory

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, dataclass_transform
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from ..compat import dataclass_transform
 from ..errors import BadSetting
 from ..safe_text import lines
 from ..units import show_bytes

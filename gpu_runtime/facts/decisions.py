@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any
 
+from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes
 from .base import NORMAL, Device, Sample, Shares, Value, importance_name
@@ -389,7 +389,7 @@ Verdict = Grant | Wait | Refuse
 Policy = Callable[[Lease, World], float]  # the lease with the lowest result is evicted first
 
 
-class PlanLevel(enum.StrEnum):
+class PlanLevel(StrEnum):
     """The effort that a use of a model takes. The levels are in order, the least effort first."""
 
     HERE = "here"  # the model is on its device already

@@ -11,13 +11,13 @@ repeatedly without counting a use twice.
 from __future__ import annotations
 
 import base64
-import enum
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes
 from .base import HOST, NEVER, NORMAL, Share, Shares, Value, beside, where
@@ -68,7 +68,7 @@ class Owner(Value):
         return tuple(filter(None, (self.id, str(self.pid), self.title, self.file, self.notebook)))
 
 
-class Phase(enum.StrEnum):
+class Phase(StrEnum):
     """The phase of a lease: arriving on a device, settled, or leaving the device."""
 
     ARRIVING = "arriving"  # its room is reserved; its bytes are being loaded or copied

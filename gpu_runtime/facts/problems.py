@@ -7,9 +7,9 @@ JupyterLab all use this list.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 
+from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes
 from .base import HOST, KERNEL, Value
@@ -28,7 +28,7 @@ LOW_HOST_PART = 0.05  # the host's memory is low if a smaller part of it is free
 MOST_BUTTONS = 2
 
 
-class ProblemKind(enum.StrEnum):
+class ProblemKind(StrEnum):
     """The kinds of problems, the gravest first. `/metrics` has one figure for each kind."""
 
     DRIVER_FAULT = "driver_fault"

@@ -5,9 +5,9 @@ Also other answers of the runtime: holders of memory, offers, schedules, replays
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 
+from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
 from .base import KERNEL, NEVER, Device, Sample, Value
@@ -27,7 +27,7 @@ from .decisions import (
 from .leases import Lease, Owner, Section, Staying, Ticket
 
 
-class Level(enum.StrEnum):
+class Level(StrEnum):
     """How full a device is."""
 
     LOW = "LOW"
@@ -159,7 +159,7 @@ class Unanswered(Value):
     since: float  # by the clock of the snapshot's `now`
 
 
-class ProcessState(enum.StrEnum):
+class ProcessState(StrEnum):
     """The state of a process in the book, as it was when the snapshot was taken."""
 
     RUNNING = "running"  # the process runs a cell, or is no kernel
@@ -409,7 +409,7 @@ def verdict_kind(verdict: Verdict) -> str:
     return kinds[type(verdict)]
 
 
-class BlockState(enum.StrEnum):
+class BlockState(StrEnum):
     """What a part of a segment is used for."""
 
     ALLOCATED = "allocated"

@@ -393,7 +393,8 @@ def _cause(error: Any) -> BaseException:
     if not isinstance(cause, BaseException):
         return error
     if not isinstance(cause, GpuError) and not getattr(cause, "__notes__", None):
-        cause.add_note(str(error))
+        if hasattr(cause, "add_note"):  # from Python 3.11 on
+            cause.add_note(str(error))
     return cause
 
 

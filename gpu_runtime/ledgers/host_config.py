@@ -29,7 +29,7 @@ import pwd
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import files
+from .. import compat, files
 from ..arguments import IMPORTANCE, TRUTH, Rule
 from ..errors import BadSetting
 from ..facts import IMPORTANCE as CLASSES
@@ -116,11 +116,10 @@ def parse(text: str, file: str = CONFIG_FILE) -> Machine:
 
     Raises BadSetting.
     """
-    import tomllib
-
+    reader = compat.toml()
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tables = reader.loads(text)
+    except reader.TOMLDecodeError as error:
         raise BadSetting("GPU_CONFIG_FILE", file, f"TOML; here: {error}") from None
     checker = _ConfigChecker(file)
     checker.require_known("", tables, ("ledger", "operators", "users", "groups"))

@@ -13,7 +13,6 @@ Nothing here reads or writes the book.
 
 from __future__ import annotations
 
-import enum
 import fcntl
 import io
 import itertools
@@ -34,12 +33,13 @@ from typing import IO, NamedTuple
 from msgspec.structs import replace
 
 from .. import threads
+from ..compat import StrEnum
 from ..errors import LedgerUnavailable
 from ..facts import Owner
 from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
 
 
-class Life(enum.StrEnum):
+class Life(StrEnum):
     """Whether an owner lives. ALIVE and DEAD are proven; UNKNOWN means that neither is proven."""
 
     ALIVE = "alive"
@@ -47,7 +47,7 @@ class Life(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
-class Sight(enum.StrEnum):
+class Sight(StrEnum):
     """The present state of an owner's process, as far as it can be seen."""
 
     ALIVE = "alive"

@@ -7,7 +7,7 @@ to `_shares`, which builds the rows. `tables.table` makes a DataFrame of them if
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ..catalog.fields import state
@@ -173,11 +173,11 @@ def events(rows: Iterable[Event]) -> DataFrame:
     """
     rows = list(rows)
     cells = [
-        [datetime.fromtimestamp(e.wall, UTC), e.title, e.action, e.reason, e.bytes]
+        [datetime.fromtimestamp(e.wall, timezone.utc), e.title, e.action, e.reason, e.bytes]
         + [e.device, e.owner]
         for e in rows
     ]
-    frame = table(cells, EVENTS, {"time": "datetime64[ns, UTC]", "bytes": "int64"})
+    frame = table(cells, EVENTS, {"time": "datetime64[ns, timezone.utc]", "bytes": "int64"})
     frame.attrs["owners"] = {id: ended_label(id, name) for id, name in notebooks_in(rows).items()}
     frame.attrs["kinds"] = {e.title: (e.model_type, e.quantization) for e in rows if e.model_type}
     return frame

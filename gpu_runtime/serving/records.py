@@ -15,7 +15,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from logging.handlers import WatchedFileHandler
 from statistics import median, median_low
 from typing import Any
@@ -636,5 +636,5 @@ class Usage:
         return [(*place, *counts) for place, counts in self._new.items()]  # type: ignore[misc]
 
     def _day(self, ago: int) -> str:
-        now = datetime.fromtimestamp(self._wall(), UTC)
+        now = datetime.fromtimestamp(self._wall(), timezone.utc)
         return (now - timedelta(days=ago)).date().isoformat()

@@ -555,7 +555,9 @@ def _described(value: Any) -> str:
     if isinstance(value, functools.partial):
         return _described(value.func)
     if isinstance(value, FrameType):
-        return f"the function {value.f_globals.get('__name__')}.{value.f_code.co_qualname}"
+        code = value.f_code
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short name only
+        return f"the function {value.f_globals.get('__name__')}.{name}"
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     if isinstance(value, (CoroutineType, GeneratorType)):

@@ -1,5 +1,6 @@
 """Importing `gpu_runtime` or `gpu` loads no library that is only needed later."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +29,22 @@ def test_an_import_loads_no_library_that_is_only_needed_later(package, tmp_path)
         f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
     )
     assert output_of(program, tmp_path) == ("", "")
+
+
+NEW_IN_3_11 = re.compile(
+    r"import tomllib|operator\.call\b|enum\.StrEnum|except\*|asyncio\.(?:timeout|timeout_at|Runner|TaskGroup)\("
+    r"|from (?:enum|typing|operator|datetime|asyncio) import .*\b(?:StrEnum|Self|Never|dataclass_transform|call|UTC)\b"
+)
+
+
+def test_only_the_server_uses_what_python_3_10_lacks():
+    """`gpu serve` needs 3.11. All else takes it from `compat`. ruff refuses the syntax of newer versions."""
+    root = Path(__file__).parents[2]
+    folders = (root / "gpu_runtime", root / "kernel_ext", root / "panels")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    found = [path for path in files if NEW_IN_3_11.search(path.read_text())]
+    others = {path.relative_to(root).as_posix() for path in found if "serving" not in path.parts}
+    assert others == {"gpu_runtime/compat.py"}
 
 
 @pytest.mark.parametrize("name", ["runtime", "fleet"])

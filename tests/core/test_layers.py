@@ -17,7 +17,7 @@ GROUND = (
     "safe_text errors fault_texts units facts arguments settings threads attribution files"
     " tcp_sockets names tracked_objects"
     " notebook user_frames error_pages access_keys version torch_modes stop_text"
-    " other_libraries tables"
+    " other_libraries tables compat"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -28,14 +28,15 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "user_frames": "safe_text",
     "errors": "safe_text user_frames",
     "error_pages": "errors",
-    "fault_texts": "",
+    "compat": "",
+    "fault_texts": "compat",
     "threads": "",
     "attribution": "",
     "tcp_sockets": "",
     "files": "units",
     "access_keys": "safe_text errors facts files",
     "units": "errors",
-    "facts": "safe_text errors units",
+    "facts": "safe_text errors units compat",
     "torch_modes": "",
     "tables": "safe_text threads",
     "other_libraries": "threads tracked_objects units",

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import gpu_panels.lab
 import pytest
+import tomllib
 
 from gpu_runtime import __version__
 

@@ -2,10 +2,10 @@
 
 import http.client
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from tests.browser.chromium import CHROMIUM, BrowserPage, running
 from tests.browser.lab import TOKEN, serving_lab

@@ -6,7 +6,6 @@ server, on a port that it claims. The recipe of each engine has the command that
 
 from __future__ import annotations
 
-import enum
 import errno
 import fcntl
 import http.client
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ... import threads
+from ...compat import StrEnum
 from ...devices.probe import Probe
 from ...errors import BadSetting, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
@@ -64,7 +64,7 @@ READY_STATUS = 200  # of the health check
 LOAD_ANSWER_SECONDS = 3600.0  # time-out of the request that loads the model
 
 
-class ServerState(enum.StrEnum):
+class ServerState(StrEnum):
     """What a server is doing now."""
 
     IDLE = "idle"

@@ -137,7 +137,8 @@ def _answer(
         fault = None
         if not isinstance(error, GpuError):
             fault = recognise(str(error))
-            error.add_note(traceback.format_exc())
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(traceback.format_exc())
         send(number, "error", error)
         if isinstance(error, ProcessLost) or (fault is not None and fault.loses_context):
             print(error, file=sys.stderr, flush=True)

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat import call
+
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 
@@ -200,7 +202,7 @@ class Exchange:
         return [
             partial(_exhaust, map(torch._C._set_throw_on_mutable_data_ptr, self._refusing)),
             partial(_exhaust, map(self._made.append, swaps)),
-            partial(_exhaust, map(operator.call, self._marks)),
+            partial(_exhaust, map(call, self._marks)),
         ]
 
     def undo(self) -> None:
@@ -215,7 +217,7 @@ _exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterato
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
     """Makes all `calls`, with no instruction of Python, and so no interrupt, between two of them."""
-    _exhaust(map(operator.call, calls))
+    _exhaust(map(call, calls))
 
 
 # The C library's function. `PyDLL` keeps the interpreter's lock during the call.
@@ -259,7 +261,7 @@ class Unchanged:
             map(operator.ne, map(_version_of, self._tensors), self._versions),
             map(operator.or_, *self._elsewhere()),
             self._different(),
-            map(operator.call, [*calls, partial(made.append, True)]),
+            map(call, [*calls, partial(made.append, True)]),
         )
         _exhaust(itertools.takewhile(operator.not_, differences))
         return bool(made)

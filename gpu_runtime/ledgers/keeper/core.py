@@ -7,11 +7,12 @@ messages to connections. The laws of a write are in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, dataclass_transform
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from ...compat import dataclass_transform
 from ...errors import LedgerRefused
 from ...facts import Book, Owner
 from ..invariants import refuse_unlawful

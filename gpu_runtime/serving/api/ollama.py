@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -469,7 +469,7 @@ def _vector_part(text: str, calls: Any) -> Json:
 
 
 def _head(model: str) -> Json:
-    return {"model": model, "created_at": datetime.now(UTC).isoformat()}
+    return {"model": model, "created_at": datetime.now(timezone.utc).isoformat()}
 
 
 def _end(finish: str, usage: Any) -> Json:
@@ -507,11 +507,11 @@ def _durations(facts: Mapping[str, Any], finish: Any = whole) -> dict[str, int]:
 
 def _row(row: Json, facts: ModelFacts | None) -> Json:
     """A row of `/v1/models` as a row of `/api/tags`."""
-    created = datetime.fromtimestamp(row.get("created", 0), UTC)
+    created = datetime.fromtimestamp(row.get("created", 0), timezone.utc)
     if facts and facts.spec.source:
         with contextlib.suppress(OSError):  # the source is a hub id, or gone
             changed = os.stat(os.path.expanduser(facts.spec.source)).st_mtime
-            created = datetime.fromtimestamp(changed, UTC)
+            created = datetime.fromtimestamp(changed, timezone.utc)
     return {
         "name": row["id"],
         "model": row["id"],
@@ -558,7 +558,7 @@ def _running(gateway: Any, row: Json, lease: Lease | None) -> Json:
     if lease is not None:
         found |= {"size": lease.bytes, "size_vram": lease.card_bytes}
     seconds = gateway.warm_seconds(row["id"])
-    until = datetime.now(UTC) + timedelta(seconds=seconds or 0.0)
+    until = datetime.now(timezone.utc) + timedelta(seconds=seconds or 0.0)
     found["expires_at"] = _NEVER if seconds is None else until.isoformat()
     if "context_length" in row:
         found["context_length"] = row["context_length"]

@@ -11,7 +11,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from statistics import median
 from typing import NamedTuple
 
@@ -439,7 +439,7 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
     notebooks = notebooks_in(events)
     for event in events:
         section = snapshot.sections.get(event.owner)
-        time = datetime.fromtimestamp(event.wall, UTC).isoformat(timespec="milliseconds")
+        time = datetime.fromtimestamp(event.wall, timezone.utc).isoformat(timespec="milliseconds")
         line = [
             time,
             safe(event.title),
