@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import struct
+import sys
 from copy import deepcopy as copy_of
 
 import numpy as np
@@ -486,6 +487,10 @@ def test_a_hub_id_is_loaded_from_the_cache_or_named_in_one_line(
     with pytest.raises(LoadFailed, match=said) as error:
         footprint(backend, spec("org/absent"))
     assert len(str(error.value).splitlines()) == 1
+    with monkeypatch.context() as lacks:
+        lacks.setitem(sys.modules, "huggingface_hub", None)
+        with pytest.raises(LoadFailed, match="pip install 'gpu-console\\[transformers\\]'"):
+            footprint(backend, spec("org/absent"))
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))

@@ -120,11 +120,19 @@ shell = InteractiveShell.instance()
 shell.run_line_magic("load_ext", "gpu")
 rt = shell.user_ns["rt"]
 rt.register("m", backend="fake", size="1 GiB")
+with open("models.yaml", "w") as file:
+    file.write("models: {hub: {source: org/name}, drill: {runtime: fake, memory: 1GiB}}")
+assert shell.run_line_magic("gpu", "apply -f models.yaml").added == ("hub", "drill")
 with rt.use("m"):
     print(shell.run_line_magic("gpu", ""))
     for verb in ("models", "leases", "evictions --all", "catalog", "health", "plan 2GiB", "config", "doctor"):
         print(shell.run_line_magic("gpu", verb))
     print(*shell.run_line_magic("gpu", "models")["name"], rt.leases()[0]["device"])
+assert [row["bytes"] for row in rt.catalog()] == [2**30, None]
+try:
+    rt.plan("hub")
+except Exception as error:
+    print(error)
 absent = [name for name in ("pandas", "numpy", "pydantic", "torch", "filelock") if name in sys.modules]
 assert not absent, absent
 """
@@ -134,14 +142,16 @@ def test_the_core_alone_is_enough_for_a_notebook_and_the_command(wheel, tmp_path
     """Without pandas, pydantic and torch: `%load_ext gpu`, the verbs, and `gpu` in a terminal."""
     monkeypatch.setenv("GPU_DEVICES", "sim:2x24GiB,host:64GiB")
     monkeypatch.setenv("GPU_LEDGER", "memory:")
+    monkeypatch.setenv("GPU_CATALOG", f"{tmp_path}/catalogue")
     folder = tmp_path / "environment"
     site = empty_environment(folder)
     libraries = link_libraries(folder, site, needed([*CORE, "ipython"]))
     python = folder / "bin" / "python"
     pip("install", "-q", "--no-deps", wheel, cwd=tmp_path, python=python)
     shown = run(python, "-c", NOTEBOOK, cwd=tmp_path)
-    assert shown.splitlines()[-1] == "m sim:0" and "1.0 GiB" in shown
+    assert "\nm drill hub sim:0\n" in shown and "1.0 GiB" in shown
+    assert shown.splitlines()[-1].startswith("  Install it:  pip install 'torch>=")
 
     (libraries / "IPython").unlink()  # a terminal does without it
     assert "sim:1" in run(folder / "bin" / "gpu", cwd=tmp_path)
-    assert "No model" in run(folder / "bin" / "gpu", "models", cwd=tmp_path)
+    assert "org/name" in run(folder / "bin" / "gpu", "catalog", cwd=tmp_path)

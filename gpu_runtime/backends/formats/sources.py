@@ -88,8 +88,16 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
         _require_linked(path, name, source)
         return path
     import_whole("huggingface_hub", "snapshot_download")
-    from huggingface_hub import snapshot_download
-
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise LoadFailed(
+            f"{name}: {source} is no directory (there is no {path.absolute()}), and huggingface_hub, which finds "
+            "the files of a hub id, is not installed.\n  Install it:  pip install 'gpu-console[transformers]'",
+            name=name,
+            source=source,
+            mistake=True,
+        ) from None
     try:
         path = Path(snapshot_download(source, revision=revision, local_files_only=True))
     except Exception as error:
