@@ -177,7 +177,7 @@ def events(rows: Iterable[Event]) -> DataFrame:
         + [e.device, e.owner]
         for e in rows
     ]
-    frame = table(cells, EVENTS, {"time": "datetime64[ns, timezone.utc]", "bytes": "int64"})
+    frame = table(cells, EVENTS, {"time": "datetime64[ns, UTC]", "bytes": "int64"})
     frame.attrs["owners"] = {id: ended_label(id, name) for id, name in notebooks_in(rows).items()}
     frame.attrs["kinds"] = {e.title: (e.model_type, e.quantization) for e in rows if e.model_type}
     return frame
