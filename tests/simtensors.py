@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpu_runtime.backends.pytorch import old_torch
 from gpu_runtime.units import MIB
 from tests.simcard import DEFAULT, SHARED_POOL, Card, Full
 
@@ -82,7 +83,7 @@ def _watch(storage: torch.UntypedStorage) -> None:
     weakref.finalize(storage, _storage_freed, storage._cdata).atexit = False
 
 
-_swap = torch.UntypedStorage._swap_data_ptr_
+_swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", old_torch.exchange)
 
 
 def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..errors import OutOfMemory
+from ..errors import GpuError, OutOfMemory
 from ..facts import Evidence, ModelSpec, Shares
 
 Progress = Callable[[int, int], None]  # called with bytes done and bytes in total
@@ -115,6 +115,10 @@ class Backend:
     def runs_here(self, spec: ModelSpec) -> bool:
         """Whether the model of `spec` runs in this process, which its crash would end."""
         return True
+
+    def refusal(self, name: str) -> GpuError | None:
+        """The error of each move of the model `name`, if this process can move no such model."""
+        return None
 
     def droppable(self, model: Any) -> bool:
         """Whether a cheap check suggests that the source could restore `model` byte for byte."""

@@ -640,7 +640,7 @@ def _why_not_parked(kernel: Resident) -> str:
     """The reason why an idle kernel cannot be parked now; empty if the kernel can be parked."""
     if not kernel.lease.movable:
         return "parking is turned off for it (GPU_PARK=never)"
-    return kernel.handle.stillness.why_not()
+    return kernel.handle.why_not()
 
 
 def _without_names(found: Holdings, user: str) -> Holdings:

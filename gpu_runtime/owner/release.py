@@ -127,6 +127,8 @@ def _leave(
             return book, tuple([victims.shed_step(other, because, "evict") for other in found[0]])
     if not isinstance(step, Drop) and (why := feasibility.why_no_return(book, lease, world)):
         return book, _cannot_return(session, lease, why)
+    if step is None and (refusal := resident.backend.refusal(name)):
+        return book, refusal
     if step is None:
         return book, _only_copy(lease, resident.needed_elsewhere())
     return victims.mark_leaving(book, step, key.text), step

@@ -37,6 +37,7 @@ from .placement import may_split, may_use_one_card, place, split
 from .queue import Context, held_bytes, load_seconds
 from .victims import (
     EXEMPT,
+    FIXED,
     MOVE_FAILED,
     WISHED,
     can_move,
@@ -369,7 +370,7 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
     if lease.droppable or (can_move(lease, world) and all_fit_in_host):
         return "would not free enough"
     why = needs_host_room(lease)
-    return why if why == EXEMPT else f"{why} now"
+    return why if why in (EXEMPT, FIXED) else f"{why} now"
 
 
 def _in_use_words(lease: Lease, why: str) -> str:

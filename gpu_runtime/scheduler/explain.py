@@ -43,7 +43,7 @@ from ..facts import (
 from ..units import MIB, show_bytes, show_seconds
 from .capacity import views
 from .placement import runners_up
-from .victims import EXEMPT
+from .victims import EXEMPT, FIXED
 
 MOST_HOLDERS = 8  # leases in a report, each on a line of its own
 MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
@@ -163,6 +163,8 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
     if verdict.kind == "precious":
         if EXEMPT in verdict.because:
             return "End the exemption in that notebook:  %gpu park asked      or free its memory:  %gpu free"
+        if FIXED in verdict.because:
+            return f"Give it up in its notebook:  rt.forget({first_holder!r})"
         if first_holder == "kernel":
             return "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, or free it in its notebook:  %gpu free"
         return (

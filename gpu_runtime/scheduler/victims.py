@@ -316,6 +316,7 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
 # -- which leases may be evicted, and how ----------------------------------------------------------
 
 
+FIXED = "exists nowhere else, and its process cannot move it"
 EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
 WISHED = "wished by the fleet"  # a reason to stay, for a load that only a wish requests
@@ -458,10 +459,12 @@ def needs_host_room(lease: Lease) -> str:
     """The reason why this `lease`, whose weights exist nowhere else, cannot leave its card.
 
     The text is the end of a sentence. Either the lease is a notebook's memory that may not be
-    moved, or the host has no room for the lease.
+    moved, or its process cannot move it, or the host has no room for the lease.
     """
     if lease.kind == "kernel" and not lease.movable:
         return EXEMPT
+    if not lease.movable:
+        return FIXED
     return "exists nowhere else, and the host has no room for it"
 
 

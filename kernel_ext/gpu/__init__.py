@@ -1,6 +1,6 @@
 """The extension for `%load_ext gpu`: the magics `%gpu` and `%%gpu`, their completions, and `rt`.
 
-Loading the extension prints nothing, and imports neither torch, transformers nor pandas.
+Loading the extension imports neither torch, transformers nor pandas. It prints nothing, unless torch cannot park.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
 from gpu_runtime import GpuError, error_pages, facts, names, verbs
+from gpu_runtime.backends.torch_release import why_not_moved
 from gpu_runtime.errors import reword
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespace, registered
@@ -48,6 +49,7 @@ from gpu_runtime.verbs import (
     usage_error,
     with_sizes_joined,
 )
+from gpu_runtime.version import NEWER_TORCH
 
 from .look_ahead import CellSchedule
 from .parking import Parking
@@ -292,6 +294,7 @@ class _Loaded:
         self.shell = shell
         self.opened: Any = None
         self.wait_line: WaitLine | None = None
+        self._torch_was_told = False
         self.magics = GpuMagics(shell, self.open)
         self.matcher = matcher_for(self.open)
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []  # table, key, the former entry
@@ -365,9 +368,18 @@ class _Loaded:
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)
         _follow_reloads()
+        self._tell_of_torch()
         self._tell_of_waits()
         if self.parking is not None and result.error_in_exec is not None:
             self.parking.after_error(result.error_in_exec)
+
+    def _tell_of_torch(self) -> None:
+        """Shows one quiet line, once, if this torch cannot move memory. More is known after its import."""
+        if not self._torch_was_told and (why := why_not_moved()):
+            self._torch_was_told = True
+            quiet_line(
+                f"Nothing of this notebook is parked or moved: {why}. A newer torch: {NEWER_TORCH}"
+            )
 
     def _tell_of_waits(self) -> None:
         """Shows one quiet line if another process waits for memory that this notebook holds."""

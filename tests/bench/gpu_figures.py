@@ -33,7 +33,6 @@ from gpu_runtime.devices.drivers import Listing
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB, show_bytes
-from tests import storage_swap
 from tests.owner.kernels import Quiet
 
 from .bench_parking import Parkable
@@ -51,7 +50,6 @@ class Bench:
 
     def __init__(self, size: int) -> None:
         self.real = torch.cuda.is_available()
-        self.stand_in = storage_swap.install()
         self.size = size
         host = f"sim:{6 * size},host:{6 * size}"
         self.probe: Probe = open_probe("cuda" if self.real else host)
@@ -103,8 +101,8 @@ class Bench:
 def machine(bench: Bench) -> str:
     """The card, its driver and its clocks; or that the accelerator is simulated."""
     version = f"torch {torch.__version__}"
-    if bench.stand_in:
-        version += " with a stand-in for the exchange of storages"
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        version += " with our exchange of storages"
     if not bench.real:
         return f"simulated accelerator, {version}, no driver, no clock"
     listing = bench.probe.listing

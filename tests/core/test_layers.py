@@ -66,7 +66,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "watching": f"__init__ runtime ledgers {GROUND}",
     "hub": f"__init__ watching ledgers web {GROUND}",
     "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet hub {GROUND}",
-    "gpu": f"__init__ runtime rendering verbs {GROUND}",
+    "gpu": f"__init__ runtime rendering verbs backends.torch_release {GROUND}",
     "cli": f"__init__ runtime watching rendering verbs serving gpu_panels hub {GROUND}",
 }
 # A decision depends only on its arguments: no clock, device, environment, log or random numbers.

@@ -447,6 +447,22 @@ def test_loading_prints_nothing_and_offers_the_runtime_if_its_name_is_free(fresh
     assert fresh_shell.user_ns["rt"] == "mine"
 
 
+def test_one_line_says_that_a_torch_cannot_park(fresh_shell, rt, monkeypatch):
+    """It is under the cell that loads the extension, or under the first cell after the reason is known."""
+    lines, reasons = [], iter(["", "torch 2.3.1 is older than 2.4"])
+    monkeypatch.setattr(magics, "quiet_line", lines.append)
+    monkeypatch.setattr(magics, "why_not_moved", lambda: next(reasons))
+    fresh_shell.run_cell("%load_ext gpu")
+    assert lines == []
+    for _ in range(2):
+        fresh_shell.run_cell("1")
+    assert lines == [
+        "Nothing of this notebook is parked or moved: torch 2.3.1 is older than 2.4. "
+        "A newer torch: pip install 'torch>=2.12'"
+    ]
+    fresh_shell.run_cell("%unload_ext gpu")
+
+
 def state(shell):
     tables = shell.magics_manager.magics
     return (

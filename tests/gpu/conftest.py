@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a real card: a warm card, and the exchange of storages on any torch."""
+"""Fixtures of the tests on a real card: a warm card."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def exchange() -> None:
-    """Gives a torch before 2.12 the method by which storages leave a card and return."""
-    from tests import storage_swap
-
-    try:
-        storage_swap.install()
-    except OSError as error:
-        pytest.skip(f"this torch cannot exchange the bytes of storages: {error}")
 
 
 @pytest.fixture(scope="session")

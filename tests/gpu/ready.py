@@ -72,8 +72,9 @@ def _exchange() -> str:
 
     if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         return "torch's own"
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    return f"a stand-in, since torch is older than 2.12; compiler: {compiler or 'NONE, tests skip'}"
+    from gpu_runtime.backends.pytorch.swap import why_not
+
+    return why_not([torch.device("cuda")]) or "ours, since torch is older than 2.12"
 
 
 def _cards() -> str:

@@ -15,7 +15,7 @@ from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exchange")]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 torch = pytest.importorskip("torch")
 two_cards = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
 from tests import tiny_models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exchange")]
+pytestmark = pytest.mark.gpu
 CARD, HOST = (Share("cuda:0", 0),), (Share("host", 0),)
 
 

@@ -12,7 +12,7 @@ from gpu_runtime import Busy, DoesNotFit, Runtime
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exchange")]
+pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 

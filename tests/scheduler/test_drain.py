@@ -92,7 +92,7 @@ def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
         (block("m", sim0=2), "a block of code"),
         (
             lease("m", sim0=2, droppable=False, movable=False),
-            "exists nowhere else, and the host has no room for it",
+            "exists nowhere else, and its process cannot move it",
         ),
     ],
 )

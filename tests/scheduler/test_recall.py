@@ -125,7 +125,7 @@ CODE = "is memory of running code of pid 1; it is freed when that code ends"
     [
         (dict(keep=True), "kept", "is kept on its device; unpin it first"),
         (dict(kind="block", **FIXED), "in use", CODE),
-        (FIXED, "stays", "exists nowhere else, and the host has no room for it"),
+        (FIXED, "stays", "exists nowhere else, and its process cannot move it"),
         (dict(kind="kernel", **FIXED), "stays", "is exempt from parking"),
         (
             dict(moves_again_at=NOW + 30),

@@ -196,6 +196,11 @@ class KernelMemory:
         self.exchanges = 0  # the number of times that the bytes have left or returned
         self.gate = threading.Lock()  # held while a count is recorded, or bytes are exchanged
 
+    def why_not(self) -> str:
+        """Why the bytes cannot leave now; empty if they can."""
+        cards = [torch.device(memory.torch) for memory in self.memories]
+        return swap.why_not(cards) or self.stillness.why_not()
+
     @property
     def memory(self) -> Memory:
         """The first card. On simulated cards all tensors count as tensors on this card."""
@@ -357,7 +362,7 @@ class KernelBackend(Backend):
 
     def _leave(self, model: KernelMemory, most: int | None = None) -> None:
         """Offloads all storages; if `most` is given, only some, with at most so many bytes."""
-        if why := model.stillness.why_not():
+        if why := model.why_not():
             raise NotStill(why)
         if not swap.can_guard(torch.device(model.memory.torch)):
             raise NotStill("this build of torch can put no guard in the place of its memory")

@@ -28,7 +28,8 @@ from ...facts import HOST
 from ...torch_modes import outside_modes
 from ...tracked_objects import instances
 from ...units import MIB
-from .swap import readable_class
+from . import old_torch
+from .swap import has_lazy_copy, readable_class
 
 Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
 
@@ -465,6 +466,7 @@ def graph(tensor: Tensor) -> tuple[Any, ...]:
     return (node,) if node is not None else ()
 
 
+_SavedTensor = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]
 # Maps the class of a node to the names of its attributes with saved tensors and objects.
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
@@ -501,6 +503,8 @@ def saved_by(node: Any) -> Iterator[Any]:
 def _saved(node: Any, name: str) -> Iterator[Any]:
     try:
         value = getattr(node, name)
+        if name != "variable" and not hasattr(_SavedTensor, "data"):
+            value = old_torch.saved_in(node, name)
     except RuntimeError:  # backward() has freed it
         return
     for one in value if isinstance(value, (tuple, list)) else (value,):
@@ -597,7 +601,7 @@ def _reason(
     is_plain = _PLAIN.issuperset(map(type, tensors))
     if not is_plain and any(readable_class(one) is not type(one) for one in tensors):
         return "", 0  # the bytes of a dropped model: a guard without memory is in their place
-    if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
+    if has_lazy_copy(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, torch._C._data_address(_view(storage, 1))  # data_ptr() would copy it
     address = _address(storage)
     if address is None:

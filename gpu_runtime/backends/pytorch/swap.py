@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from ...compat import call
+from ...version import OLDEST_TORCH
+from . import old_torch
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
@@ -35,8 +37,32 @@ def _mark() -> Callable[[int, str], None] | None:
 
 
 def can_swap() -> bool:
-    """Whether this torch can exchange data pointers. torch 2.12 and later can."""
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+    """Whether the data pointers of storages can be exchanged: by torch 2.12 and later, else by us."""
+    return _native() is not None or (
+        torch.__version__ >= OLDEST_TORCH and old_torch.exchanged_fields() is not None
+    )
+
+
+def _native() -> Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None:
+    """torch's method that exchanges the data pointers of two storages; torch 2.12 and later have it."""
+    return getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+
+
+def why_not(devices: Iterable[torch.device] = ()) -> str:
+    """Why no bytes can leave these `devices` unnoticed; empty if they can.
+
+    Without the exchange, tensors of a module could be rebound. Their views, and graphs that saved
+    them, would keep the old bytes: a later write would not be seen there.
+    """
+    if not can_swap():
+        if torch.__version__ < OLDEST_TORCH:
+            return f"torch {torch.__version__} is older than {OLDEST_TORCH}"
+        return (
+            f"gpu-console does not know how torch {torch.__version__} keeps the memory of tensors"
+        )
+    if _mark() is None and any(device.type == "cuda" for device in devices):
+        return f"torch {torch.__version__} cannot guard bytes that have left a card"
+    return ""
 
 
 def can_guard(device: torch.device) -> bool:
@@ -65,6 +91,14 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
     return tensor.untyped_storage()
 
 
+def has_lazy_copy(content: Tensor) -> bool:
+    """Whether the storage of `content` is copied at its first write. That of a guard is not."""
+    try:
+        return torch._C._is_cow_tensor(content)
+    except RuntimeError:  # torch before 2.12, for a guard
+        return False
+
+
 WRITE_REFUSED = "Cannot access data pointer of Tensor"  # how torch's error for a write begins
 
 
@@ -80,7 +114,7 @@ def refuse_writes(content: Tensor) -> None:
 
 def refuses_writes(content: Tensor) -> bool:
     """Whether writes into the CPU storage of `content` raise; see `refuse_writes`."""
-    if content.device.type != "cpu" or torch._C._is_cow_tensor(content):
+    if content.device.type != "cpu" or has_lazy_copy(content):
         return False
     try:
         content.untyped_storage().data_ptr()
@@ -198,18 +232,24 @@ class Exchange:
     @property
     def calls(self) -> list[Callable[[], Any]]:
         """The prepared exchanges, as calls for `at_once`. Each call of it does its part for all storages."""
-        swaps = itertools.starmap(torch.UntypedStorage._swap_data_ptr_, self.pairs)
         return [
             partial(_exhaust, map(torch._C._set_throw_on_mutable_data_ptr, self._refusing)),
-            partial(_exhaust, map(self._made.append, swaps)),
+            partial(_exhaust, map(self._made.append, _swaps(self.pairs))),
             partial(_exhaust, map(call, self._marks)),
         ]
 
     def undo(self) -> None:
         """Reverts the exchanges that were made. A repeated call of `undo` does nothing."""
         made = self.pairs[: len(self._made)]
-        back = itertools.starmap(torch.UntypedStorage._swap_data_ptr_, reversed(made))
-        at_once([partial(_exhaust, back), self._made.clear])
+        at_once([partial(_exhaust, _swaps(made[::-1])), self._made.clear])
+
+
+def _swaps(pairs: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> Iterable[Any]:
+    """An iterator that exchanges the bytes of one of `pairs` at each step, within C."""
+    native = _native()
+    if native is not None:
+        return itertools.starmap(native, pairs)
+    return map(_exhaust, [old_torch.exchanging(*pair) for pair in pairs])
 
 
 _exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterator, within C

@@ -27,6 +27,7 @@ from ...devices.process_memory import Memory
 from ...errors import CannotGovern, LoadFailed, StillInUse
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...torch_modes import all_outside_modes, with_own_modes
+from ...version import NEWER_TORCH
 from ..base import Backend, Progress, is_out_of_memory
 from . import host_copies, streams, swap
 from . import storages as st
@@ -62,6 +63,26 @@ class TorchBackend(Backend):
         self._models = _models_of.setdefault(probe, weakref.WeakSet())
         memories = [probe.place(device.id) for device in probe.devices]
         self._by_torch_device = {one.torch: one for one in memories if one.torch != "cpu"}
+
+    @property
+    def can_move(self) -> bool:  # type: ignore[override]
+        """Whether torch can move weights so that their views and graphs stay valid."""
+        return not self._why_not()
+
+    def _why_not(self) -> str:
+        return swap.why_not(map(torch.device, self._by_torch_device))
+
+    def refusal(self, name: str) -> CannotGovern | None:
+        """The error of a move that would part the weights of the model `name` from views and graphs."""
+        why = self._why_not()
+        if not why:
+            return None
+        return CannotGovern(
+            f"{name} stays where it is: {why}, so its views and graphs would keep the old weights.\n"
+            f"  Install a newer torch, and restart:  {NEWER_TORCH}",
+            name=name,
+            why=why,
+        )
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The size of the module `origin`, or of the module that the factory `origin` builds.
@@ -356,6 +377,9 @@ class TorchBackend(Backend):
         ]
         if not moving and goal.memories == model.memories and goal.layout == model.layout:
             return
+        # A model that is only being loaded has no views and graphs yet.
+        if model.memories and (refusal := self.refusal(model.spec.name)):
+            raise refusal
         going = [groups[i] for i in moving]
         places = [goal.places[i] for i in moving]
         sources = [model.content(group) for group in going]

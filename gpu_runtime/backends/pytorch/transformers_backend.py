@@ -210,7 +210,7 @@ class TransformersBackend(TorchBackend):
                 model.shared.require_same(model.given)
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        return swap.can_swap()
+        return self.can_move
 
     def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
         """As `TorchBackend.move`. Only of bytes that are unchanged since the load a copy stays.
@@ -298,6 +298,8 @@ class TransformersBackend(TorchBackend):
         False with gradients, with storages of another model, and while something else needs its
         bytes: a live graph, a view, a state dict. `unchanged` compares the bytes.
         """
+        if not self.can_move:
+            return False  # after a drop and a load, views of its weights would keep the old ones
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
         if model.is_shared or model.bases or model.needed_elsewhere():
