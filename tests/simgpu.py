@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch.utils import backend_registration
@@ -63,6 +64,9 @@ __all__ = [
 ]  # fmt: skip
 
 _is_late = False
+MISSING = ""  # why there is no simulated accelerator
+if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    MISSING = f"Python cannot register an accelerator with torch {torch.__version__}"
 
 
 def used_bytes(card: int) -> int:
@@ -109,9 +113,12 @@ def limited(**capacities: int) -> Iterator[None]:
 def late(segment_bytes: int = 0) -> Iterator[None]:
     """Inside the block the cards do their work late, and their allocators keep freed memory for reuse.
 
-    Segments have at least `segment_bytes`, as far as the card has room.
+    Segments have at least `segment_bytes`, as far as the card has room. Skips the test if there is
+    no simulated accelerator.
     """
     global _is_late
+    if MISSING:
+        pytest.skip(MISSING)
     try:
         _is_late = True
         for card in cards:
@@ -151,9 +158,14 @@ def stuck(card: int, stream: int = DEFAULT) -> Iterator[Callable[[], None]]:
 
 
 class SimProbe(Probe):
-    """A probe that reports these cards. As on a real card, torch allocates their memory."""
+    """A probe that reports these cards. As on a real card, torch allocates their memory.
+
+    Skips the test if there is no simulated accelerator.
+    """
 
     def __init__(self, host_bytes: int = 256 * MIB) -> None:
+        if MISSING:
+            pytest.skip(MISSING)
         kind = (CARD_BYTES, "simulated accelerator")
         cards = (
             Device(f"simgpu:{i}", *kind, f"SIMGPU-{i}", i, simulated=True) for i in range(CARDS)
@@ -415,20 +427,21 @@ def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: An
 
 # -- registration with torch -----------------------------------------------------------------------
 
-backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=module)
 _aten = torch.ops.aten
 _UNINITIALISED = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default,
     _aten.new_empty.default, _aten.new_empty_strided.default,
 }  # fmt: skip
 _MIXED = {_aten.index.Tensor, _aten.index_put_.default}  # CUDA also accepts indices on the CPU
-_every, _some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-_every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
-for _name in ("empty.memory_format", "empty_strided", "_to_copy"):
-    _packet, _, _overload = _name.partition(".")
-    _op = getattr(getattr(_aten, _packet), _overload or "default")
-    _some.impl(_name, lambda *args, _op=_op, **kwargs: _run(_op, args, kwargs), "PrivateUse1")
-_some.impl("_copy_from", _copy_from, "PrivateUse1")
-_some.impl("set_.source_Storage_storage_offset", _set_storage, "PrivateUse1")
-_some.impl("set_.source_Storage", _set_storage, "PrivateUse1")
-_some.impl("record_stream", _record_stream, "PrivateUse1")
+if not MISSING:
+    backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=module)
+    _every, _some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+    for _name in ("empty.memory_format", "empty_strided", "_to_copy"):
+        _packet, _, _overload = _name.partition(".")
+        _op = getattr(getattr(_aten, _packet), _overload or "default")
+        _some.impl(_name, lambda *args, _op=_op, **kwargs: _run(_op, args, kwargs), "PrivateUse1")
+    _some.impl("_copy_from", _copy_from, "PrivateUse1")
+    _some.impl("set_.source_Storage_storage_offset", _set_storage, "PrivateUse1")
+    _some.impl("set_.source_Storage", _set_storage, "PrivateUse1")
+    _some.impl("record_stream", _record_stream, "PrivateUse1")

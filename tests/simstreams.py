@@ -80,7 +80,7 @@ def _index(device: Any) -> int:
     return device if isinstance(device, int) else torch.device(device).index or 0
 
 
-class Module(backend_registration._DummyBackendModule):
+class Module(getattr(backend_registration, "_DummyBackendModule", object)):  # type: ignore[misc]
     """`torch.simgpu`, with the names of `torch.cuda`."""
 
     Stream, Event = Stream, Event

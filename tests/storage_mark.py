@@ -22,6 +22,10 @@ def compiled() -> Callable[[int, str], None]:
         mark = ctypes.CDLL(str(library("storage_mark"))).mark
     except FileNotFoundError:
         pytest.skip("needs a C++ compiler: this build of torch cannot mark storages")
+    except subprocess.CalledProcessError:
+        if torch.__version__ >= "2.5":
+            raise
+        pytest.skip("the storages of torch 2.4 cannot be marked")
     mark.argtypes, mark.restype = [ctypes.c_size_t, ctypes.c_char_p], None
     return lambda storage, sentence: mark(storage, sentence.encode())
 

@@ -23,8 +23,10 @@ SIZE = 1 << 18  # floats, 1 MiB
 
 
 @pytest.fixture(params=["sim", "simgpu"])
-def kernel(request, guards):
+def kernel(request):
     gc.collect()
+    if request.param == "simgpu":
+        request.getfixturevalue("guards")
     made = Kernel(request.param)
     yield made
     vars(made).clear()  # pytest keeps the last one, and with it what the test's functions refer to
@@ -183,12 +185,14 @@ def test_small_tensors_on_a_card_are_digested_together(guards, monkeypatch):
 @pytest.mark.parametrize("write", ["in place", "data, which changes no version"])
 @pytest.mark.parametrize("kind", ["sim", "simgpu"])
 def test_a_model_whose_weights_are_written_while_they_are_copied_stays(
-    guards, monkeypatch, kind, write
+    request, monkeypatch, kind, write
 ):
     """A kept reference writes without a pin, and a write to `.data` does not change the version counter."""
     if kind == "simgpu" and write != "in place":
         pytest.skip("a gap: only digests on the card would show it")
     simulated = kind == "sim"
+    if not simulated:
+        request.getfixturevalue("guards")
     probe = open_probe("sim:1GiB,host:1GiB") if simulated else simgpu.SimProbe()
     card = (Share("sim:0" if simulated else "simgpu:0", 1),)
     backend = open_backend("torch", probe)

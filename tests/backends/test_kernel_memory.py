@@ -98,7 +98,7 @@ def test_bytes_whose_count_is_being_recorded_leave_a_moment_later(kernel):
     assert kernel.bytes == {HOST: x.nbytes} and next(recorded, None) is None
 
 
-def side_stream() -> torch.simgpu.Stream:
+def side_stream() -> torch.Stream:
     return torch.simgpu.Stream(0)
 
 
