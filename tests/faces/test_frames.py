@@ -75,7 +75,17 @@ def test_the_middle_of_a_long_table_is_counted(models):
     assert "… 40 more rows …" in page and "<m0>" not in page and "&lt;m0&gt;" in page
 
 
-TABLES = ("models", "leases", "events", "evictions", "fragmentation", "who", "catalog", "backtest")
+TABLES = (
+    "models",
+    "leases",
+    "events",
+    "evictions",
+    "fragmentation",
+    "who",
+    "catalog",
+    "backtest",
+    "report",
+)
 
 
 @pytest.mark.parametrize("verb", TABLES)
