@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub
+.PHONY: help run llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub old-torch
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,7 @@ OWN := $(if $(filter gpu gpu-tests gpu-figures,$(MAKECMDGOALS)),$(if $(wildcard 
 PYTHON := $(if $(wildcard $(STAMP)),$(BIN)/python,$(if $(filter ready,$(OWN)),python3,$(GPU_VENV)/bin/python))
 ENVIRONMENT := $(if $(filter $(GPU_VENV)/%,$(PYTHON)),$(GPU_VENV)/.ready-$(FLAVOUR))
 GPU_OUT := build/gpu
+OLD_TORCH_READY := $(foreach release,2.4.1 2.8.0 2.11.0,.venv-old-torch/$(release)/bin/ready)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
@@ -70,6 +71,7 @@ help:
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
 	@echo "make clients   39 client libraries against a real server, each in an environment of its own (4 GB)"
 	@echo "make hub     JupyterHub with real users of this machine (root), in an environment of its own (2 GB)"
+	@echo "make old-torch   the tests of parking on torch 2.4, 2.8 and 2.11, each in an environment of its own (5 GB each, or 1 GB with TORCH_INDEX)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -112,7 +114,7 @@ test:
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
 
-soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
+soak: $(STAMP) packages $(OLD_TORCH_READY) .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
 	SOAK=1 $(BIN)/python -m pytest -rsfE -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 	@$(MAKE) --no-print-directory mutants N=400
 	@$(MAKE) --no-print-directory test-busy
@@ -174,6 +176,18 @@ frameworks: $(STAMP) .venv-frameworks/.ready
 	.venv-frameworks/bin/python tests/frameworks/torchvision_for_cpus.py
 	@touch $@
 
+old-torch: $(STAMP) $(OLD_TORCH_READY)
+	$(BIN)/python -m pytest -q -rs -s -m soak tests/backends/test_old_torch_releases.py
+
+# torch 2.4 needs NumPy 1, and Python 3.12 or older: one that cannot be installed is left out, and its test is skipped.
+# Package indexes have the older releases for CUDA. They run without a card; TORCH_INDEX names an index of CPU builds.
+.venv-old-torch/%/bin/ready: pyproject.toml | $(STAMP)
+	$(BIN)/python -m venv .venv-old-torch/$*
+	@.venv-old-torch/$*/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==$*" \
+		$(if $(filter 2.4.%,$*),"numpy<2") $(if $(filter 2.4.% 2.8.%,$*),"transformers<5") -e ".[transformers]" \
+		pytest pytest-timeout hypothesis ipython ipykernel pandas tokenizers && touch $@ || \
+		echo "torch $* cannot be installed: its test is skipped"
+
 clients: $(STAMP) .venv-clients/.ready
 	$(BIN)/python -m pytest -q -rs -m soak tests/clients
 
@@ -213,7 +227,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients .venv-hub build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients .venv-hub .venv-old-torch build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Everything: what the runbooks need, what the tests and the documentation need, and llama.cpp.

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import backend_registration
 
 from gpu_runtime.backends.pytorch import old_torch
 from gpu_runtime.units import MIB
@@ -99,7 +100,8 @@ def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) ->
                 _watch(storage)
 
 
-torch.UntypedStorage._swap_data_ptr_ = _swap_and_account
+if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    torch.UntypedStorage._swap_data_ptr_ = _swap_and_account
 _resizable = torch.UntypedStorage.resizable
 
 

@@ -475,6 +475,8 @@ EXPORTS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("export", EXPORTS)
 def test_exported_memory_stays_until_its_last_user_is_gone(export):
     """The taker reads the address for as long as it lives. A move made it read freed memory."""
+    if "versioned" in export and torch.__version__ < "2.9":
+        pytest.skip("DLPack has no versions before torch 2.9")
     x = torch.ones(MIB)
     assert why(x) == ""
     taken = EXPORTS[export](x)

@@ -102,6 +102,33 @@ def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     _exhaust(exchanging(one, other))
 
 
+# -- who owns a tensor -----------------------------------------------------------------------------
+
+
+def owned_by_python(tensor: torch.Tensor) -> bool:
+    """Whether Python has a reference to the C++ object of `tensor`. Else C++ owns the Python object.
+
+    The latter is so in torch before 2.12, once only C++ refers to the tensor. Its Python object is
+    still listed by the garbage collector.
+    """
+    return not (_owners_change() and _is_borrowed(id(tensor)))
+
+
+def _is_borrowed(key: int) -> int:
+    return ctypes.c_uint8.from_address(key + VALUE).value
+
+
+@functools.cache
+@outside_modes
+def _owners_change() -> bool:
+    """Whether the Python object of a tensor begins with a byte that is 1 if C++ owns it, else 0."""
+    base = torch.ones(2)
+    view, key = base[1:], id(base)
+    before = _is_borrowed(key)
+    del base  # now only its view refers to it
+    return (before, _is_borrowed(id(view)), _is_borrowed(key)) == (0, 0, 1)
+
+
 # -- the tensors that a graph saved ----------------------------------------------------------------
 
 

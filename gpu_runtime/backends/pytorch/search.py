@@ -345,11 +345,11 @@ def _is_exported(tensor: Tensor, references: Mapping[int, int], scripted: Collec
     """Whether something unknown in C++ refers to `tensor`, such as a DLPack capsule.
 
     Its taker stores the address: NumPy, JAX, a library that uses torch's C functions for DLPack. A
-    tensor has one reference from all of Python. `references` are those that were found in C++, and
+    tensor has one reference from all of Python, or none. `references` are those that were found in C++, and
     `scripted` the tensors of TorchScript modules, which refer to them without their address.
     """
-    uses = tensor._use_count()
-    return uses > 1 and uses > 1 + references[id(tensor)] and id(tensor) not in scripted
+    others = tensor._use_count() - old_torch.owned_by_python(tensor)
+    return others > 0 and others > references[id(tensor)] and id(tensor) not in scripted
 
 
 class _Entry(NamedTuple):
