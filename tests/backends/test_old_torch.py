@@ -258,7 +258,7 @@ def test_a_torch_before_the_oldest_is_named_even_if_its_layout_is_known(monkeypa
 
 
 def test_a_card_needs_a_guard_that_refuses_reads(monkeypatch):
-    """torch 2.4 has no such guard. A read of a guard without memory would end the process's use of the card."""
+    """torch 2.4 and 2.5 have none. A read of a guard without memory would end the use of the card."""
     monkeypatch.setattr(swap, "_mark", lambda: None)
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.4.1"))
     why = "torch 2.4.1 cannot guard bytes that have left a card"

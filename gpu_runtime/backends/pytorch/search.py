@@ -610,11 +610,11 @@ def _reason(
         return "", 0
     if not storage.resizable():
         return FOREIGN, address
-    if not storage.is_shared():
-        return "", address
     if storage.device.type == "cpu":
-        return SHARED, address
-    return (SENT if storage._cdata in sent else ""), address  # on a card is_shared() is always true
+        return (SHARED if storage.is_shared() else ""), address
+    return (
+        SENT if storage._cdata in sent else ""
+    ), address  # is_shared() is true on every CUDA card
 
 
 def _view(storage: torch.UntypedStorage, size: int = 0) -> Tensor:
