@@ -21,6 +21,7 @@ import json
 import os
 import re
 import secrets
+import site
 import stat
 import time
 from collections import deque
@@ -43,6 +44,19 @@ def config_home() -> Path:
     """The directory of the files that this user writes for gpu-console. It may not exist."""
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(config) / "gpu-console"
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, in which a child process can import this package too.
+
+    A notebook may have found the package by a finder (`gpu box install`) or by its own `sys.path`,
+    which a child has not.
+    """
+    package = str(Path(__file__).parents[1])
+    if package in (*site.getsitepackages(), site.getusersitepackages()):
+        return dict(os.environ)
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": paths}
 
 
 def make_directory(path: Path, mode: int = 0o700) -> None:

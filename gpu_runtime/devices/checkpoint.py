@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
+
+from ..files import child_environment
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 START_SECONDS = 20.0  # the helper's start: Python, cuda-core and the driver's library
@@ -41,13 +41,11 @@ def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) ->
     after `lock_seconds`. Raises CallFailed, NotAvailable, CheckpointTimeout.
     """
     words = [sys.executable, "-m", __name__, action, str(pid), str(int(lock_seconds * 1000))]
-    package = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), package)))
     try:
         ended = subprocess.run(
             words,
             cwd="/",  # a module in the notebook's directory could hide a standard module
-            env={**os.environ, "PYTHONPATH": paths},
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

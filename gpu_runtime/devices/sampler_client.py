@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..facts import Device, Sample, Value
-from ..files import read_plain
+from ..files import child_environment, read_plain
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long
@@ -278,9 +278,6 @@ class Sampling:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         """A new helper process. Raises OSError."""
-        package = str(Path(__file__).parents[2])
-        inherited = os.environ.get("PYTHONPATH", "")
-        paths = os.pathsep.join(filter(None, (package, inherited)))
         options = ["--simulated"] if self._simulated else []
         module = "gpu_runtime.telemetry.sampler"
         return subprocess.Popen(
@@ -289,7 +286,7 @@ class Sampling:
             cwd="/",
             # The ledger's URL may contain a password. Every user can read a command line, so the
             # URL is passed in the environment.
-            env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger},
+            env={**child_environment(), "GPU_LEDGER": self._ledger},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

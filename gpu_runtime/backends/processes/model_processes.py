@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import queue
 import socket
 import sys
@@ -27,6 +26,7 @@ from ...devices.process_memory import Block
 from ...errors import EngineDied
 from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
+from ...files import child_environment
 from ..base import Backend, Progress
 from ..registry import open_backend
 from .engine import (
@@ -59,7 +59,7 @@ class Program:
         with its:
             module, number = f"{__package__}.model_program", str(its.fileno())
             words = [sys.executable, "-P", "-m", module, number]
-            self.child, self._line = guarded(words, log, {**os.environ}, [its.fileno()])
+            self.child, self._line = guarded(words, log, child_environment(), [its.fileno()])
         self._numbers = itertools.count(1)
         self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
         self._lock = threading.Lock()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from ...files import child_environment
+
 SOCKET = "keeper.sock"
 WANTED = "keeper.wanted"  # a member asks the service for a keeper, by this file
 MOST_FRAME_BYTES = 4 << 20
@@ -57,15 +59,12 @@ def spawn(arguments: list[str], log: int, **inherited: int) -> subprocess.Popen[
 
     Its environment has a variable GPU_KEEPER_… for each descriptor that is `inherited`. Raises OSError.
     """
-    package = str(Path(__file__).parents[3])
-    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
     return subprocess.Popen(
         [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", *arguments],
         # In the notebook's directory, a module of the user could hide a standard module.
         cwd="/",
         env={
-            **os.environ,
-            "PYTHONPATH": paths,
+            **child_environment(),
             **{f"GPU_KEEPER_{name}": str(descriptor) for name, descriptor in inherited.items()},
         },
         stdin=subprocess.DEVNULL,
