@@ -5,7 +5,7 @@ runtime reads. It also makes the directories of the present boot, with root as t
 no member can move another member's files away. Root's keeper keeps the book: a service of systemd, or
 without systemd a process that ends with the boot, so that an operator has to run the command at every
 boot. A further run repairs owners and modes of the directories, starts a keeper that does not run, and
-removes nothing.
+removes nothing. `gpu box install` uses the same functions, with a Python and paths of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, NotAllowed
@@ -45,19 +47,46 @@ ledger = "{url}"
 """
 
 SYSTEMD, UNITS = Path("/run/systemd/system"), Path("/etc/systemd/system")
+CRON = Path("/etc/cron.d")
+SERVER = "gpu_runtime.ledgers.keeper.server"
+# The keeper writes its ledger only. It needs an abstract address of the host's network, sees all processes
+# and their memory files, and gives directories with the setgid bit to the group. So PrivateNetwork=,
+# ProtectProc= and RestrictSUIDSGID= are not set. The ledger may be below /tmp, so PrivateTmp= is not either.
 UNIT = """\
 [Unit]
 Description=gpu-console: the keeper of the ledger {place}
 
 [Service]
 Type=notify
-ExecStart={python} -m gpu_runtime.ledgers.keeper.server --ledger {place}
+ExecStart={python} -m {server} --ledger {place}
 Restart=always
 WatchdogSec=10
 FileDescriptorStoreMax=1
+UMask=0077
+CapabilityBoundingSet=CAP_CHOWN CAP_DAC_OVERRIDE CAP_FOWNER CAP_FSETID CAP_SYS_PTRACE
+NoNewPrivileges=yes
+ProtectSystem=strict
+ReadWritePaths={place}
+ProtectHome=read-only
+PrivateDevices=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+RestrictAddressFamilies=AF_UNIX
+RestrictNamespaces=yes
+RestrictRealtime=yes
+LockPersonality=yes
+SystemCallArchitectures=native
 
 [Install]
 WantedBy=multi-user.target
+"""
+CRON_LINE = """\
+# gpu-console: the keeper of the ledger {place}. This machine has no systemd.
+@reboot root {python} -m {server} --service {place} >/dev/null 2>&1
 """
 
 
@@ -75,20 +104,9 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
             user=str(os.geteuid()),
             because="not root",
         )
-    gid = _group_id(group)
-    _require_suitable(place, gid, group)
-    url = f"keeper://{place}"
-    known = host_config.read(config_file)
-    if known.ledger not in ("", url, f"sqlite://{place}"):  # the last is the name in version 0.2
-        raise GpuError(
-            f"{config_file} names another ledger already: {known.ledger}.\n"
-            f"  First change the line  ledger = …  there, once nobody uses that ledger.",
-            path=config_file,
-        )
-    is_new = not (place / MARK).exists()
+    require_suitable(place, group, config_file)
+    is_new = make(place, group, config_file)
     try:
-        _make_ledger(place, gid)
-        _write_configuration(Path(config_file), url, known)
         served = _serve(place)
     except OSError as error:
         raise cannot_write(place, error) from error
@@ -99,6 +117,33 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
         True,
         f"the ledger {place} {shared} the group {group}; {config_file} names it; {served}",
     )
+
+
+def require_suitable(place: Path, group: str, config_file: str) -> None:
+    """Raises BadSetting or GpuError if `place` cannot be the ledger of the `group`. Makes nothing."""
+    _require_suitable(place, group_id(group), group)
+    known = host_config.read(config_file)
+    # the last is the name in version 0.2
+    if known.ledger not in ("", f"keeper://{place}", f"sqlite://{place}"):
+        raise GpuError(
+            f"{config_file} names another ledger already: {known.ledger}.\n"
+            f"  First change the line  ledger = …  there, once nobody uses that ledger.",
+            path=config_file,
+        )
+
+
+def make(place: Path, group: str, config_file: str) -> bool:
+    """Makes a ledger in a suitable `place`, and names it in `config_file`. Returns whether it is new.
+
+    Raises LedgerUnavailable, GpuError.
+    """
+    is_new = not (place / MARK).exists()
+    try:
+        _make_ledger(place, group_id(group))
+        _write_configuration(Path(config_file), f"keeper://{place}", host_config.read(config_file))
+    except OSError as error:
+        raise cannot_write(place, error) from error
+    return is_new
 
 
 def _make_ledger(place: Path, gid: int) -> None:
@@ -120,31 +165,141 @@ def _serve(place: Path) -> str:
 
     Raises OSError, or GpuError if systemd refuses the service.
     """
-    directory = place / boot_id()
-    if answers(directory):
+    if answers(place / boot_id()):
         return "its keeper runs"
     if SYSTEMD.is_dir():
-        name = f"gpu-console{str(place).replace('/', '-')}.service"
-        replace_file(UNITS / name, UNIT.format(place=place, python=sys.executable).encode())
-        for command in (["daemon-reload"], ["enable", "--now", name]):
-            ran = subprocess.run(["systemctl", *command], capture_output=True, text=True)
-            if ran.returncode:
-                raise GpuError(
-                    f"systemd does not start the keeper of {place}: {ran.stderr.strip()}.\n"
-                    f"  See:  journalctl -u {name}"
-                )
-        return f"systemd runs its keeper, as {name}"
-    with open_log(directory) as log:
+        replace_file(UNITS / unit_name(place), unit(place, sys.executable))
+        _systemctl(place, "daemon-reload")
+        _systemctl(place, "enable", "--now", unit_name(place))
+        return f"systemd runs its keeper, as {unit_name(place)}"
+    with open_log(place / boot_id()) as log:
         started = spawn(["--service", str(place)], log.fileno())
+    _require_answer(place, started)
+    return f"its keeper runs as pid {started.pid} until the machine ends, since there is no systemd here"
+
+
+def serve(place: Path, python: str, root: Path = Path("/")) -> str:
+    """Lets `python` run the keeper of the ledger `place`, now and after every boot. Returns how it runs.
+
+    A keeper of another Python, such as that of an older version, is replaced; it leaves its book to
+    the next one. Below `root` are the directories of systemd and cron. Raises OSError, GpuError.
+    """
+    if below(root, SYSTEMD).is_dir():
+        file = below(root, UNITS) / unit_name(place)
+        if (
+            answers(place / boot_id())
+            and file.exists()
+            and file.read_bytes() == unit(place, python)
+        ):
+            return f"systemd runs its keeper, as {unit_name(place)}"
+        replace_file(file, unit(place, python), lambda draft: draft.chmod(0o644))
+        _systemctl(place, "daemon-reload")
+        _systemctl(place, "enable", unit_name(place))
+        _systemctl(place, "restart", unit_name(place))  # systemd keeps the book meanwhile
+        return f"systemd runs its keeper, as {unit_name(place)}"
+    line = CRON_LINE.format(place=place, python=python, server=SERVER).encode()
+    file = cron_file(root)
+    at_boot = (
+        "cron starts it at every boot" if file.parent.is_dir() else "nothing starts it at boot"
+    )
+    if file.parent.is_dir() and not (file.exists() and file.read_bytes() == line):
+        replace_file(file, line, lambda draft: draft.chmod(0o644))
+    command = [python, "-m", SERVER, "--service", str(place)]
+    if command not in [run.cmdline() for run in keepers(place)]:
+        _end_keepers(place)
+        hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", *filter(_is_setting, os.environ)}
+        with open_log(place / boot_id()) as log:
+            started = subprocess.Popen(
+                command,
+                cwd="/",
+                env={name: text for name, text in os.environ.items() if name not in hidden},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        _require_answer(place, started)
+    return f"its keeper runs; {at_boot}"
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("GPU_")  # the operator's own, which a service of all must not have
+
+
+def end_service(place: Path, root: Path = Path("/")) -> None:
+    """Ends what `serve` started, and removes its files. Raises OSError, GpuError."""
+    file = below(root, UNITS) / unit_name(place)
+    if file.exists():
+        if below(root, SYSTEMD).is_dir():
+            _systemctl(place, "disable", "--now", unit_name(place))
+        file.unlink()
+        if below(root, SYSTEMD).is_dir():
+            _systemctl(place, "daemon-reload")
+    cron_file(root).unlink(missing_ok=True)
+    _end_keepers(place)
+
+
+def below(root: Path, path: Path) -> Path:
+    """The absolute `path` below the directory `root`."""
+    return root / path.relative_to("/")
+
+
+def cron_file(root: Path) -> Path:
+    """The file below `root` by which cron starts the keeper, where there is no systemd."""
+    return below(root, CRON) / "gpu-console"
+
+
+def unit_name(place: Path) -> str:
+    """The name of the service that keeps the book of the ledger `place`."""
+    return f"gpu-console{str(place).replace('/', '-')}.service"
+
+
+def unit(place: Path, python: str) -> bytes:
+    """The text of the service that keeps the book of the ledger `place`, run by `python`."""
+    return UNIT.format(place=place, python=python, server=SERVER).encode()
+
+
+def _systemctl(place: Path, *words: str) -> None:
+    ran = subprocess.run(["systemctl", *words], capture_output=True, text=True)
+    if ran.returncode:
+        task = "end" if words[0] == "disable" else "start"
+        raise GpuError(
+            f"systemd does not {task} the keeper of {place}: {ran.stderr.strip()}.\n"
+            f"  See:  journalctl -u {unit_name(place)}"
+        )
+
+
+def keepers(place: Path) -> list[psutil.Process]:
+    """Root's processes that keep the book of the ledger `place`, those that start others first."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words, uids = process.info["cmdline"] or [], process.info["uids"]
+        of_root = uids is not None and uids.effective == os.geteuid()
+        if of_root and SERVER in words and Path(words[-1]).is_relative_to(place):
+            found.append(process)
+    return sorted(found, key=lambda process: "--service" not in process.info["cmdline"])
+
+
+def _end_keepers(place: Path) -> None:
+    for process in keepers(place):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            process.terminate()
+            try:
+                process.wait(PATIENCE_SECONDS)
+            except psutil.TimeoutExpired:
+                process.kill()
+
+
+def _require_answer(place: Path, started: subprocess.Popen[bytes]) -> None:
+    """Waits until the keeper of `place` answers. Raises GpuError if it does not."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not answers(directory):
+    while not answers(place / boot_id()):
         if started.poll() is not None or time.monotonic() > deadline:
             raise GpuError(
                 f"the keeper of {place} does not start.\n"
-                f"  What it printed is in {directory / 'keeper.log'}"
+                f"  What it printed is in {place / boot_id() / 'keeper.log'}"
             )
         time.sleep(0.01)
-    return f"its keeper runs as pid {started.pid} until the machine ends, since there is no systemd here"
 
 
 def _give_to_root(directory: Path, gid: int, *, sticky: bool) -> None:
@@ -158,7 +313,8 @@ def _give_to_root(directory: Path, gid: int, *, sticky: bool) -> None:
         os.close(fd)
 
 
-def _group_id(group: str) -> int:
+def group_id(group: str) -> int:
+    """The number of the `group`. Raises BadSetting."""
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
@@ -253,3 +409,20 @@ def _write_configuration(file: Path, url: str, known: host_config.Machine) -> No
             )
     make_directory(file.parent, 0o755)
     replace_file(file, text.encode(), lambda draft: draft.chmod(0o644))
+
+
+def forget(place: Path, config_file: str) -> None:
+    """Removes the ledger `place` from `config_file`, and the file if it has nothing of the operator's.
+
+    Raises OSError.
+    """
+    file, url = Path(config_file), f"keeper://{place}"
+    text = file.read_text() if file.exists() else ""
+    if text == TEMPLATE.format(url=url):
+        file.unlink()
+        return
+    line = f'ledger = "{url}"\n'
+    rest = text.replace(f"{line}\n" if text.startswith(f"{line}\n") else line, "", 1)
+    if rest != text:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        replace_file(file, rest.encode(), lambda draft: draft.chmod(mode))

@@ -129,7 +129,9 @@ def box(users: None) -> Iterator[Box]:
 class Service:
     """The keeper as root's service, with a stand-in for systemd that keeps the book's descriptor."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: Box, *within: str) -> None:
+        """The words `within` are a command that runs the keeper."""
+        self.within = within
         self.ledger, self.address = box.ledger, str(box.root / "notify")
         self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.systemd.bind(self.address)
@@ -140,7 +142,7 @@ class Service:
     def start(self) -> None:
         command = [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server"]
         self.process = subprocess.Popen(
-            [*command, "--ledger", str(self.ledger)],
+            [*self.within, *command, "--ledger", str(self.ledger)],
             env={**os.environ, "NOTIFY_SOCKET": self.address},
             pass_fds=self.kept,
         )
@@ -169,6 +171,43 @@ def service(box: Box) -> Iterator[Service]:
 
 def test_members_share_the_book_of_a_service(box, service):
     """Root's keeper knows each member by the socket, and systemd keeps the book while it restarts."""
+    use_and_restart(box, service)
+
+
+def test_the_service_needs_no_more_than_its_unit_allows(box):
+    """The capabilities are those of the unit, and all but the ledger is read-only, as with ProtectSystem=strict."""
+    box.end_service()
+    until(lambda: not answers(box.ledger / boot_id()))
+    shutil.rmtree(box.ledger / boot_id())  # as after a boot: the keeper makes the directories
+    [line] = [line for line in setup.UNIT.splitlines() if line.startswith("CapabilityBoundingSet=")]
+    names = [name.removeprefix("CAP_").lower() for name in line.partition("=")[2].split()]
+    only = f"--bounding-set=-all,{','.join(f'+{name}' for name in names)}"
+    mounts = f"mount --bind {box.ledger} {box.ledger} && mount -o remount,bind,ro / && exec"
+    setpriv = f"setpriv --no-new-privs --inh-caps=-all {only}"
+    if run_in_namespace("true").returncode:
+        pytest.skip("no mount namespace can be made here")
+    box.place = box.ledger
+    service = Service(box, "unshare", "--mount", "sh", "-c", f'{mounts} {setpriv} "$@"', "sh")
+    try:
+        status = Path(f"/proc/{service.process.pid}/status").read_text()
+        assert int(status.partition("CapEff:")[2].split()[0], 16).bit_count() == len(names)
+        assert {path.name: f"{stat.S_IMODE(path.stat().st_mode):o}" for path in box.ledger.iterdir()} == {
+            ".shared": "660", "journal": "2770", "journals": "3770", boot_id(): "2770", f"{boot_id()}.owners": "3770",
+        }  # fmt: skip
+        use_and_restart(box, service)
+        service.kept.clear()  # systemd has lost the book: a member's memory file has it
+        service.kill()
+        service.start()
+        assert box.writer(BOB).run("names(ledger)") == "['qwen']"
+    finally:
+        service.close()
+
+
+def run_in_namespace(command: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True)
+
+
+def use_and_restart(box: Box, service: Service) -> None:
     ann, bob = box.writer(ANN, claims=BOB), box.writer(BOB)
     ann.run("put(ledger, 'qwen')")
     assert bob.run("names(ledger)") == "['qwen']"
