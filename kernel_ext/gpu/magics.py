@@ -287,12 +287,17 @@ class Unopened:
         return repr(self._opens())
 
 
+_LOADS = re.compile(r"^\s*%?load_ext\s+gpu\b", re.MULTILINE)
+
+
 class _Loaded:
     """The extension in one shell, with everything that it added to the shell, to remove it later."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.opened: Any = None
+        self.by_itself = not running_cell()  # the kernel's configuration loaded it, not a cell
+        self.loads_again = False  # while a cell runs that loads it, too
         self.wait_line: WaitLine | None = None
         self._torch_was_told = False
         self.magics = GpuMagics(shell, self.open)
@@ -352,6 +357,7 @@ class _Loaded:
     def before_cell(self, info: Any) -> None:
         """Records that a cell runs, from IPython's `info`. The first cell with `rt` in its text opens the runtime."""
         activity.began(info)
+        self._let_load_again(info.raw_cell or "")
         names_rt = re.search(r"\brt\b", info.raw_cell or "")
         if self.opened is None and self.rt is not None and names_rt:
             # An error in this hook would only be printed. The cell will raise the same error.
@@ -359,10 +365,23 @@ class _Loaded:
                 self.open()
         self.look_ahead.before_cell(info)
 
+    def _let_load_again(self, text: str) -> None:
+        """Lets `%load_ext gpu` in `text` print nothing, if the kernel has loaded the extension by itself.
+
+        IPython prints two lines if the extension is in its list. A notebook has its line for the
+        kernels that do not load the extension by themselves.
+        """
+        self.loads_again = self.by_itself and bool(_LOADS.search(text))
+        if self.loads_again:
+            self.shell.extension_manager.loaded.discard("gpu")
+
     @hook
     def after_cell(self, result: Any) -> None:
         """Records that a cell ended with IPython's `result`, and which variables the cell assigned."""
         activity.ended(result.info)
+        if self.loads_again:
+            self.loads_again = False
+            self.shell.extension_manager.loaded.add("gpu")
         if self.wait_line is not None:
             self.wait_line.cell_ended()
         self.names.after_cell(result.execution_count)
@@ -457,6 +476,9 @@ def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
 
 def load(shell: Any) -> None:
     """Adds the magics, the completions and `rt` to the `shell`. Prints nothing."""
+    loaded = _loaded.get(id(shell))
+    if loaded is not None and loaded.loads_again:
+        return
     unload(shell)
     _loaded[id(shell)] = _Loaded(shell)
 

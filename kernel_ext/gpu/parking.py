@@ -137,6 +137,7 @@ class Parking:
         self._runtime: Any = None
         self._lease: Any = None  # the runtime's Kernel, once torch holds something
         self._mark = 0
+        self._is_told = False  # that this user is not in the group of the ledger
         # The cells that run now, by the thread that runs them: of each cell, the frame that began it.
         self._cells_of: dict[int, list[FrameType]] = {}
         self._here = _Here()
@@ -372,10 +373,16 @@ class Parking:
 
     def _attach(self) -> bool:
         """Opens the runtime, and registers this kernel with it. Returns whether both succeeded."""
-        with contextlib.suppress(GpuError):  # `%gpu` reports it
+        try:
             rt = self._opens()
             if rt is not self._runtime:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)
+        except GpuError as error:  # `%gpu` reports it
+            if getattr(error, "group", "") and not self._is_told:
+                self._is_told = (
+                    True  # the user must ask the operator, and may not know of the ledger
+                )
+                self._show(" ".join(str(error).split()))
         return self._lease is not None
 
     @outside_modes

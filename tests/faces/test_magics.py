@@ -463,6 +463,22 @@ def test_one_line_says_that_a_torch_cannot_park(fresh_shell, rt, monkeypatch):
     fresh_shell.run_cell("%unload_ext gpu")
 
 
+def test_a_notebooks_line_prints_nothing_if_the_kernel_has_loaded_the_extension_by_itself(
+    fresh_shell, rt
+):
+    """IPython prints two lines about an extension in its list. `%unload_ext` needs it in the list."""
+    fresh_shell.extension_manager.load_extension("gpu")
+    for _ in "twice":
+        with capture_output(display=False) as captured:
+            fresh_shell.run_cell("import gpu\n%load_ext gpu")
+        assert captured.stdout == captured.stderr == ""
+    with capture_output(display=False) as captured:
+        fresh_shell.run_cell("%unload_ext gpu\n%load_ext gpu\n%load_ext gpu")
+    assert "already loaded" in captured.stdout
+    fresh_shell.run_cell("%unload_ext gpu")
+    assert "gpu" not in fresh_shell.magics_manager.magics["line"]
+
+
 def state(shell):
     tables = shell.magics_manager.magics
     return (
