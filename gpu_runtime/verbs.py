@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from . import autoload
 from .arguments import FIELDS, MOST, MOST_DAYS, SECONDS, SEQUENCES, TOKENS, TRUTH, TYPED, Rule
 from .arguments import IMPORTANCE as IMPORTANCE_RULE
 from .errors import BadSetting, GpuError, UnknownVerb
 from .facts import IMPORTANCE, Outcome
-from .files import make_directory, replace_file
 from .safe_text import MOST_QUOTED, printable, quoted
 
 LAST_PORT = 65535
@@ -102,8 +99,10 @@ class Verb(NamedTuple):
         return getattr(rt, self.name)(*positionals, **options)
 
     def takes(self, place: str) -> tuple[Argument, ...]:
-        """The arguments that can be typed in `place`, which is MAGIC or CLI."""
-        return () if place == MAGIC and self.plain_in_notebook else self.arguments
+        """The arguments that can be typed in `place`, which is MAGIC or CLI, except hidden ones."""
+        if place == MAGIC and self.plain_in_notebook:
+            return ()
+        return tuple(one for one in self.arguments if one.options["help"] != argparse.SUPPRESS)
 
     def synopsis(self, place: str, short: bool = False) -> str:
         """The verb as it is typed in `place`, with optional arguments in brackets.
@@ -380,6 +379,22 @@ LEDGER = (
         "directory", "DIR", "the ledger's directory, such as /var/lib/gpu-console/ledger", "files"
     ),
 )
+BOX = (
+    positional(
+        "action",
+        "ACTION",
+        "install, status (unless given), upgrade or remove",
+        nargs="?",
+        choices=["install", "status", "upgrade", "remove"],
+        default="status",
+    ),
+    option("--prefix", "DIR", "its directory; /opt/gpu-console unless given", "files"),
+    option("--group", "G", "the users' group; gpu unless given"),
+    option("--pythons", "V", "the kernels' Pythons; 3.11-3.14 unless given"),
+    option("--from", "FILE", "a wheel, or a directory of wheels; else pip's index", dest="source"),
+    switch("--dry-run", "write nothing, and list every path"),
+    option("--root", "DIR", argparse.SUPPRESS),  # for tests: all paths are below it
+)
 
 
 # -- the settings for a card's size ----------------------------------------------------------------
@@ -420,82 +435,6 @@ def preset(name: str) -> dict[str, str]:
     if found is None:
         raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}; larger cards use 24GB")
     return dict(found)
-
-
-# -- the extension in every kernel of an environment -----------------------------------------------
-
-
-AUTOLOAD_FILE = "ipython_kernel_config.py"  # read by kernels, not by IPython in a terminal
-AUTOLOAD_TEXT: Any = {
-    "encoding": "utf-8",
-    "errors": "surrogateescape",
-}  # bytes that are not UTF-8 stay
-BEGIN, END = "# >>> gpu-console", "# <<< gpu-console"
-# If the package was removed, the block does nothing: IPython would show a traceback in every new kernel.
-BLOCK = f"""{BEGIN}: written by `gpu autoload`, removed by `gpu autoload --remove`
-if __import__("importlib.util").util.find_spec("gpu"):
-    get_config().InteractiveShellApp.extensions.append("gpu")
-{END}
-"""
-
-
-def write_autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
-    """Writes the marked block of lines into the configuration of the environment at `prefix`.
-
-    If `remove` is true, removes the block instead.
-
-    Raises GpuError if the file cannot be written, or if the end of the block is missing in the
-    file.
-    """
-    path = Path(prefix) / "etc" / "ipython" / AUTOLOAD_FILE
-    try:
-        before = path.read_text(**AUTOLOAD_TEXT) if path.exists() else ""
-        rest = _without_block(before, path)
-        after = rest if remove else rest + BLOCK
-        if after != before:
-            _write(path, after)
-    except OSError as error:
-        raise GpuError(
-            f"{path} cannot be written: {error.strerror or error}.\n"
-            f"  Run it as the owner of the environment, or in each notebook:  %load_ext gpu",
-            path=str(path),
-        ) from error
-    if remove:
-        because = "new kernels of this environment no longer load gpu by themselves"
-    else:
-        because = f"every new kernel of this environment loads gpu: {path}"
-    return Outcome(verb="autoload", name="", done=True, because=because, bytes=0)
-
-
-def _without_block(text: str, path: Path) -> str:
-    before, begin, marked = text.partition(BEGIN)
-    if not begin:
-        return text if not text or text.endswith("\n") else text + "\n"
-    _, end, after = marked.partition(END)
-    if not end:  # the lines that follow may be the operator's
-        raise GpuError(
-            f"{path} has the line '{BEGIN}' and no line '{END}'.\n"
-            f"  Delete the lines of gpu-console in this file, and type the command again.",
-            path=str(path),
-        )
-    return before + after.lstrip("\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replaces the content of the file `path` by `text`, in one step. If `text` is empty, removes
-    the file.
-
-    A new file and its directory are readable for the kernels of all users, even if the operator's
-    umask is 077. An existing file keeps its mode.
-    """
-    if not text:
-        path.unlink(missing_ok=True)
-        return
-    for directory in (path.parent.parent, path.parent):
-        make_directory(directory, 0o755)
-    path = path.resolve()  # a link stays a link
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-    replace_file(path, text.encode(**AUTOLOAD_TEXT), lambda draft: draft.chmod(mode))
 
 
 # -- what the verbs do -----------------------------------------------------------------------------
@@ -631,6 +570,20 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
     return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
 
 
+def box(rt: Any, args: argparse.Namespace) -> Any:
+    """Carries out the action in `args` on the installation for every kernel. `rt` is not used."""
+    from . import box
+
+    where = given(args, "prefix", "root")
+    dry_run = args.dry_run
+    if args.action == "status":
+        return box.status(**where)
+    if args.action == "remove":
+        return box.remove(dry_run=dry_run, **where)
+    options = given(args, "group", "pythons", "source")
+    return box.install(newest=args.action == "upgrade", dry_run=dry_run, **where, **options)
+
+
 def keys(rt: Any, args: argparse.Namespace) -> str:
     """Adds or removes a key of `gpu serve`, or lists the keys: `args.action`. `rt` is not used.
 
@@ -697,9 +650,6 @@ def _slots(hosts: Any, args: argparse.Namespace) -> Any:
             "a new slot needs its place:  gpu fleet slots --create NAME@HOST --on cuda:0,1"
         )
     return hosts.create_slot(model, host, args.on)
-
-
-# -- the table -------------------------------------------------------------------------------------
 
 
 # -- the table -----------------------------------------------------------------------------------
@@ -972,7 +922,7 @@ _TABLE = (
     Verb(
         "autoload",
         "lets every new kernel of this environment load gpu by itself",
-        lambda rt, args: write_autoload(remove=args.remove),
+        lambda rt, args: autoload.write_autoload(remove=args.remove),
         (switch("--remove", "new kernels no longer load it"),),
         places=(CLI,),
         needs_runtime=False,
@@ -982,6 +932,14 @@ _TABLE = (
         "sets up a ledger that a group of users shares; for the operator, as root",
         ledger,
         LEDGER,
+        places=(CLI,),
+        needs_runtime=False,
+    ),
+    Verb(
+        "box",
+        "one installation for every kernel of the machine; for the operator, as root",
+        box,
+        BOX,
         places=(CLI,),
         needs_runtime=False,
     ),

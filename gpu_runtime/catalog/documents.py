@@ -13,9 +13,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import yaml
+try:
+    import yaml
+except ModuleNotFoundError:  # in a kernel of `gpu box install`, see box.py
+    if find_spec("gpu_runtime.box_yaml") is None:
+        raise
+    yaml = import_module("gpu_runtime.box_yaml")
 
 from ..errors import BadDocument
 from ..safe_text import quoted

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu_runtime.autoload import BLOCK
 from gpu_runtime.units import GIB, MIB
-from gpu_runtime.verbs import BLOCK
 from tests.owner.kernels import Quiet
 
 from .bench_crowd import Child, Say, Told, book, ended, runtime

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_runtime import GpuError
-from gpu_runtime.verbs import AUTOLOAD_FILE, END, write_autoload
+from gpu_runtime.autoload import AUTOLOAD_FILE, END, write_autoload
 from tests.clock import finished
 
 

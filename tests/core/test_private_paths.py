@@ -47,7 +47,7 @@ def test_a_file_in_its_place_is_an_error(tmp_path):
 
 CODE = """
 import os, sys
-from gpu_runtime import Runtime, samples, verbs
+from gpu_runtime import Runtime, autoload, samples
 rt = Runtime(devices="sim:1x1GiB")
 rt.register("m", backend="fake", size="1MiB")
 with rt.use("m"):
@@ -55,7 +55,7 @@ with rt.use("m"):
 open("models.yaml", "w").write("models: {c: {backend: fake, memory: 1MiB}}")
 os.chmod("models.yaml", 0o600)
 rt.apply("models.yaml")
-verbs.write_autoload(prefix=os.path.abspath("environment"))
+autoload.write_autoload(prefix=os.path.abspath("environment"))
 rt.close()
 """
 

@@ -59,6 +59,10 @@ ANSWERS = {
     ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("autoload", "-h"): "gpu autoload [--remove]",
+    (
+        "box",
+        "-h",
+    ): "gpu box [ACTION] [--prefix DIR] [--group G] [--pythons V] [--from FILE] [--dry-run]",
     ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",
     ("unpark", "-h"): "gpu unpark [NOTEBOOK] [--checkpoint]",
     ("who", "-h"): "gpu who [NOTEBOOK]",
@@ -132,6 +136,7 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
     ("pin", 2, "required: NAME. Usage: gpu pin NAME"),
     ("status -o x", 2, "a terminal has not. To a file: gpu status … --json > FILE"),
     ("ledger init", 2, "required: --group, DIR. Usage: gpu ledger init --group G DIR"),
+    ("box mend", 2, "invalid choice: 'mend'"),
     ("ledger share --group g /x", 2, "invalid choice: 'share'"),
     ("console --port 70000", 2, "'70000' is not a port"),
     ("--frobnicate", 2, "unrecognized arguments: --frobnicate"),

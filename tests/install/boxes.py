@@ -1,0 +1,174 @@
+"""Installations of a box below a directory: wheels of versions, environments without a download, and kernels."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+from gpu_runtime import box
+from tests.clock import PATIENCE, scaled
+from tests.stories.notebooks import Notebook
+
+ROOT = Path(__file__).parents[2]
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+CORE = f"cp{PYTHON.replace('.', '')}"
+OURS = "gpu_console"
+
+
+def build_wheel(folder: Path) -> Path:
+    """A wheel of this repository."""
+    words = "-q --no-deps --no-build-isolation --no-index".split()
+    command = [sys.executable, "-m", "pip", "wheel", *words, "-w", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, timeout=scaled(120), cwd=folder)
+    return next(folder.glob(f"{OURS}-*.whl"))
+
+
+def as_version(wheel: Path, version: str, folder: Path) -> Path:
+    """The `wheel` with the number of another version, in `folder`."""
+    _, old, rest = wheel.name.split("-", 2)
+    made = folder / f"{OURS}-{version}-{rest}"
+    with zipfile.ZipFile(wheel) as before, zipfile.ZipFile(made, "w") as after:
+        for name in before.namelist():
+            content = before.read(name)
+            if name.endswith(("METADATA", "version.py")):
+                content = content.replace(old.encode(), version.encode())
+            after.writestr(name.replace(f"{OURS}-{old}.", f"{OURS}-{version}."), content)
+    return made
+
+
+def files_of(names: Iterable[str]) -> set[str]:
+    """The entries in `site-packages` of these distributions and of all that they require."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            one = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another system
+            continue
+        found |= {path.parts[0] for path in one.files or () if path.parts[0] not in ("..", "/")}
+        needs = [need for need in one.requires or () if "extra ==" not in need]
+        waiting += [re.split(r"[^\w.-]", need, maxsplit=1)[0].lower() for need in needs]
+    return found - {"__pycache__"}
+
+
+def requirements() -> list[str]:
+    """What gpu-console itself requires."""
+    needs = importlib.metadata.requires("gpu-console") or ()
+    return [re.split(r"[^\w.-]", need, maxsplit=1)[0] for need in needs if "extra ==" not in need]
+
+
+def environment(folder: Path, names: Iterable[str]) -> Path:
+    """A new environment that has these distributions of the present one, as links. Returns its Python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next(folder.glob("lib/python3*/site-packages"))
+    here = Path(str(importlib.metadata.distribution("ipykernel").locate_file("")))
+    for name in files_of(names):
+        if (here / name).exists() and not (site / name).exists():
+            (site / name).symlink_to(here / name)
+    return folder / "bin" / "python"
+
+
+def made_quickly(monkeypatch: Any, cache: Path) -> None:
+    """The command's environment is made without pip, and what kernels load is made once, in `cache`."""
+    add_core = box._add_core
+
+    def make_environment(folder: Path, wheel: Path, links: str) -> None:
+        python = environment(folder, requirements())
+        with zipfile.ZipFile(wheel) as content:
+            content.extractall(next(folder.glob("lib/python3*/site-packages")))
+        command = folder / "bin" / "gpu"
+        program = "import sys; from gpu_runtime.cli import main; sys.exit(main())"
+        command.write_text(f"#!{python}\n{program}\n")
+        command.chmod(0o755)
+
+    def add_quickly(directory: Path, python: str, venv: Path, wheel: Path, links: str) -> None:
+        made = cache / "made" / wheel.name / directory.name
+        if not made.exists():
+            made.parent.mkdir(parents=True, exist_ok=True)
+            monkeypatch.setattr(box, "_pip", partial(_pip_here, box._pip))
+            add_core(made, python, venv, wheel, str(cache))
+        shutil.copytree(made, directory)
+
+    monkeypatch.setattr(box, "_make_environment", make_environment)
+    monkeypatch.setattr(box, "_add_core", add_quickly)
+
+
+def _pip_here(pip: Any, python: Path, links: str, *words: str | Path) -> None:
+    pip(Path(sys.executable), links, *words)
+
+
+def listing(root: Path) -> dict[str, Any]:
+    """Every path below `root`: its mode, and its content or target."""
+    found: dict[str, Any] = {}
+    for path in sorted(root.rglob("*")):
+        known = path.lstat()
+        if path.is_symlink():
+            content: Any = os.readlink(path)
+        else:
+            content = path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(root))] = (known.st_mode, content)
+    return found
+
+
+class BoxKernel(Notebook):
+    """A kernel of `python`, whose environment reads the configuration of the box below `root`.
+
+    IPython also reads `etc/ipython` of the environment, which is a link to that of `root`.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        root: Path,
+        name: str = "one.ipynb",
+        program: Path | None = None,
+        user: int = 0,
+        **settings: str,
+    ) -> None:
+        """`program` runs the `python` for the `user`, if it is given."""
+        self.log_file = Path("/tmp") / f"{root.name or 'box'}-{name}.log"
+        own = python.parent.parent / "etc" / "ipython"
+        own.parent.mkdir(exist_ok=True)
+        own.unlink(missing_ok=True)
+        if root.name:
+            own.symlink_to(root / "etc" / "ipython")
+        hidden = "PYTHONPATH", "GPU_LEDGER"
+        variables = {one: text for one, text in os.environ.items() if one not in hidden}
+        config = box.places(root=str(root)).config
+        variables |= {"IPYTHONDIR": f"{self.log_file}.ipython", "GPU_CONFIG_FILE": str(config)}
+        variables |= {"GPU_DEVICES": "sim:64MiB,host:1GiB", "JPY_SESSION_NAME": f"/work/{name}"}
+        self._place = tempfile.TemporaryDirectory(prefix="kernel-")
+        os.chown(self._place.name, user, -1)
+        self.manager = KernelManager(transport="ipc", ip=f"{self._place.name}/ipc")
+        assert self.manager.kernel_spec is not None
+        self.manager.kernel_spec.argv[0] = str(program or python)
+        with open(self.log_file, "w") as log:
+            self.manager.start_kernel(
+                env=variables | settings, cwd=str(root), stdout=log, stderr=log
+            )
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=PATIENCE)
+
+    @property
+    def log(self) -> list[str]:
+        """The lines of the kernel's log that are about gpu-console."""
+        return [line for line in self.log_file.read_text().splitlines() if "gpu-console" in line]
