@@ -19,6 +19,7 @@ COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
 # directory that other users cannot read.
 CHILD = """
 import os, sys, fcntl, struct, time
+import email.parser, tomllib  # which are imported later, by importlib.metadata and for the configuration
 from pathlib import Path
 from gpu_runtime import Runtime
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
