@@ -243,6 +243,8 @@ def _console(args: argparse.Namespace) -> str:
 
         hub_gate.run(read_only=args.read_only)
     elif args.fleet is None:
+        if hub.is_service():
+            print(hub.ALL_ARE_OPERATORS, file=sys.stderr)
         if args.socket is None and (tile := hub.tile_path()):
             print(
                 f"Your browser is not on this machine? Open the console's tile in JupyterLab, or  {tile}"

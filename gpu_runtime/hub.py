@@ -164,6 +164,12 @@ def is_service(environment: Mapping[str, str] = os.environ) -> bool:
     return not is_of_user and all(environment.get(name) for name in needed)
 
 
+ALL_ARE_OPERATORS = (
+    "gpu: with --socket, every visitor of this service of JupyterHub may act as the user who runs it. "
+    "For the hub's own roles, start the console without --socket, or with  hub.configure(c)"
+)
+
+
 def tile_path(environment: Mapping[str, str] = os.environ) -> str:
     """The path of the console in the user's own server, for a terminal in this server; else empty.
 

@@ -133,6 +133,7 @@ class HubBox:
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": FOUND_BY_CHILDREN,
         }
+        self.ids = {pwd.getpwnam(user).pw_uid for user in (ANN, BOB, OPS)}
         self.process: subprocess.Popen[bytes] | None = None
 
     def _installed(self) -> Path:
@@ -257,13 +258,12 @@ class HubBox:
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
             end(self.process)
-        ids = {pwd.getpwnam(user).pw_uid for user in (ANN, BOB, OPS) if _exists(user)}
         for process in psutil.process_iter(["uids", "cmdline"]):
             uids, command = process.info["uids"], process.info["cmdline"] or []
             is_keeper = (
                 "gpu_runtime.ledgers.keeper.server" in command and str(self.ledger) in command[-1]
             )
-            if is_keeper or (uids and uids.real in ids):
+            if is_keeper or (uids and uids.real in self.ids):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         shutil.rmtree(self.root, ignore_errors=True)

@@ -19,6 +19,7 @@ from gpu_runtime.facts import HOST
 from tests.browser.chromium import serious
 from tests.browser.test_two_notebooks import ROUNDS, SHAPE, STEP, TRAINING
 from tests.clock import until
+from tests.ledgers.people import run_command
 
 from .box import ANN, BIN, BOB, OPS, Visitor
 
@@ -257,6 +258,12 @@ def test_the_culler_stops_idle_servers_but_none_with_values_that_exist_nowhere_e
 
 def test_a_user_is_removed_while_holding_memory(box, visitors, opened, rt):
     assert (BOB, "", "bob.ipynb") in held(rt)
+    run_command("userdel", "-f", BOB)
+    console = visitors[OPS].console()
+    assert console.row("bob.ipynb").count() == 1, (
+        "the processes of a user who is gone are still there"
+    )
+    console.close()
     box.api(f"users/{BOB}", "DELETE")
     until(lambda: not [user for user, _, _ in held(rt) if user == BOB], "the memory is free")
     seen = visitors[OPS].console()
