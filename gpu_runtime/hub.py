@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -248,30 +249,59 @@ class Ledgers:
         self._rt: Any = None
 
     def unsaved(self) -> Unsaved:
-        """What each server would lose now. If that cannot be known, every server would lose something."""
+        """What each server would lose now. If that cannot be known, a server would lose something."""
         try:
-            return unsaved_in(self._sections())
+            sections, silent = self._look()
         except (GpuError, OSError) as error:
-            why = " ".join(str(error).split())
-            return lambda user, server: f"not known: {why}"
+            why = f"not known: {' '.join(str(error).split())}"
+            return lambda user, server: why
+        known = unsaved_in(sections)
+        return lambda user, server: known(user, server) or silent.get(user, "")
 
-    def _sections(self) -> list[Section]:
+    def _look(self) -> tuple[list[Section], dict[str, str]]:
+        """The sections of all ledgers, and for each user with a ledger that does not answer, which one."""
         from . import watching
         from .ledgers import reader
         from .ledgers.access import access_to
 
         rt = self._rt = self._rt or watching.default()
         rt.reap()
-        found = list(rt.status().sections.values())
+        sections, silent = list(rt.status().sections.values()), {}
         own = watching.directory_of(rt)
         if os.geteuid() == 0:
             pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-            for ledger in reader.of_processes(pids):
-                if ledger.directory != own:
-                    found += _book(ledger).sections.values()
+            for ledger, holders in reader.of_processes(pids).items():
+                if ledger.directory == own:
+                    continue
+                users = users_of(holders)
+                book = _book(ledger)
+                if book is None:
+                    why = f"not known: the ledger in {ledger.directory} does not answer"
+                    silent |= dict.fromkeys(users.values(), why)
+                else:
+                    sections += proven(book.sections.values(), users)
         elif own is None or access_to(own).group is None:
             raise GpuError("this user cannot read the ledgers of other users")
-        return found
+        return sections, silent
+
+
+def users_of(pids: Iterable[int]) -> dict[int, str]:
+    """The user of each of the processes `pids` that still lives."""
+    from .ledgers.liveness import name_of
+
+    found = {}
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            found[pid] = name_of(os.stat(f"/proc/{pid}").st_uid)
+    return found
+
+
+def proven(sections: Iterable[Section], users: Mapping[int, str]) -> list[Section]:
+    """The `sections` of processes whose users are known from the system: pid -> user.
+
+    A user's private ledger may claim anything, also that a process is of another user, whose server would then stay.
+    """
+    return [one for one in sections if users.get(one.owner.pid) == one.owner.user]
 
 
 def _book(ledger: Any) -> Any:
@@ -281,7 +311,7 @@ def _book(ledger: Any) -> Any:
         book = peek(ledger.url, ledger.directory).look()
         if book is not None:
             return book
-    raise GpuError(f"the ledger in {ledger.directory} does not answer")
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,8 @@
 """The hub's configuration, the roles of its users, and what the culler leaves alone. Without a hub."""
 
 import json
+import os
+import pwd
 import sys
 
 import pytest
@@ -153,5 +155,28 @@ def test_a_ledger_that_cannot_be_read_keeps_every_server(monkeypatch):
     def fails(self):
         raise GpuError("the ledger\ndoes not answer")
 
-    monkeypatch.setattr(hub.Ledgers, "_sections", fails)
+    monkeypatch.setattr(hub.Ledgers, "_look", fails)
     assert hub.Ledgers().unsaved()("anybody", "") == "not known: the ledger does not answer"
+
+
+def test_a_ledger_that_does_not_answer_keeps_the_servers_of_its_users_only(monkeypatch):
+    """Otherwise one stuck process of anybody would keep all servers."""
+    found = [held("train.ipynb", "ann")], {"bob": "not known"}
+    monkeypatch.setattr(hub.Ledgers, "_look", lambda self: found)
+    unsaved = hub.Ledgers().unsaved()
+    assert [unsaved(user, "") for user in ("ann", "bob", "eve")] == [
+        "train.ipynb, 8.0 MiB",
+        "not known",
+        "",
+    ]
+
+
+def test_a_private_ledger_that_names_another_user_keeps_nobodys_server():
+    mine, claimed = held("mine.ipynb", "eve"), held("claimed.ipynb", "ann")
+    users = {mine.owner.pid: "eve"}
+    assert hub.proven([mine, claimed], users) == [mine]
+    assert hub.proven([mine], {}) == [], "its process has ended"
+
+
+def test_the_user_of_a_process_is_the_systems_answer():
+    assert hub.users_of([os.getpid(), 2**30]) == {os.getpid(): pwd.getpwuid(os.getuid()).pw_name}

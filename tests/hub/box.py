@@ -33,6 +33,7 @@ from gpu_runtime.ledgers.setup import init
 from tests.browser.chromium import SHOWN_MS, BrowserPage
 from tests.browser.lab import EXTENSION, KERNEL, LabNotebook
 from tests.clock import PATIENCE, scaled
+from tests.clock import until as until_true
 from tests.faces.conftest import FOUND_BY_CHILDREN
 from tests.faces.served import end, free_port
 from tests.ledgers.people import require_root, run_command
@@ -215,30 +216,24 @@ class HubBox:
             assert time.monotonic() < until, self.log()
             time.sleep(0.1)
 
-    def culled(self, *options: str) -> str:
-        """Runs the guarded culler, with these options, until it has looked at all servers once. Returns its log."""
-        words = [
-            str(BIN / "python"),
-            "-m",
-            "gpu_runtime.hub",
-            "--IdleCuller.log_level=DEBUG",
-            *options,
-        ]
+    def culled(self, *options: str, until: Sequence[str]) -> str:
+        """Runs the guarded culler with these options until its log has all texts of `until`. Returns the log."""
+        words = [str(BIN / "python"), "-m", "gpu_runtime.hub", "--cull-every=2", *options]
         given = {"JUPYTERHUB_API_TOKEN": TOKEN, "JUPYTERHUB_API_URL": f"{self.url}/hub/api"}
-        with subprocess.Popen(
-            words, env=self.environment | given, stderr=subprocess.PIPE, text=True, cwd=self.root
-        ) as process:
-            lines = []
-            for line in process.stderr or ():
-                lines.append(line)
-                if "users with ready servers" in line:
-                    break
-            for line in process.stderr or ():  # the first round ends before the second begins
-                lines.append(line)
-                if "users with ready servers" in line:
-                    break
-            process.kill()
-        return "".join(lines)
+        log = self.root / "culler.log"
+        with (
+            log.open("wb") as file,
+            subprocess.Popen(
+                words, env=self.environment | given, stderr=file, cwd=self.root
+            ) as process,
+        ):
+            try:
+                until_true(lambda: all(text in log.read_text() for text in until))
+            except AssertionError:
+                raise AssertionError(f"not all of {until} in\n{log.read_text()}") from None
+            finally:
+                process.kill()
+        return log.read_text()
 
     def write(self, user: str, notebooks: Mapping[str, Sequence[str]]) -> None:
         """Writes notebooks (file name -> cells) into the home of `user`."""
