@@ -105,6 +105,23 @@ def test_memory_that_is_not_torchs_changes_places_with_torchs(exchange):
     assert alive() is None
 
 
+def test_no_garbage_is_collected_within_an_exchange(exchange):
+    """A finaliser of the user's would see some of the bytes exchanged and others not."""
+    prepared = swap.Exchange()
+    for _ in range(2000):
+        prepared.put(*(torch.zeros(1).untyped_storage() for _ in range(2)))
+    calls, phases = prepared.calls, []
+    gc.collect()
+    gc.callbacks.append(lambda phase, _: phases.append(phase))
+    try:
+        swap.at_once(calls)
+        seen = len(phases)
+    finally:
+        gc.callbacks.pop()
+    assert seen == 0
+    prepared.undo()
+
+
 def test_no_handler_of_a_signal_runs_within_an_exchange(exchange):
     one, other = torch.zeros(4), torch.ones(4)
     seen: list[list[float]] = []

@@ -81,6 +81,9 @@ def _is_exchanged(fields: range, ours: torch.UntypedStorage, foreign: torch.Unty
     return refused and before == after and seen(ours) == before[0] and ours.resizable()
 
 
+STEPS = 3  # items of `exchanging`
+
+
 def exchanging(
     one: torch.UntypedStorage, other: torch.UntypedStorage, fields: range | None = None
 ) -> Iterator[None]:

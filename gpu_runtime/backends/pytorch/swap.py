@@ -240,16 +240,20 @@ class Exchange:
 
     def undo(self) -> None:
         """Reverts the exchanges that were made. A repeated call of `undo` does nothing."""
-        made = self.pairs[: len(self._made)]
+        made = self.pairs[: len(self._made) // (1 if _native() else old_torch.STEPS)]
         at_once([partial(_exhaust, _swaps(made[::-1])), self._made.clear])
 
 
 def _swaps(pairs: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> Iterable[Any]:
-    """An iterator that exchanges the bytes of one of `pairs` at each step, within C."""
+    """An iterator that exchanges the bytes of `pairs` one after the other, within C.
+
+    It makes no object that the garbage collector counts. Else a collection, and a finaliser of the user's,
+    could run while some of the bytes are exchanged and others are not.
+    """
     native = _native()
     if native is not None:
         return itertools.starmap(native, pairs)
-    return map(_exhaust, [old_torch.exchanging(*pair) for pair in pairs])
+    return itertools.chain.from_iterable([old_torch.exchanging(*pair) for pair in pairs])
 
 
 _exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterator, within C
