@@ -290,7 +290,7 @@ def test_an_import_in_a_thread_waits_for_no_caller_and_reports_no_error(tmp_path
 
 
 # What `%load_ext gpu` or a kernel has imported before any function of ours runs.
-AT_ONCE = {"IPython", "fastapi", "msgspec", "zmq"}
+AT_ONCE = {"IPython", "fastapi", "msgspec", "tomli", "zmq"}
 # In these files functions run in a program of their own, or in threads. No interrupt reaches them.
 APART = (
     "serving/",
