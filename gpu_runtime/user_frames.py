@@ -7,11 +7,11 @@ Nothing here imports IPython. If IPython is not loaded, there are no cells.
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sys
 import traceback
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -109,11 +109,12 @@ def _is_users(frame: FrameType) -> bool:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """The folders of Python and of installed libraries."""
-    import sysconfig
+    """The folders of Python and of installed libraries.
 
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple(str(Path(sysconfig.get_path(name))) + "/" for name in names)
+    sysconfig would tell them, but imports a file: a process that may open no more files failed here.
+    """
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return tuple(f"{folder}/" for folder in (os.path.dirname(os.__file__), *installed))
 
 
 def _line(frame: FrameType, number: int) -> str:
