@@ -33,7 +33,7 @@ def why_not_moved() -> str:
 def _installed() -> str:
     try:
         return metadata.version("torch")
-    except metadata.PackageNotFoundError:
+    except metadata.PackageNotFoundError:  # torch is not installed, so nothing is to be moved
         return ""
 
 

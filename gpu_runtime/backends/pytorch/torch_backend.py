@@ -379,7 +379,10 @@ class TorchBackend(Backend):
             return
         # A model that is only being loaded has no views and graphs yet.
         if model.memories and (refusal := self.refusal(model.spec.name)):
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # else its traceback would lead back to it, and keep the model
         going = [groups[i] for i in moving]
         places = [goal.places[i] for i in moving]
         sources = [model.content(group) for group in going]
