@@ -27,7 +27,7 @@ VALUE = 16  # a Python object of pybind11: the pointer to its C++ object
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = None
-_exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterator, within C
+exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterator, within C
 
 
 def _word(address: int) -> int:
@@ -67,11 +67,11 @@ def _is_exchanged(fields: range, ours: torch.UntypedStorage, foreign: torch.Unty
         return storage.data_ptr(), storage.resizable(), bytes(storage.tolist())
 
     before = seen(ours), seen(foreign)
-    _exhaust(exchanging(ours, foreign, fields))
+    exhaust(exchanging(ours, foreign, fields))
     after = seen(foreign), seen(ours)
     refusing = torch.empty(0, dtype=torch.uint8).set_(ours)
     torch._C._set_throw_on_mutable_data_ptr(refusing)
-    _exhaust(exchanging(ours, foreign, fields))
+    exhaust(exchanging(ours, foreign, fields))
     try:
         foreign.data_ptr()
     except RuntimeError:  # the refusal has moved with the bytes
@@ -102,7 +102,7 @@ def exchanging(
 
 def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchanges the bytes of two storages."""
-    _exhaust(exchanging(one, other))
+    exhaust(exchanging(one, other))
 
 
 # -- who owns a tensor -----------------------------------------------------------------------------

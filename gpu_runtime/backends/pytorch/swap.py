@@ -11,7 +11,6 @@ This module searches and copies nothing. The caller passes the storages, and has
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import itertools
@@ -233,15 +232,17 @@ class Exchange:
     def calls(self) -> list[Callable[[], Any]]:
         """The prepared exchanges, as calls for `at_once`. Each call of it does its part for all storages."""
         return [
-            partial(_exhaust, map(torch._C._set_throw_on_mutable_data_ptr, self._refusing)),
-            partial(_exhaust, map(self._made.append, _swaps(self.pairs))),
-            partial(_exhaust, map(call, self._marks)),
+            partial(
+                old_torch.exhaust, map(torch._C._set_throw_on_mutable_data_ptr, self._refusing)
+            ),
+            partial(old_torch.exhaust, map(self._made.append, _swaps(self.pairs))),
+            partial(old_torch.exhaust, map(call, self._marks)),
         ]
 
     def undo(self) -> None:
         """Reverts the exchanges that were made. A repeated call of `undo` does nothing."""
         made = self.pairs[: len(self._made) // (1 if _native() else old_torch.STEPS)]
-        at_once([partial(_exhaust, _swaps(made[::-1])), self._made.clear])
+        at_once([partial(old_torch.exhaust, _swaps(made[::-1])), self._made.clear])
 
 
 def _swaps(pairs: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> Iterable[Any]:
@@ -256,12 +257,9 @@ def _swaps(pairs: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -
     return itertools.chain.from_iterable([old_torch.exchanging(*pair) for pair in pairs])
 
 
-_exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterator, within C
-
-
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
     """Makes all `calls`, with no instruction of Python, and so no interrupt, between two of them."""
-    _exhaust(map(call, calls))
+    old_torch.exhaust(map(call, calls))
 
 
 # The C library's function. `PyDLL` keeps the interpreter's lock during the call.
@@ -307,7 +305,7 @@ class Unchanged:
             self._different(),
             map(call, [*calls, partial(made.append, True)]),
         )
-        _exhaust(itertools.takewhile(operator.not_, differences))
+        old_torch.exhaust(itertools.takewhile(operator.not_, differences))
         return bool(made)
 
     def _elsewhere(self) -> tuple[Iterable[bool], Iterable[bool]]:
