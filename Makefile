@@ -217,6 +217,7 @@ hub: $(STAMP) .venv-hub/.ready
 	@touch $@
 
 docs: $(STAMP)
+	$(BIN)/python docs/_ext/reference.py
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "Open  docs/_build/html/index.html"
 

@@ -16,7 +16,7 @@ project = "gpu-console"
 author = "the authors of gpu-console"
 version = release = version_of("gpu-console")
 
-extensions = ["myst_nb", "sphinx_design", "reference", "site_checks"]
+extensions = ["myst_nb", "sphinx_design", "site_checks"]
 exclude_patterns = ["_build", "_ext"]
 nb_execution_mode = "off"  # the stored outputs are shown; `make test` compares them
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # no widgets, so nothing is fetched from elsewhere

@@ -1,13 +1,17 @@
-"""The reference tables, made from the code when the site is built.
+"""The reference tables: made from the code, and committed as plain Markdown.
 
-A page lists names (or groups of names) in a directive and so decides their order and their group; the texts come from
-the code. `tests/core/test_docs.py` compares the names on the pages with those in the code, so that
-nothing can be left out. Each `*_table` function returns Markdown.
+    python docs/_ext/reference.py
 
-    ```{settings}
+writes every page of `docs/` anew that has a block of the following form. A comment lists names (or groups of names) and
+so decides their order and their group; the texts come from the code. `tests/core/test_docs.py` compares the
+pages with what would be written, and the names with those in the code, so that nothing can be left out.
+
+    <!-- settings
     GPU_DEVICES
     GPU_LEDGER
-    ```
+    -->
+    (the table)
+    <!-- end -->
 """
 
 from __future__ import annotations
@@ -23,28 +27,52 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+DOCS = Path(__file__).parents[1]
+BLOCK = re.compile(
+    r"^(?P<head><!-- (?P<kind>[a-z-]+)(?: (?P<of>[\w.]+))?\n(?P<lines>.*?)-->\n).*?^<!-- end -->$",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 class Line(NamedTuple):
-    """One line of a directive: `NAME = a note by the page's author`."""
+    """One line of a block: `NAME = a note by the page's author`."""
 
     name: str
     note: str
 
 
-def lines_of(content: Iterable[str]) -> list[Line]:
-    """The lines of a directive, without blank ones."""
-    split = (text.partition(" = ") for text in content if text.strip())
+def lines_of(text: str) -> list[Line]:
+    """The lines of a block's comment, without blank ones."""
+    split = (line.partition(" = ") for line in text.splitlines() if line.strip())
     return [Line(name.strip(), note.strip()) for name, _, note in split]
 
 
-def lines_in(page: str, directive: str) -> list[Line]:
-    """The lines of every such directive in a page's Markdown."""
-    blocks = re.findall(rf"^```{{{directive}}}[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in lines_of(block.splitlines())]
+def lines_in(page: str, kind: str) -> list[Line]:
+    """The lines of every block of this `kind` in a page's Markdown."""
+    blocks = (found for found in BLOCK.finditer(page) if found["kind"] == kind)
+    return [line for found in blocks for line in lines_of(found["lines"])]
+
+
+def written(page: str) -> str:
+    """The page's Markdown with every block made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        lines = lines_of(found["lines"])
+        if found["kind"] == "functions":
+            text = functions(lines, found["of"], _level(page[: found.start()]))
+        elif found["kind"] == "values":
+            text = values(lines, _level(page[: found.start()]))
+        else:
+            text = TABLES[found["kind"]](lines)
+        return f"{found['head']}\n{text.strip()}\n\n<!-- end -->"
+
+    return BLOCK.sub(made, page)
+
+
+def _level(before: str) -> str:
+    """The mark of a heading below the last heading of a page's text `before`."""
+    text = BLOCK.sub("", before)
+    return "#" + re.findall(r"^(#+) ", text, re.MULTILINE)[-1]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -234,7 +262,7 @@ def markdown_of(doc: str | None) -> str:
         if first.lstrip().startswith(">>>"):
             out.append(f"```pycon\n{textwrap.dedent(block)}\n```")
         elif first.startswith("    "):
-            out.append(f"```python\n{textwrap.dedent(block)}\n```")
+            out.append(f"```py\n{textwrap.dedent(block)}\n```")
         else:
             out.append(block)
     return "\n\n".join(out)
@@ -250,34 +278,44 @@ class _Words:
         return self.text
 
 
-def signature_of(function: Any) -> str:
-    """The parameters of a function as they are written, without `self`."""
+def signature_of(name: str, function: Any) -> str:
+    """How a function is called: its parameters as they are written, without `self`."""
     found = inspect.signature(function)
     empty = inspect.Parameter.empty
     parameters = [
         each if each.annotation is empty else each.replace(annotation=_Words(each.annotation))
-        for name, each in found.parameters.items()
-        if name not in ("self", "cls")
+        for each in found.parameters.values()
+        if each.name not in ("self", "cls")
     ]
     returns = found.return_annotation
     returns = returns if returns is inspect.Signature.empty else _Words(returns)
-    return str(found.replace(parameters=parameters, return_annotation=returns))
+    found = found.replace(parameters=parameters, return_annotation=returns)
+    if len(name + str(found)) <= MOST_SIGNATURE:
+        return f"{name}{found}"
+    alone = [str(found.replace(parameters=[each]))[1:].rpartition(")")[0] for each in parameters]
+    named = [each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters]
+    if True in named and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        alone[named.index(True)] = alone[named.index(True)].removeprefix("*, ")
+        alone = [text.removeprefix("*, ") for text in alone]
+        alone.insert(named.index(True), "*")
+    listed = "".join(f"    {text},\n" for text in alone)
+    return f"{name}(\n{listed}{str(found.replace(parameters=[]))[1:]}"
 
 
-def functions(lines: Iterable[Line], owner: str) -> str:
-    """The functions or methods of `owner`, each with its signature and docstring."""
+def functions(lines: Iterable[Line], owner: str, level: str) -> str:
+    """The functions or methods of `owner`, each with how it is called, and its docstring."""
+    short = owner.rpartition(".")[2]
+    called = {"Runtime": "rt", "Fleet": "fleet"}.get(short, short)
     parts = []
     for line in lines:
         function = thing(f"{owner}.{line.name}")
-        doc = markdown_of(
-            function.fget.__doc__ if isinstance(function, property) else function.__doc__
-        )
+        name = f"{called}.{line.name}"
         if isinstance(function, property):
-            head = f"{{py:property}} {owner}.{line.name}"
-        else:
-            kind = "method" if isinstance(thing(owner), type) else "function"
-            head = f"{{py:{kind}}} {owner}.{line.name}{signature_of(function)}"
-        parts.append(f"`````{head}\n\n{doc}\n`````\n")
+            parts.append(f"{level} {name}\n\n{markdown_of(function.fget.__doc__)}\n")
+            continue
+        typed = signature_of(name, function)
+        doc = markdown_of(function.__doc__)
+        parts.append(f"{level} {name}\n\n```py\n{typed}\n```\n\n{doc}\n")
     return "\n".join(parts)
 
 
@@ -307,7 +345,7 @@ def _comments_above(lines: list[str], at: int) -> Iterator[str]:
     yield from reversed(block)
 
 
-def values(lines: Iterable[Line]) -> str:
+def values(lines: Iterable[Line], level: str) -> str:
     """The value classes, each with its docstring and a table of its fields."""
     parts = []
     for line in lines:
@@ -318,12 +356,23 @@ def values(lines: Iterable[Line]) -> str:
         ]
         body = markdown_of(kind.__doc__ or "")
         shown = table(("Field", "Type", "Meaning"), rows) if rows else ""
-        parts.append(f"`````{{py:class}} {line.name}\n\n{body}\n\n{shown}\n`````\n")
+        parts.append(f"{level} {line.name.rpartition('.')[2]}\n\n{body}\n\n{shown}")
     return "\n".join(parts)
 
 
-# -- directives -----------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
+
+def measured_table(lines: Iterable[Line]) -> str:
+    """The tables of files of `tests/bench`, which the benchmarks write."""
+    texts = ((DOCS.parent / line.name).read_text() for line in lines)
+    tables = (re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) for text in texts)
+    return "\n".join(table for found in tables for table in found)
+
+
+# -- the pages ------------------------------------------------------------------------------------
+
+MOST_SIGNATURE = 100  # characters in a line
 TABLES: dict[str, Callable[[list[Line]], str]] = {
     "settings": settings_table,
     "verbs": verbs_table,
@@ -333,28 +382,18 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {
     "routes": routes_table,
     "body-fields": body_table,
     "statuses": statuses_table,
-    "values": values,
+    "measured": measured_table,
 }
 
 
-class Generated(SphinxDirective):
-    """A part of a page that is made from the code."""
-
-    has_content = True
-    optional_arguments = 1
-    final_argument_whitespace = False
-
-    def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(Path(__file__)))
-        lines = lines_of(self.content)
-        if self.name == "functions":
-            text = functions(lines, self.arguments[0])
-        else:
-            text = TABLES[self.name](lines)
-        return self.parse_text_to_nodes(text)
+def main() -> None:
+    """Writes the pages whose blocks differ from the code."""
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text()
+        if text != written(text):
+            path.write_text(written(text))
+            print("written:", path.relative_to(DOCS.parent))
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
-    for name in (*TABLES, "functions"):
-        app.add_directive(name, Generated)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+if __name__ == "__main__":
+    main()

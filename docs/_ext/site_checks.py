@@ -1,6 +1,7 @@
-"""Before the build: the notebooks, as pages. After it: what the site promises.
+"""Before the build: plain Markdown and the notebooks, as pages of the site. After it: what the site promises.
 
-The notebooks stay in `notebooks/`; copies of them are built as pages, with links that lead to the
+The pages are Markdown that reads well without a build; `read_source` adds what only Sphinx knows. The
+notebooks stay in `notebooks/`; copies of them are built as pages, with links that lead to the
 site. A finished site fails the build where a page is more than two clicks from another, or where a
 page loads something from another host.
 """
@@ -24,6 +25,7 @@ DOCS = Path(__file__).parents[1]
 NOTEBOOKS = DOCS.parent / "notebooks"
 COPIES = DOCS / "_notebooks"
 CLICKS = 2
+CONTENTS = "```{toctree}\n:hidden:\n:glob:\n\n\\1```"
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "video": "src"}
 
 
@@ -62,8 +64,24 @@ def _pictures(markdown: str) -> str:
 
 
 def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Lets a page link to `../notebooks/NAME.ipynb`, as it is right in the repository."""
-    source[0] = re.sub(r"((?:\.\./)*)\.\./notebooks/", r"\1_notebooks/", source[0])
+    """Turns the plain Markdown of a page into that of the site.
+
+    Links to notebooks and to files of the root lead to their pages. A comment `contents` is the table of
+    contents. A page that has only a link to a file of the root is that file.
+    """
+    text = source[0]
+    if root_file := re.fullmatch(r"# .*\n\n\[[\w.]+\]\(\.\./(\w+\.md)\)\n", text):
+        text = (DOCS.parent / root_file[1]).read_text().replace("](docs/", "](")
+    text = re.sub(r"((?:\.\./)*)\.\./notebooks/", r"\1_notebooks/", text)
+    text = re.sub(r"\]\((\.\./)*\.\./(CHANGELOG|CONTRIBUTING)\.md", _root_page, text)
+    text = re.sub(r"^<!-- contents\n(.*?)-->$", CONTENTS, text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(!\[.*\]\(.*\.svg\))$", r"\1{.dark-light}", text, flags=re.MULTILINE)
+    source[0] = _pictures(text)
+
+
+def _root_page(found: re.Match[str]) -> str:
+    """A link to a file of the root as the link to its page."""
+    return f"]({found[1] or ''}{found[2].lower()}.md"
 
 
 class _Page(HTMLParser):

@@ -1,7 +1,7 @@
 """All that can be used is documented in `docs/`. The links there lead to something, and the examples run.
 
-The reference pages list only names; the texts come from the code (`docs/_ext/reference.py`). If no page lists a
-setting, verb, error, route or field, it is missing from the site, and a test fails.
+The tables of the reference are made from the code (`docs/_ext/reference.py`) and committed. A table that differs from
+the code fails a test, and so does a setting, verb, error, route or field that no page lists.
 """
 
 import inspect
@@ -38,7 +38,7 @@ import site_checks  # noqa: E402
 README = (ROOT / "README.md").read_text()
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "tests/bench/README.md"]
     if not {"_build", "_notebooks"} & set(path.parts)
 }
 MOST_README_LINES = 200
@@ -50,9 +50,22 @@ def page(name: str) -> str:
     return PAGES[f"docs/{name}.md"]
 
 
-def listed(name: str, directive: str) -> list[str]:
-    """The names that the page `name` of the docs lists in this kind of `directive`."""
-    return [line.name for line in reference.lines_in(page(name), directive)]
+def listed(name: str, kind: str) -> list[str]:
+    """The names that the page `name` of the docs lists in the blocks of this `kind`."""
+    return [line.name for line in reference.lines_in(page(name), kind)]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if reference.BLOCK.search(PAGES[name])])
+def test_the_tables_on_the_pages_are_those_of_the_code(name):
+    """If this fails, type `python docs/_ext/reference.py`, which writes the tables anew."""
+    assert reference.written(PAGES[name]) == PAGES[name]
+    assert name == "docs/figures.md" or name.startswith("docs/reference/")
+
+
+def test_the_pages_read_well_as_markdown():
+    """What only Sphinx understands is on the site's first page, whose Markdown is the README."""
+    assert [name for name in PAGES if "```{" in PAGES[name]] == []
+    assert [name for name in PAGES if ":::" in PAGES[name]] == ["docs/index.md"]
 
 
 def test_the_readme_is_short_and_its_first_screen_has_the_commands_and_a_working_cell():
@@ -338,8 +351,12 @@ def test_every_command_on_the_pages_can_be_typed():
 
 
 def test_what_the_pages_lack_is_noticed():
-    text = "`GPU_LEDGER`\n```{settings}\nGPU_DEVICES\n```\n```{verbs}\nstatus = rt.status()\n```\n"
+    text = "# One\n`GPU_LEDGER`\n<!-- settings\nGPU_DEVICES\n-->\n<!-- end -->\n"
+    text += "<!-- verbs\nstatus = rt.status()\n-->\n| stale |\n<!-- end -->\n"
     assert [line.name for line in reference.lines_in(text, "settings")] == ["GPU_DEVICES"]
     assert reference.lines_in(text, "verbs") == [reference.Line("status", "rt.status()")]
+    written = reference.written(text)
+    assert "| `GPU_DEVICES` | `auto` |" in written and "stale" not in written
+    assert reference.written(written) == written
     links = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
     assert site_checks.reached("a", links, 2) == {"a", "b", "c"}
