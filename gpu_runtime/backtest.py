@@ -722,7 +722,7 @@ class BacktestRow(NamedTuple):
 def compare(
     history: UseHistory,
     *,
-    policies: Sequence[str] = ("lru", "cost_aware", "keep_score"),
+    policies: Sequence[str] = tuple(POLICIES),
     engines: Sequence[str] = ("full",),
     devices: Sequence[str] = tuple(DEVICES.split(",")),
     hosts: Sequence[str] = tuple(HOSTS.split(",")),

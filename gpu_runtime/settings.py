@@ -19,6 +19,7 @@ from .arguments import TEXT, TRUTH, Rule, plain
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
 from .safe_text import MOST_QUOTED
+from .scheduler.policies import POLICIES
 from .units import GIB, MIB, parse_seconds
 
 
@@ -193,8 +194,8 @@ class Settings:
     )
     gpu_policy: str = _choice(
         "keep_score",
-        "Which model is evicted first: keep_score, lru or cost_aware.",
-        "lru, cost_aware or keep_score",
+        f"Which model is evicted first: {', '.join(POLICIES)}.",
+        ", ".join(POLICIES),
     )
     gpu_placement: str = _choice(
         "best-fit",

@@ -22,6 +22,7 @@ from .arguments import IMPORTANCE as IMPORTANCE_RULE
 from .errors import BadSetting, GpuError, UnknownVerb
 from .facts import IMPORTANCE, Outcome
 from .safe_text import MOST_QUOTED, printable, quoted
+from .scheduler.policies import POLICIES
 
 LAST_PORT = 65535
 MOST_USAGE_ERROR = 1000  # characters
@@ -254,7 +255,7 @@ HISTORY = (  # what `backtest` replays, and with what
     option("--days", "N", "the journal's last N days (7)", type=days),
     option("--requests", "FILE", "instead: uses in a CSV file", "files"),
     option("--models", "FILE", "… and their models in another", "files"),
-    option("--policy", "P,P", "lru, cost_aware, keep_score"),
+    option("--policy", "P,P", ", ".join(POLICIES)),
     option("--engine", "E,E", "plain, full or bounded"),
     option("--device", "SIZE,SIZE", "cards, such as 80GB,10% of all models"),
     option("--host", "SIZE,SIZE", "host memory, such as 0GB,256GB,50%"),

@@ -20,6 +20,7 @@ from ..backtest import (
 )
 from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
 from ..facts import KERNEL, Event, Replayed, notebook_has_name
+from ..scheduler import policies
 from ..scheduler.plan import replayed
 from ..tables import table
 from ..telemetry import hours
@@ -228,7 +229,7 @@ def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
 
 DAY = 86_400.0  # seconds
 DAYS = 7.0
-POLICIES = "lru,cost_aware,keep_score"
+POLICIES = ",".join(policies.POLICIES)
 Words = str | Iterable[str]
 
 

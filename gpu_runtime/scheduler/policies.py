@@ -2,10 +2,8 @@
 
 Pure. The importance of leases is always compared before the policy's number.
 
-To add a policy, write a function in this module and add it to POLICIES. In
-`gpu_runtime/settings.py`, add the policy's name to the setting `gpu_policy` and to the words for
-`gpu_policy` in `_WORDS`. By default, a backtest compares the policies listed in `backtest.py`,
-`owner/history.py` and `verbs.py`.
+To add a policy, write a function in this module and add it to POLICIES. The setting GPU_POLICY and
+backtests read the names there.
 """
 
 from __future__ import annotations
