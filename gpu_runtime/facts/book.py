@@ -470,7 +470,7 @@ def cards_label(shares: Shares, backend: str = "") -> str:
 
 
 def place_label(lease: Lease) -> str:
-    """The place of `lease`, such as `cuda:0`. For a lease in parts, the bytes on each device.
+    """The place of `lease`, such as `cuda:0` or `RAM`. For a lease in parts, the bytes on each device.
 
     >>> from gpu_runtime.facts import Share
     >>> parts = (Share("cuda:0", 24 * 2**30), Share("host", 16 * 2**30))
@@ -478,7 +478,7 @@ def place_label(lease: Lease) -> str:
     '24.0 of 40.0 GiB on cuda:0, 16.0 GiB in RAM'
     """
     if not lease.in_parts:
-        return lease.where
+        return "RAM" if lease.on_host else lease.where
     in_ram = lease.bytes_on(HOST)
     here, whole = show_bytes(lease.bytes - in_ram), show_bytes(lease.bytes)
     number, _, unit = here.partition(" ")

@@ -20,8 +20,7 @@ from .snapshot import DeviceView, Level, ProcessState, Snapshot
 LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
 REFUSED_SECONDS = 600.0  # a refusal is shown for so long, or until the model is granted room
 SWAPPING_SECONDS = 300.0  # the time within which two models evict one another
-# Two notebooks whose turns are longer on average are used at a person's pace, which is no problem.
-PERSON_SECONDS = 20.0
+SWAPPING_PART = 0.1  # of the time between the turns; if the moves take less, nobody is slowed down
 LEAST_TURNS = 4  # so many alternating evictions of the same two models are a problem
 UNLEASED_BYTES = 2**30  # a desktop normally uses less memory than this without a lease
 LOW_HOST_PART = 0.05  # the host's memory is low if a smaller part of it is free
@@ -126,10 +125,12 @@ def _unleased(seen: Snapshot) -> Iterator[Problem]:
         size = view.stranger_bytes or 0
         if view.device.is_host or size < UNLEASED_BYTES:
             continue
-        text = f"{show_bytes(size)} on {view.device.id} are in use without a lease"
-        programs = _programs(seen, view)
-        by = f" by {programs}" if programs else ""
-        yield Problem(ProblemKind.UNLEASED, view.device.id, f"{text}{by}.", size)
+        who = _programs(seen, view) or "Another program"
+        text = (
+            f"{who} holds {show_bytes(size)} on {view.device.id} and does not use gpu-console: nothing "
+            "can move it. Its user can end it."
+        )
+        yield Problem(ProblemKind.UNLEASED, view.device.id, text, size)
 
 
 def _programs(seen: Snapshot, view: DeviceView) -> str:
@@ -232,7 +233,10 @@ _ARRIVED = ("granted", "loaded", "restored")
 
 
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
-    """Two models that left a card alternately, such as A, B, A, B, at least LEAST_TURNS times in five minutes."""
+    """Two models that left a card alternately, such as A, B, A, B, at least LEAST_TURNS times in five minutes.
+
+    It is a problem only if their moves take more than SWAPPING_PART of the time.
+    """
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     cards = [view for view in seen.devices if not view.device.is_host]
     for view in cards:
@@ -241,17 +245,25 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         if len(turns) < LEAST_TURNS:
             continue
         one, other = turns[-2], turns[-1]
-        pace_seconds = (turns[-1].wall - turns[0].wall) / (len(turns) - 1)
-        if one.model == other.model == KERNEL and pace_seconds >= PERSON_SECONDS:
+        both = {_lease_of(one), _lease_of(other)}
+        lasted = turns[-1].wall - turns[0].wall
+        returns = [
+            event.seconds
+            for event in recent
+            if event.action in _ARRIVED and _lease_of(event) in both
+            if turns[0].wall < event.wall <= turns[-1].wall
+        ]
+        part = 2 * sum(returns) / max(lasted, 1e-9)  # a model leaves as fast as it returns
+        if part <= SWAPPING_PART:
             continue
         remedy = "run them one after the other" if one.notebook and other.notebook else "pin one"
         several = f"Use another card for one, or {remedy}."
         advice = several if len(cards) > 1 else f"{remedy.capitalize()}."
         text = (
             f"{_subject(seen, one)} and {_subject(seen, other)} evict one another on {view.device.id}: "
-            f"{len(turns)} × in turn. {advice}"
+            f"{len(turns)} × in turn. Moving takes {100 * min(1.0, part):.0f} % of the time. {advice}"
         )
-        subject = f"{view.device.id} {' '.join(sorted((_lease_of(one), _lease_of(other))))}"
+        subject = f"{view.device.id} {' '.join(sorted(both))}"
         pins = tuple(
             ("pin", _lease_of(event)) for event in (one, other) if _settled(seen, event) is not None
         )

@@ -158,7 +158,7 @@ def bar(drawn: Bar) -> str:
             f'left:{drawn.limit_bytes / scale:.2%}"></div>'
         )
     label = ", ".join(segment.title for segment in drawn.segments) or "empty"
-    return track(segments, f"{drawn.device.id}: {label}", limit)
+    return track(segments, f"{views.device_name(drawn.device.id)}: {label}", limit)
 
 
 def track(stretches: str, label: str, over: str = "") -> str:
@@ -308,7 +308,7 @@ def _devices(snapshot: Snapshot) -> str:
     for view, drawn in zip(snapshot.devices, views.bars(snapshot), strict=True):
         fill = f'{esc(views.fill(view))} <span class="g-soft">{view.pressure:.0%}</span>'
         remarks = esc(", ".join(views.remarks(snapshot, view)))
-        rows.append((f"<b>{esc(view.device.id)}</b>", bar(drawn), fill, remarks))
+        rows.append((f"<b>{esc(views.device_name(view.device.id))}</b>", bar(drawn), fill, remarks))
     return devices(rows)
 
 
@@ -441,7 +441,12 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> str:
     after = views.bars_after(snapshot, found.steps)
     if after:
         rows = [
-            (f"<b>{esc(one.device.id)}</b>", bar(one), esc(show_bytes(one.used_bytes)), "")
+            (
+                f"<b>{esc(views.device_name(one.device.id))}</b>",
+                bar(one),
+                esc(show_bytes(one.used_bytes)),
+                "",
+            )
             for one in after
         ]
         parts.append(line("Then:", soft=True) + devices(rows))

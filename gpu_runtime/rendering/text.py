@@ -62,7 +62,7 @@ def _devices(snapshot: Snapshot, aligned: bool = True) -> Iterator[str]:
         drawn, legend = draw(bar)
         remarks = ", ".join(views.remarks(snapshot, view))
         figures = f"{views.fill(view):>{fill_width}}  {view.pressure:>{pressure_width}.0%}"
-        yield f"{view.device.id:{id_width}}  {drawn}  {figures}  {remarks}".rstrip()
+        yield f"{views.device_name(view.device.id):{id_width}}  {drawn}  {figures}  {remarks}".rstrip()
         if legend:
             yield f"{'':{id_width}}  {legend}"
 
@@ -333,7 +333,7 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
     for bar in after:
         drawn, legend = draw(bar)
         lines += [
-            f"then  {bar.device.id:{id_width}}  {drawn}  {show_bytes(bar.used_bytes)}",
+            f"then  {views.device_name(bar.device.id):{id_width}}  {drawn}  {show_bytes(bar.used_bytes)}",
             f"{'':{8 + id_width}}{legend}",
         ]
     return lines

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpu_runtime.facts import (
+    HOST,
     KERNEL,
     NORMAL,
     THIS_PROCESS,
@@ -240,6 +241,11 @@ def device_title(snapshot: Snapshot) -> str:
     return f"{count} {simulated}GPU{'s' if count != 1 else ''}"
 
 
+def device_name(id: str) -> str:
+    """The name of the device `id` for people: the id itself, or `RAM` for the host."""
+    return "RAM" if id == HOST else id
+
+
 def fill(view: DeviceView) -> str:
     """The claimed and the usable bytes of the device in `view`: `14.0 of 21.6 GiB`."""
     claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
@@ -259,18 +265,18 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
     if view.sample is not None and view.sample.utilisation_percent is not None:
         found.append(f"{view.sample.utilisation_percent:.0f} % busy")
     if view.device.is_host:
-        found.append(warm_pool(snapshot))
+        found.append(from_cards(snapshot))
     return found
 
 
-def warm_pool(snapshot: Snapshot) -> str:
-    """What is in host memory: `warm pool: 1 model`, or `warm pool: 1 model, 1 notebook`."""
+def from_cards(snapshot: Snapshot) -> str:
+    """What has left the cards for RAM: `1 model in RAM`, or `1 model, 1 notebook in RAM`."""
     kinds = [lease.kind for lease in snapshot.leases() if lease.on_host]
     models, notebooks = kinds.count("model"), kinds.count("kernel")
     parts = [f"{models} model{'s' if models != 1 else ''}"]
     if notebooks:
         parts.append(f"{notebooks} notebook{'s' if notebooks != 1 else ''}")
-    return f"warm pool: {', '.join(parts)}"
+    return f"{', '.join(parts)} in RAM"
 
 
 def _measured_remark(view: DeviceView) -> list[str]:

@@ -60,7 +60,7 @@ def status(notebook, text):
 
 def test_the_status_bar_and_the_panel_show_what_the_notebook_loaded(train, home):
     """Their figures are those of the ledger."""
-    status(train, "GPU0 14/22 GiB · simulated").click()
+    status(train, "sim:0 14/22 GiB · simulated").click()
     panel = train.page.get_by_role("region", name="GPU memory")
     panel.get_by_role("heading", name="train.ipynb").wait_for()
     with Runtime(ledger=f"keeper://{home}/ledger", monitor=False) as rt:
@@ -83,7 +83,7 @@ def test_evict_from_the_panel_asks_first_and_then_evicts(train):
     page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
     page.locator(".gpu-panel [role=status]").get_by_text("✓ Evict qwen:").wait_for()
     page.get_by_role("button", name="Restore qwen: train.ipynb").wait_for()
-    status(train, "GPU0 0/22 GiB · simulated")
+    status(train, "sim:0 0/22 GiB · simulated")
 
 
 def test_a_stopped_kernel_is_continued_from_the_panel(train, home):
@@ -91,7 +91,7 @@ def test_a_stopped_kernel_is_continued_from_the_panel(train, home):
     restore = page.get_by_role("button", name="Restore qwen: train.ipynb")
     restore.click()
     page.locator(".jp-Dialog").get_by_role("button", name="Restore").click()
-    status(train, "GPU0 14/22 GiB · simulated")
+    status(train, "sim:0 14/22 GiB · simulated")
     with Runtime(ledger=f"keeper://{home}/ledger", monitor=False) as rt:
         [lease] = rt.status().leases()
         pid = int(lease.owner.partition(".")[0])
@@ -99,19 +99,19 @@ def test_a_stopped_kernel_is_continued_from_the_panel(train, home):
     try:
         panel = page.get_by_role("region", name="GPU memory")
         panel.get_by_text(f"train.ipynb (pid {pid}) is stopped and holds 14.0 GiB.").wait_for()
-        status(train, "GPU0 14/22 GiB · simulated · 1 problem")
+        status(train, "sim:0 14/22 GiB · simulated · 1 problem")
         interrupt = panel.get_by_role("button", name="Interrupt kernel: train.ipynb")
         assert interrupt.get_attribute("aria-disabled") == "true"
         panel.get_by_role("button", name="Continue").click()
         page.locator(".jp-Dialog").get_by_text("SIGCONT").wait_for()
         page.locator(".jp-Dialog").get_by_role("button", name="Continue").click()
         panel.get_by_text("runs again").wait_for()
-        status(train, "GPU0 14/22 GiB · simulated")
+        status(train, "sim:0 14/22 GiB · simulated")
     finally:
         os.kill(pid, signal.SIGCONT)
     page.get_by_role("button", name="Evict qwen: train.ipynb").click()
     page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
-    status(train, "GPU0 0/22 GiB · simulated")
+    status(train, "sim:0 0/22 GiB · simulated")
 
 
 def open_and_run(notebook, path, text):
@@ -131,7 +131,7 @@ def test_end_wait_ends_the_cell_of_another_notebook_with_an_error_that_names_the
     page.keyboard.press("Shift+Enter")
     page.locator(".gpu-panel").get_by_text("in use").wait_for()
     cell = open_and_run(train, "wait.ipynb", "giant")
-    status(train, "GPU0 14/22 GiB · simulated · 1 waiting")
+    status(train, "sim:0 14/22 GiB · simulated · 1 waiting")
     panel = page.get_by_role("region", name="GPU memory")
     panel.get_by_text("wait.ipynb · qwen").wait_for()
     panel.get_by_role("button", name="End wait of giant: wait.ipynb").click()
@@ -145,16 +145,16 @@ def test_end_wait_ends_the_cell_of_another_notebook_with_an_error_that_names_the
     panel.get_by_text("✓ Interrupt train.ipynb:").wait_for()
     panel.get_by_role("button", name="Evict qwen: train.ipynb").click()
     page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
-    status(train, "GPU0 0/22 GiB · simulated")
+    status(train, "sim:0 0/22 GiB · simulated")
 
 
 def test_a_notebook_with_another_ledger_is_followed_and_says_so(train):
     """The tile's console would show the first ledger, where nothing of this notebook is."""
     open_and_run(train, "other.ipynb", "bge")
-    status(train, "GPU0 3/22 GiB · simulated · 2 ledgers are active")
+    status(train, "sim:0 3/22 GiB · simulated · 2 ledgers are active")
     train.page.locator(".gpu-panel").get_by_text("The GPU console shows keeper").wait_for()
     train.command("docmanager:open", {"path": "train.ipynb"})
-    status(train, "GPU0 0/22 GiB · simulated")
+    status(train, "sim:0 0/22 GiB · simulated")
 
 
 def test_no_token_is_in_the_page_and_none_is_needed_beside_jupyters(train, port):

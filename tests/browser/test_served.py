@@ -197,7 +197,7 @@ def test_the_figures_are_shown_before_panels_scripts_have_arrived(chromium, serv
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route("**/bokeh.min.js*", lambda route: held.append(route))
     preview = page.locator("#preview.dark")
-    figure = preview.get_by_text("14.0 of 21.6 GiB leased")
+    figure = preview.get_by_text("14.0 of 21.6 GiB held")
     for _ in range(6):  # a preview does not change, and has the figures that the server read last
         held.clear()
         page.goto(f"http://127.0.0.1:{served.port}/?token={OPERATORS}", wait_until="commit")

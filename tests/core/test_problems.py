@@ -1,5 +1,7 @@
 """The problems of a host: which conditions are problems, and which are not."""
 
+import itertools
+
 import pytest
 from msgspec.structs import replace
 
@@ -87,14 +89,19 @@ def test_what_is_said_of_a_card_does_not_depend_on_another_card():
     assert all(problem.subject in problem.text for problem in found)
 
 
-def left(*models):
-    return [event(n, model, "offloaded", "room", 8) for n, model in enumerate(models)]
+def left(*models, seconds=0.5):
+    """Each model leaves, one a second, and returns with the next event after a move of these `seconds`."""
+    gone = [event(2 * n, model, "offloaded", "room", 8) for n, model in enumerate(models)]
+    back = [replace(one, action="restored", wall=one.wall + 1, seconds=seconds) for one in gone]
+    return [*gone, *back]
 
 
 def test_two_models_that_evict_one_another_in_turn_are_a_problem():
     found = problems(snapshot(lease("a", 8), events=left("c", "a", "b", "a", "b")))
     assert [problem.subject for problem in found] == [f"sim:0 {ME.id}/a {ME.id}/b"]
-    assert found[0].text.endswith("4 × in turn. Pin one."), "there is no other card"
+    assert found[0].text.endswith("4 × in turn. Moving takes 50 % of the time. Pin one."), (
+        "one card"
+    )
     assert found[0].actions == (("pin", f"{ME.id}/a"),)
     [of_two_cards] = problems(snapshot(lease("a", 8), cards=2, events=left("a", "b", "a", "b")))
     assert of_two_cards.text.endswith("Use another card for one, or pin one.")
@@ -103,6 +110,14 @@ def test_two_models_that_evict_one_another_in_turn_are_a_problem():
     for reason in ("evict", "memory_pressure", "drain"):  # no model took the place of the other
         left_alone = [replace(one, reason=reason) for one in left("a", "b", "a", "b")]
         assert problems(snapshot(events=left_alone)) == ()
+
+
+@pytest.mark.parametrize(("seconds", "is_problem"), [(0.099, False), (0.101, True)])
+def test_models_that_take_turns_are_a_problem_if_their_moves_take_a_tenth_of_the_time(
+    seconds, is_problem
+):
+    """Three returns within 6 s, and as many moves away, take 6 × 99 or 6 × 101 ms: less than 0.6 s, or more."""
+    assert bool(problems(snapshot(events=left("a", "b", "a", "b", seconds=seconds)))) is is_problem
 
 
 def refusal(gib: float, kind: str):
@@ -152,7 +167,7 @@ def test_a_real_request_that_can_never_fit_leaves_the_host_healthy():
 @pytest.mark.parametrize("seconds, expected", [(5, ["swapping"]), (60, [])])
 def test_two_notebooks_at_a_person_s_pace_are_no_problem(seconds, expected):
     """A person who works in two notebooks by turns gets what the turns are for."""
-    turns = [
+    left_by_turns = [
         replace(
             event(number, "kernel", "offloaded", "x"),
             owner=("1", "2")[number % 2],
@@ -161,6 +176,10 @@ def test_two_notebooks_at_a_person_s_pace_are_no_problem(seconds, expected):
         )
         for number in range(4)
     ]
+    returned = [
+        replace(one, action="restored", wall=one.wall + 2, seconds=1.0) for one in left_by_turns
+    ]
+    turns = [*left_by_turns, *returned]
     assert kinds(snapshot(events=turns)) == expected
 
 
@@ -193,7 +212,14 @@ def test_an_overdraft_offers_to_evict_the_largest_idle_models():
     assert found.actions == (("evict", f"{ME.id}/a"), ("evict", f"{ME.id}/b"))
 
 
-def test_a_real_runtime_that_swaps_two_models_has_that_problem():
+@pytest.fixture
+def slow_moves(monkeypatch):
+    """Each move takes a second by the clock that measures it. The moves of fakes take no time."""
+    seconds = itertools.count(1.0)
+    monkeypatch.setattr("gpu_runtime.owner.resident.time.perf_counter", lambda: next(seconds))
+
+
+def test_a_real_runtime_that_swaps_two_models_has_that_problem(slow_moves):
     """The problem is found from the words of real events. Each of the two models left for the other one twice."""
     rt = Runtime(
         devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False, eviction_grace_seconds=0
@@ -211,7 +237,7 @@ def test_a_real_runtime_that_swaps_two_models_has_that_problem():
     rt.close()
 
 
-def test_two_processes_that_swap_their_models_are_that_problem_too():
+def test_two_processes_that_swap_their_models_are_that_problem_too(slow_moves):
     """An eviction for another process is a recall. Such evictions were not counted."""
     settings = {"ledger": "memory:swapping", "eviction_grace_seconds": 0}
     devices = "sim:24GiB,host:64GiB"
@@ -237,15 +263,16 @@ def test_two_notebooks_of_plain_code_that_evict_one_another_are_named():
 
     def parked(seq, notebook, owner):
         one = event(seq, "kernel", "offloaded", "pid 9 needs room for kernel.", 14)
-        return replace(one, reason="recall", notebook=notebook, owner=owner)
+        one = replace(one, reason="recall", notebook=notebook, owner=owner)
+        return one, replace(one, action="restored", seconds=1.0)
 
     ours, theirs = ("/home/ann/train.ipynb", ME.id), ("/home/bob/tune.ipynb", BOB.id)
-    turns = [parked(seq, *(ours if seq % 2 else theirs)) for seq in range(4)]
+    turns = [one for seq in range(4) for one in parked(seq, *(ours if seq % 2 else theirs))]
     [found] = problems(snapshot(events=turns))
     assert found.text == (
         "tune.ipynb of bob and train.ipynb evict one another on sim:0: 4 × in turn. "
-        "Run them one after the other."
+        "Moving takes 100 % of the time. Run them one after the other."
     )
     assert found.actions == () and "pin" not in found.text
-    same = [parked(seq, *ours) for seq in range(8)]
+    same = [one for seq in range(8) for one in parked(seq, *ours)]
     assert problems(snapshot(events=same)) == ()

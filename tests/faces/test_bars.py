@@ -164,14 +164,14 @@ def test_idle_memory_counts_the_own_code_of_an_idle_notebook():
         assert idle(replace(code, **more)) == ["4.0 GiB idle"]
 
 
-def test_the_console_and_the_status_count_the_warm_pool_alike():
-    """The console said "0 warm models" beside "warm pool: 2 models" of `%gpu`."""
+def test_the_console_and_the_status_count_alike_what_has_left_for_ram():
+    """The console said "0 warm models" where `%gpu` counted two."""
     parked = samples.lease("kernel", 2, HOST, kind="kernel")
     world = samples.snapshot(samples.lease("qwen", 4, HOST), parked)
-    words = "warm pool: 1 model, 1 notebook"
+    words = "1 model, 1 notebook in RAM"
     assert words in devices.facts(world, world.devices[1])
     assert words in text.status(world) and words in html.status(world)
-    assert "warm pool: 1 model" in devices.facts(samples.busy, samples.busy.devices[1])
+    assert "1 model in RAM" in devices.facts(samples.busy, samples.busy.devices[1])
 
 
 def test_a_device_says_what_a_person_must_know():

@@ -47,7 +47,7 @@ def test_the_question_of_an_eviction_shows_bytes_process_and_consequence():
         (
             "This frees 14.0 GiB on sim:0.",
             "Held by train.ipynb (pid 4000), ann, idle for 3 min. It is not in use.",
-            "It is offloaded to host memory if there is space. Its next use restores it automatically, "
+            "It moves to RAM if there is space. Its next use restores it automatically, "
             "in about 2.5 s.",
         ),
         "Evict, freeing 14.0 GiB",

@@ -63,7 +63,9 @@ def test_many_tabs_cost_one_read_a_second(reader, rt, clock, monkeypatch):
 
 def test_the_answer_has_the_figures_of_the_ledger_and_no_url_or_password(reader):
     answer = reader.status([KERNEL])
-    assert plain(answer)["status"] == "GPU0 8/22 GiB · simulated" and plain(answer)["several"] == ""
+    assert (
+        plain(answer)["status"] == "sim:0 8/22 GiB · simulated" and plain(answer)["several"] == ""
+    )
     assert b"://" not in answer.body
     assert title_of("redis://ops:secret@box:6379/0?password=x") == "redis box:6379/0"
 
@@ -74,7 +76,7 @@ def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):
     assert asked["title"] == "Evict qwen?" and asked["confirm"] == "Evict, freeing 8.0 GiB"
     assert reader.act(asked["question"])["done"]
     assert ", JupyterLab" in rt.why("qwen")[0].by
-    assert plain(reader.status([KERNEL]))["status"] == "GPU0 0/22 GiB · simulated", (
+    assert plain(reader.status([KERNEL]))["status"] == "sim:0 0/22 GiB · simulated", (
         "without waiting a second"
     )
     with pytest.raises(GpuError, match="answered already"):
@@ -136,10 +138,10 @@ def test_the_ledger_of_the_notebook_in_front_is_shown(reader, second, monkeypatc
     monkeypatch.setattr(watching, "guest", lambda ledger: second)
     other = LabKernel("k2", (42,), "other.ipynb")
     found = plain(reader.status([KERNEL, other], front="k2"))
-    assert found["status"] == "GPU0 3/22 GiB · simulated · 2 ledgers are active"
+    assert found["status"] == "sim:0 3/22 GiB · simulated · 2 ledgers are active"
     assert found["ledger"]["title"].endswith("/second") and found["tile"] == "memory"
     found = plain(reader.status([KERNEL, other], front="k1"))
-    assert found["status"] == "GPU0 8/22 GiB · simulated", (
+    assert found["status"] == "sim:0 8/22 GiB · simulated", (
         "the notebook in front uses the tile's ledger"
     )
 

@@ -28,32 +28,34 @@ def ticket(name="llama", waited=7.0, gib=8):
 
 
 @pytest.mark.parametrize(("cards", "held", "text"), [
-    (1, (14,), "GPU0 14/22 GiB · simulated"),
-    (1, (8.5,), "GPU0 8.5/22 GiB · simulated"),
-    (1, (), "GPU0 0/22 GiB · simulated"),
-    (2, (14, 3), "GPU0 14/22 GiB · GPU1 3/22 GiB · simulated"),
+    (1, (14,), "sim:0 14/22 GiB · simulated"),
+    (1, (8.5,), "sim:0 8.5/22 GiB · simulated"),
+    (1, (), "sim:0 0/22 GiB · simulated"),
+    (2, (14, 3), "sim:0 14/22 GiB · sim:1 3/22 GiB · simulated"),
     (8, (14, 3), "8 GPUs 17/173 GiB · simulated"),
 ])  # fmt: skip
 def test_the_status_bar_has_used_and_usable_memory_of_the_cards(cards, held, text):
     leases = [lease(f"m{n}", gib, f"sim:{n}") for n, gib in enumerate(held)]
     assert shown(snapshot(*leases, cards=cards))["status"] == text
     small = snapshot(lease("m", 1 / 32), gib=192 / 1024)
-    assert shown(small)["status"] == "GPU0 32/173 MiB · simulated"
+    assert shown(small)["status"] == "sim:0 32/173 MiB · simulated"
 
 
 def test_memory_without_a_lease_counts_as_used_and_what_cannot_be_parked_has_its_reason():
     """A card that another program fills is not free."""
     world = snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=10)
-    assert shown(world)["status"] == "GPU0 14/22 GiB"
-    assert shown(world)["groups"][-1]["title"] == "other programs, without a lease"
+    assert shown(world)["status"] == "cuda:0 14/22 GiB"
+    assert shown(world)["groups"][-1]["title"] == "programs without gpu-console"
     card = shown(world)["devices"][0]
-    assert card["fill"] == "14.0 of 21.6 GiB, 10.0 GiB without a lease", "as in the status bar"
+    assert card["fill"] == "14.0 of 21.6 GiB, 10.0 GiB of programs without gpu-console", (
+        "as in the status bar"
+    )
     world = snapshot(lease("qwen", 4))
     stays = (Staying("sim:0", "NumPy uses it", GIB),)
     mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": GIB}, staying=stays)
     [group] = shown(replace(world, sections={ME.id: mine}))["groups"]
     [row] = group["rows"]
-    assert (row["name"], row["bytes"], row["where"]) == ("its own code", "1.0 GiB", "GPU0")
+    assert (row["name"], row["bytes"], row["where"]) == ("its own code", "1.0 GiB", "sim:0")
     assert row["state"] == "stays: NumPy uses it" and group["bytes"] == "1.0 GiB"
 
 
@@ -68,7 +70,7 @@ def test_each_card_has_its_level(held, level):
 def test_waiting_requests_are_counted_and_listed():
     """The wait of a stopped process cannot be ended. A notebook of this server can be opened."""
     found = shown(snapshot(lease("qwen", 14), tickets=[ticket()]))
-    assert found["status"] == "GPU0 14/22 GiB · simulated · 1 waiting"
+    assert found["status"] == "sim:0 14/22 GiB · simulated · 1 waiting"
     [row] = found["waiting"]
     assert (row["name"], row["holder"], row["need"]) == ("llama", "analysis.ipynb", "8.0 GiB")
     assert row["since"] == WALL - 7 and found["problems"] == []
@@ -84,10 +86,10 @@ def test_waiting_requests_are_counted_and_listed():
 def test_another_ledger_is_mentioned_where_the_tile_shows_it():
     """The words appear only if the user would see other figures in the console."""
     world = snapshot(lease("qwen", 14))
-    words = "GPU0 14/22 GiB · simulated · 2 ledgers are active"
+    words = "sim:0 14/22 GiB · simulated · 2 ledgers are active"
     assert shown(world, others=[THERE], tile=THERE)["status"] == words
     assert shown(world, others=[THERE], tile=THERE)["tile"] == THERE.title
-    assert shown(world, others=[THERE], tile=HERE)["status"] == "GPU0 14/22 GiB · simulated"
+    assert shown(world, others=[THERE], tile=HERE)["status"] == "sim:0 14/22 GiB · simulated"
 
 
 def test_a_stopped_process_with_memory_is_a_problem():
@@ -136,7 +138,7 @@ def test_rows_are_grouped_by_notebook_with_the_largest_first():
         ("train.ipynb", "12.0 GiB"), ("analysis.ipynb", "2.0 GiB"),
     ]  # fmt: skip
     assert [(row["name"], row["where"], row["bytes"]) for row in groups[0]["rows"]] == [
-        ("llama", "GPU0", "8.0 GiB"), ("qwen", "GPU0", "4.0 GiB"),
+        ("llama", "sim:0", "8.0 GiB"), ("qwen", "sim:0", "4.0 GiB"),
     ]  # fmt: skip
     assert groups[0]["rows"][0]["idle"] == WALL - 12 and groups[1]["user"] == "bob"
     opened = [(one["path"], one["kernel"]) for one in groups]

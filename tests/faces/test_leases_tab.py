@@ -99,7 +99,7 @@ def test_the_questions_before_parking_and_unparking():
         (
             "This frees 4.0 GiB on sim:0.",
             "Held by analysis.ipynb (pid 4121), bob, idle for 12 s. It is not in use.",
-            "All its tensors move to host memory. They return before its next cell, in about 600 ms.",
+            "All its tensors move to RAM. They return before its next cell, in about 600 ms.",
         ),
         "Park, freeing 4.0 GiB",
         False,
@@ -107,7 +107,7 @@ def test_the_questions_before_parking_and_unparking():
     world = snapshot(kernel(device=HOST))
     text = question(propose("unpark", f"{BOB.id}/kernel", world), world)
     assert (text.title, text.confirm, text.grave) == ("Unpark analysis.ipynb?", "Unpark", False)
-    assert "4.0 GiB in host memory return to the card" in text.lines[0]
+    assert "4.0 GiB in RAM return to the card" in text.lines[0]
 
 
 @pytest.mark.parametrize(("verb", "before", "after", "words"), [

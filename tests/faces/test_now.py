@@ -64,7 +64,7 @@ def test_a_stopped_process_acts_on_no_button_of_its_bar():
 def test_a_row_shows_free_memory_use_the_level_and_its_leases_one_after_the_other():
     """A card full of idle models is no problem. Positions are in percent of the axis."""
     row = rows(samples.busy)["sim:0"]
-    assert (row.free, row.facts) == ("3.6 GiB free", "18.0 of 21.6 GiB leased · 4.0 GiB idle")
+    assert (row.free, row.facts) == ("3.6 GiB free", "18.0 of 21.6 GiB held · 4.0 GiB idle")
     assert (row.level, row.level_hint.partition(" of")[0]) == ("HIGH", "83 %")
     assert rows(samples.busy)["host"].level == ""
     assert not row.is_over and (row.busy, row.celsius, row.watts) == ("", "", "")
@@ -306,7 +306,7 @@ def test_who_holds_most_is_first_and_a_program_outside_is_one_row():
     found = notebooks(replace(samples.busy, strangers=tuple(program)))
     assert [row.cells[0].text for row in found] == ["train.ipynb", "python3", "analysis.ipynb"]
     assert found[1].cells[4].text == "6.0 GiB" and not found[1].buttons
-    assert [row.cells[2].text for row in found] == ["runs", "not governed", "idle"]
+    assert [row.cells[2].text for row in found] == ["runs", "on its own", "idle"]
     assert notebooks(samples.snapshot()) != () and all(
         not row.buttons for row in notebooks(samples.empty)
     )

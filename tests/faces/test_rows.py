@@ -43,20 +43,20 @@ def test_a_model_is_shown_with_its_place_and_its_owner():
     (row,) = models(world)
     assert row.id == f"{ME.id}/qwen"
     assert texts(row) == [
-        "qwen", "GPU: 0", "14.0 GiB", "idle", "3 min", "3", "high", "pinned", "this process",
+        "qwen", "sim:0", "14.0 GiB", "idle", "3 min", "3", "high", "pinned", "this process",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "shares", "words"), [
-    ("fake", (Share("cuda:0", 8),), "GPU: 0"),
-    ("vllm", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1 (TP:2)"),
-    ("transformers", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1"),
-    ("fake", (Share(HOST, 8),), "host"),
+    ("fake", (Share("cuda:0", 8),), "cuda:0"),
+    ("vllm", (Share("cuda:0", 8), Share("cuda:1", 8)), "cuda:0,1 (TP:2)"),
+    ("transformers", (Share("cuda:0", 8), Share("cuda:1", 8)), "cuda:0,1"),
+    ("fake", (Share(HOST, 8),), "RAM"),
 ])  # fmt: skip
-def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
+def test_a_place_has_the_names_of_the_devices(backend, shares, words):
     """Equal shares are not always tensor parallel: the engine must compute that way."""
     assert place(Lease("1", "qwen", shares=shares, backend=backend)) == words
-    assert words == "host" or place(Lease("1", "qwen", target=shares, backend=backend)) == words
+    assert words == "RAM" or place(Lease("1", "qwen", target=shares, backend=backend)) == words
 
 
 def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
@@ -149,7 +149,7 @@ def test_programs_without_a_lease_are_listed_also_unknown_ones():
     world = partial(snapshot, lease("qwen", 4, "cuda:0"), simulated=False, strangers=3)
     last = leases(world(processes={777: 3 * GIB}))[-1]
     assert texts(last)[:3] == ["python3", "carol", "777"]
-    assert texts(last)[4:8] == ["no lease", "cuda:0", "–", "3.0 GiB"]
+    assert texts(last)[4:8] == ["on its own", "cuda:0", "–", "3.0 GiB"]
     assert last.cells[0].kind == "alarm"
     last = leases(world())[-1]
     assert texts(last)[0] == "other programs" and texts(last)[2] == "unknown"

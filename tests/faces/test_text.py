@@ -38,13 +38,13 @@ def test_status_shows_devices_holders_and_the_last_decision():
 
 sim:0  ███████████████████▓▓▓▓▓·····│··  18.0 of 21.6 GiB    83%
        █ qwen 14.0 GiB  ▓ reranker 4.0 GiB
-host   ████············│···············   8.0 of 32.0 GiB    25%  warm pool: 1 model
+RAM    ████············│···············   8.0 of 32.0 GiB    25%  1 model in RAM
        █ llama 8.0 GiB
 
 MODEL         SIZE  WHERE  HELD BY                         IMPORTANCE  STATE
 qwen      14.0 GiB  sim:0  this process                    pinned      in use for 40 s
 reranker   4.0 GiB  sim:0  analysis.ipynb (pid 4121), bob  high        idle 12 s
-llama      8.0 GiB  host   this process                                warm, idle 3 min
+llama      8.0 GiB  RAM    this process                                warm, idle 3 min
 
 Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
@@ -61,7 +61,7 @@ cuda:0 is over its budget by 1.4 GiB. Nothing is granted on it.
 cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  over its budget by 1.4 GiB, measured \
 23.5 GiB, 37 % busy
         █ qwen 14.0 GiB  ▓ llama 9.0 GiB  ░ other programs 512 MiB
-host    ················│···············   0 B of 32.0 GiB     0%  warm pool: 0 models
+RAM     ················│···············   0 B of 32.0 GiB     0%  0 models in RAM
 
 MODEL               SIZE  WHERE   HELD BY                         STATE
 qwen            14.0 GiB  cuda:0  this process                    idle 12 s
@@ -117,7 +117,7 @@ Needs 12.0 GiB
   2. load gemma (12.0 GiB) on sim:0
 then  sim:0  █████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓········│··  16.0 GiB
              █ reranker 4.0 GiB  ▓ gemma 12.0 GiB
-then  host   ████▓▓▓▓▓▓▓·····│···············  22.0 GiB
+then  RAM    ████▓▓▓▓▓▓▓·····│···············  22.0 GiB
              █ llama 8.0 GiB  ▓ qwen 14.0 GiB
 Also considered:
   sim:1 2.0 GiB free of 12.0 GiB needed

@@ -111,7 +111,7 @@ def test_an_open_tab_keeps_no_notebook_on_the_card_and_a_parked_one_is_not_activ
 def test_the_status_bar_the_panel_and_the_tile_work_below_the_prefix(visitors, opened):
     """Ann is no operator of the shared ledger, and her own tile does not call her one."""
     page = opened[ANN].page
-    page.locator(".gpu-status", has_text=re.compile(r"GPU0 .*/43 MiB")).wait_for()
+    page.locator(".gpu-status", has_text=re.compile(r"sim:0 .*/43 MiB")).wait_for()
     page.locator(".gpu-status").click()
     page.get_by_role("button", name="Variables of ann.ipynb").wait_for()
     assert opened[ANN].seen.errors == [] and opened[ANN].seen.elsewhere == []

@@ -88,7 +88,7 @@ class Pages:
 
 
 SHOWN = {
-    "Now": "18.0 of 21.6 GiB leased",
+    "Now": "18.0 of 21.6 GiB held",
     "Fragmentation": "reserved are allocated",
     "Timeline": "since this machine started",
     "What if": "Choose a model, or type a size such as",
@@ -135,7 +135,7 @@ def test_the_menu_of_a_lease_shows_its_process_and_returns_the_focus(pages):
 def test_eight_cards_fit_on_a_laptop(pages):
     """Rows have 44 pixels. The bars of the two devices here begin and end at the same place."""
     with pages.at("Now") as page:
-        page.get_by_text("18.0 of 21.6 GiB leased").wait_for()
+        page.get_by_text("18.0 of 21.6 GiB held").wait_for()
         rows, bars = page.get_by_role("listitem"), page.get_by_role("group")
         until(lambda: [row.bounding_box()["height"] for row in rows.all()] == [44, 44])
         boxes = [bar.bounding_box() for bar in bars.all()]

@@ -24,8 +24,10 @@ from gpu_runtime.facts import (
     importance_name,
     lease_state,
     place_label,
+    where,
 )
-from gpu_runtime.rendering.views import clean, clock, holder
+from gpu_runtime.rendering.text import shorten
+from gpu_runtime.rendering.views import clean, clock, device_name, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .. import palette
@@ -78,6 +80,7 @@ def as_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+LONGEST = 40  # characters of a name in a cell or a bar; its tooltip has all of it
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")
 NO_ANSWER = (
@@ -87,10 +90,12 @@ NO_ANSWER = (
 
 
 def place(lease: Lease) -> str:
-    """The cards of `lease`, such as `GPU: 0`, or `host`. For a lease in parts, the bytes in each place."""
+    """Where `lease` is: `cuda:0`, `cuda:0,1 (TP:2)` or `RAM`. For a lease in parts, the bytes in each place."""
     if lease.in_parts:
         return place_label(lease)
-    return cards_label(lease.shares or lease.target, lease.backend) or lease.where
+    shares = lease.shares or lease.target
+    _, bracket, degree = cards_label(shares, lease.backend).partition(" (")
+    return f"{device_name(where(shares) or lease.where)}{bracket}{degree}"
 
 
 def state_cell(lease: Lease, now: float) -> Cell:
@@ -105,6 +110,11 @@ def if_awake(buttons: Iterable[Button], owner_id: str, snapshot: Snapshot) -> tu
     """The `buttons` of the process with the id `owner_id`. They are disabled if the process cannot act on a request."""
     asleep = why_no_answer(snapshot, owner_id)
     return tuple(one._replace(why_not=asleep or one.why_not) for one in buttons)
+
+
+def short(name: str) -> str:
+    """The `name` with at most LONGEST characters. A longer name loses its middle, since both ends tell names apart."""
+    return shorten(clean(name), LONGEST)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -135,17 +145,17 @@ def stepped(seconds: float) -> float:
 
 
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The file name of the `owner`'s notebook, with its path on hover; `this process` or `no notebook` without one."""
+    """The file name of the `owner`'s notebook, with its path on hover; the pid of a process without one."""
     if owner.notebook:
-        return Cell(clean(owner.title), None, clean(owner.notebook))
+        return Cell(short(owner.title), None, clean(owner.notebook))
     is_this_process = owner.id == snapshot.owner.id
-    return Cell(THIS_PROCESS if is_this_process else "no notebook", kind="soft")
+    return Cell(f"pid {owner.pid}", None, THIS_PROCESS if is_this_process else "no notebook")
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
     """The label of the process `owner`, with its user if another user's process read the `snapshot`."""
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
-    return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
+    return Cell(short(holder_label(owner, snapshot.owner)), None, clean(hint))
 
 
 def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
@@ -153,14 +163,18 @@ def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
     section = snapshot.sections.get(owner_id)
     if section is not None:
         return owner_cell(section.owner, snapshot)
-    return Cell(clean(holder(snapshot, owner_id)))
+    return Cell(short(holder(snapshot, owner_id)))
 
 
 def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
     """The name of `lease` with its swatch from `styles`. The text `hint` is shown on hover."""
     style = styles.get(palette.label_of(lease.owner, lease.name))
     colour, texture = (style.colour, style.texture) if style else ("", "")
-    return Cell(clean(lease.name), None, hint, "strong", colour, texture)
+    name = clean(lease.name)
+    whole = f"{name}; {hint}" if hint else name
+    return Cell(
+        short(name), None, whole if len(name) > LONGEST else hint, "strong", colour, texture
+    )
 
 
 def importance_cell(importance: int) -> Cell:
@@ -188,7 +202,7 @@ def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
 def notebook_name(section: Section) -> str:
     """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""
     owner = section.owner
-    return clean(owner.title) if owner.notebook else f"pid {owner.pid}"
+    return short(owner.title) if owner.notebook else f"pid {owner.pid}"
 
 
 def process_name(section: Section) -> str:

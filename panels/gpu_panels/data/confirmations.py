@@ -222,7 +222,7 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
     verb, name = VERBS[proposal.verb], clean(proposal.name)
     after = _after_eviction(lease)
     if proposal.verb == "drop":
-        after = "It leaves host memory too. Its next use loads it again from its source."
+        after = "It leaves RAM too. Its next use loads it again from its source."
     pinned = "It is pinned. It is unpinned first." if proposal.verb == "unpin_evict" else ""
     lines = (f"This frees {size} on {place}.", pinned, _use(lease, process, snapshot), after)
     confirm = f"{verb}, freeing {size}"
@@ -235,7 +235,7 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
     size, title = show_bytes(proposal.bytes), clean(proposal.title)
     if proposal.verb == "unpark":
         lines: tuple[str, ...] = (
-            f"Its {size} in host memory return to the card in {process}.",
+            f"Its {size} in RAM return to the card in {process}.",
             "Idle models and notebooks leave the card if it needs their room.",
             "It also returns by itself before its next cell.",
         )
@@ -246,7 +246,7 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
     lines = (
         f"This frees {size} on {proposal.where}.",
         f"{process} runs a cell and is not parked." if in_use else _use(lease, process, snapshot),
-        f"All its tensors move to host memory. They return before its next cell{duration}.",
+        f"All its tensors move to RAM. They return before its next cell{duration}.",
     )
     return Question(f"Park {title}?", lines, f"Park, freeing {size}")
 
@@ -285,7 +285,7 @@ def _whereabouts(proposal: Proposal) -> str:
     if proposal.where == "disk":
         return f"It is not loaded ({size})."
     if proposal.where == HOST:
-        return f"It is in host memory ({size})."
+        return f"It is in RAM ({size})."
     return f"It is on {proposal.where} ({size})."
 
 
@@ -309,8 +309,7 @@ def _after_eviction(lease: Lease | None) -> str:
     duration = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
     if lease.movable:
         return (
-            "It is offloaded to host memory if there is space. Its next use restores it "
-            f"automatically{duration}."
+            f"It moves to RAM if there is space. Its next use restores it automatically{duration}."
         )
     return f"It is unloaded. Its next use loads it again from its source automatically{duration}."
 

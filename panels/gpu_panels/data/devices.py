@@ -39,16 +39,25 @@ from gpu_runtime.rendering.views import (
     Bar,
     LeasePart,
     clean,
+    device_name,
     ended_bytes,
     fill,
+    from_cards,
     lease_parts,
     strangers_bytes,
-    warm_pool,
 )
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..palette import SHARED, LeaseStyle, label_of
-from .cells import Button, if_awake, lasting, notebook_name, process_name, why_no_answer
+from .cells import (
+    Button,
+    if_awake,
+    lasting,
+    notebook_name,
+    process_name,
+    short,
+    why_no_answer,
+)
 from .confirmations import is_idle, is_idle_notebook, ticket_title
 from .rows import ASLEEP_SECONDS, kernel_buttons
 from .rows import buttons as model_buttons
@@ -67,15 +76,15 @@ def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
     """Facts about the device of `view` for an operator. The most important fact is first."""
-    found = [room_words(view), f"{fill(view)} leased"]
+    found = [room_words(view), f"{fill(view)} held"]
     if view.device.is_host:
-        found += [] if snapshot.member else [warm_pool(snapshot)]
+        found += [] if snapshot.member else [from_cards(snapshot)]
     elif not snapshot.member and (idle := _idle_bytes(snapshot, view.device.id)):
         found.append(f"{show_bytes(idle)} idle")
     if view.measured_bytes is None:
         found += [] if view.device.is_host else ["not measured"]
     elif abs(view.measured_bytes - view.claimed_bytes) > view.device.total_bytes // 100:
-        found.append(f"{show_bytes(view.measured_bytes)} in use")
+        found.append(f"{show_bytes(view.measured_bytes)} measured")
     return found
 
 
@@ -86,7 +95,7 @@ def level(view: DeviceView) -> tuple[str, str]:
     percent = f"{100 * view.pressure:.0f} %"
     return (
         view.level.value,
-        f"{percent} of what may be used: leased of the budget, or measured of the card",
+        f"{percent} of what may be used: held of the budget, or measured of the card",
     )
 
 
@@ -159,7 +168,7 @@ def description(bar: Bar) -> str:
         holder = f" of {stretch.notebook}" if stretch.notebook else ""
         parts.append(f"{stretch.title}{holder} {show_bytes(stretch.bytes)}")
     budget = f"budget {show_bytes(bar.limit_bytes)}"
-    return f"{bar.device.id}: {', '.join(parts) or 'empty'}; {budget}"
+    return f"{device_name(bar.device.id)}: {', '.join(parts) or 'empty'}; {budget}"
 
 
 # -- stretches -------------------------------------------------------------------------------------
@@ -188,7 +197,7 @@ def _lease_stretch(snapshot: Snapshot, part: LeasePart) -> Stretch:
     section, lease = part.section, part.lease
     label = label_of(lease.owner, lease.name)
     return Stretch(
-        clean(lease_title(lease, section.owner)),
+        short(lease_title(lease, section.owner)),
         part.bytes,
         part.kind,
         lease_tooltip(snapshot, section, lease, part.bytes, part.kind),
@@ -277,7 +286,7 @@ def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
         return None
     is_cache = any(section.cache_on(view.device.id) for _, _, section in held)
     beyond = "CUDA context, reserved cache, own tensors" if is_cache else "it cannot be parked"
-    title = f"{show_bytes(size)} that processes hold beyond their leases: {beyond}"
+    title = f"{show_bytes(size)} that stays when notebooks are parked: {beyond}"
     named = []
     for size_there, process, section in held:
         whys = [f" ({clean(one.words())})" for one in section.staying_on(view.device.id)]
@@ -292,7 +301,9 @@ def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:
         if stranger.device == view.device.id:
             held = "size unknown" if stranger.bytes is None else show_bytes(stranger.bytes)
             named.append(f"{held} {clean(stranger.label)}")
-    return "\n".join([f"{show_bytes(size)} in use without a lease", *_first(named)])
+    return "\n".join(
+        [f"{show_bytes(size)} of programs that do not use gpu-console", *_first(named)]
+    )
 
 
 def _first(lines: Sequence[str]) -> list[str]:
@@ -326,6 +337,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
     """One device."""
 
     id: str
+    title: str  # the id, or RAM
     name: str  # the size, and the product name of a real card
     notices: tuple[str, ...]
     is_drained: bool
@@ -410,6 +422,7 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
     limit, total = show_bytes(view.limit_bytes), show_bytes(view.device.total_bytes)
     return DeviceRow(
         view.device.id,
+        device_name(view.device.id),
         _name(view.device),
         tuple(notices(snapshot, view)),
         view.drained is not None,
@@ -420,7 +433,7 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
         *figures(view),
         drawing.percent(view.device.total_bytes),
         drawing.percent(view.limit_bytes),
-        f"budget: {limit} of {total} may be leased",
+        f"budget: {limit} of {total} may be held",
         (*_parts(bar, drawing), *_kept_parts(bar, kept, drawing)),
         description(bar),
         _card_buttons(view) if drawing.may_act_on_cards and not view.device.is_host else (),

@@ -24,11 +24,19 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
     Unanswered,
+    cards_label,
     problems,
 )
 from gpu_runtime.rendering import html
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, clean, clock, strangers_bytes
+from gpu_runtime.rendering.views import (
+    OWN_CODE,
+    RESIDUE,
+    clean,
+    clock,
+    device_name,
+    strangers_bytes,
+)
 from gpu_runtime.units import show_bytes
 
 from .. import palette
@@ -50,6 +58,7 @@ from .cells import (
     notebook_cell,
     owner_cell,
     place,
+    short,
     state_cell,
     stepped,
     waited_cell,
@@ -166,7 +175,7 @@ NOTEBOOKS = (
     Column("User"),
     Column("State"),
     Column("Last cell", hint="When its last cell ended, or since when the present one runs"),
-    Column("On GPUs", True, "All that it holds on the GPUs, also outside leases"),
+    Column("On cards", True, "All that it holds on the cards, also its CUDA context and cache"),
     Column("In RAM", True, "What it holds in RAM, for example while it is parked"),
     Column("What", hint="Its models, the largest first, and its own code"),
 )
@@ -174,7 +183,7 @@ MOST_NAMED = 3  # models in one cell
 
 
 def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
-    """A row for each process that holds memory, waits for it or is a notebook. Who holds most of the GPUs is first."""
+    """A row for each process that holds memory, waits for it or is a notebook. Who holds most of the cards is first."""
     waits = {ticket.owner: ticket for ticket in reversed(snapshot.tickets) if ticket.verb == "use"}
     found = []
     for section in snapshot.sections.values():
@@ -191,14 +200,14 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
     for (pid, command, user), size in held.items():
         name = Cell(
             clean(command) or "unknown program",
-            hint=f"pid {pid}; it does not use gpu-console",
+            hint=f"pid {pid}",
             kind="alarm",
         )
         who = Cell(clean(user)) if user else UNKNOWN
         cells = (
             name,
             who,
-            Cell("not governed"),
+            Cell("on its own", hint="It does not use gpu-console, so nothing can move its memory"),
             NOTHING,
             bytes_cell(size, NOTHING),
             NOTHING,
@@ -216,14 +225,11 @@ def _notebook_row(
     models = sorted(
         (lease for lease in section.leases if lease is not own), key=lambda lease: -lease.bytes
     )
-    names = [clean(lease.name) for lease in models[:MOST_NAMED]]
+    names = [short(lease.name) for lease in models[:MOST_NAMED]]
     if len(models) > MOST_NAMED:
         names.append(f"{len(models) - MOST_NAMED} more")
-    name = notebook_cell(owner, snapshot)
-    if not owner.notebook:
-        name = Cell(f"pid {owner.pid}", hint=name.text)
     cells = (
-        name._replace(kind="strong"),
+        notebook_cell(owner, snapshot)._replace(kind="strong"),
         Cell(clean(owner.user)),
         _activity_cell(section, ticket, on_cards, snapshot),
         _last_cell(section, snapshot.now),
@@ -288,7 +294,7 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
     largest = max(on_cards, key=lambda lease: (not lease.pins, lease.card_bytes))
     if largest.kind == KERNEL:
         return _with_target(kernel_buttons(largest, owner)[0], largest, snapshot)
-    evict = Button("evict", f"Evict {clean(largest.name)}", _why_not_evict(largest, owner))
+    evict = Button("evict", f"Evict {short(largest.name)}", _why_not_evict(largest, owner))
     return _with_target(evict, largest, snapshot)
 
 
@@ -349,14 +355,25 @@ def _row(problem: Problem, snapshot: Snapshot, seen: Since) -> Row:
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
     """The button for `verb` on a lease, a waiting request or a process. It sends `VERB TARGET`; see `pressed`."""
     if verb == "resume":
-        return Button(f"{verb} {target}", VERBS[verb])
+        return Button(f"{verb} {target}", VERBS[verb], _why_not_continue(target, snapshot))
     if verb == "cancel":
         ticket = next(one for one in snapshot.tickets if one.key == target)
         return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
     owner_id, _, name = target.partition("/")
     title = snapshot.title(owner_id, name)
     why_not = why_no_answer(snapshot, owner_id)
-    return Button(f"{verb} {target}", f"{VERBS[verb]} {clean(title)}", why_not)
+    return Button(f"{verb} {target}", f"{VERBS[verb]} {short(title)}", why_not)
+
+
+def _why_not_continue(target: str, snapshot: Snapshot) -> str:
+    """Why this console cannot continue the stopped process in `target`; the system lets its user and root do that."""
+    user = snapshot.sections[target.partition("/")[0]].owner.user
+    may = snapshot.owner.user in ("root", user) or not user
+    return (
+        ""
+        if may
+        else f"Only {user} and root may continue it, and this page runs as {snapshot.owner.user}"
+    )
 
 
 def pressed(button: str) -> tuple[str, str]:
@@ -378,7 +395,7 @@ def summary(snapshot: Snapshot) -> str:
 
 MODELS = (
     Column("Model"),
-    Column("Where", hint="On a GPU, in host memory, or only at its source on disk"),
+    Column("Where", hint="On a card, in RAM, or only at its source on disk"),
     Column("Size", True),
     Column("State"),
     Column("Idle", True),
@@ -442,7 +459,7 @@ def _held_row(
     is_idle = lease.last_used and not lease.pins
     cells = (
         lease_name_cell(lease, model_kind(lease), styles),
-        Cell(place(lease), None, lease.where),
+        Cell(place(lease), None, cards_label(lease.shares, lease.backend)),
         Cell(show_bytes(lease.bytes), lease.bytes),
         state_cell(lease, snapshot.now),
         Cell(lasting(idle), stepped(idle)) if is_idle else NOTHING,
@@ -534,7 +551,7 @@ LEASES = (
     Column("Kernel", hint="Whether its kernel runs a cell, and for how long"),
     Column("Holds"),
     Column("Device"),
-    Column("Leased", True, "Bytes that the ledger granted"),
+    Column("Leased", True, "Bytes that were granted to it: it may use so many"),
     Column("Measured", True, "Bytes that it really uses, where that is known"),
     Column("State"),
 )
@@ -597,7 +614,7 @@ def _share_rows(
             measured = lease.measured_bytes
         cells = (
             name,
-            Cell(share.device),
+            Cell(device_name(share.device)),
             bytes_cell(share.bytes, NOTHING),
             bytes_cell(measured, UNKNOWN),
             state,
@@ -607,7 +624,7 @@ def _share_rows(
     for share in lease.target:
         cells = (
             name,
-            Cell(share.device),
+            Cell(device_name(share.device)),
             bytes_cell(share.bytes, NOTHING),
             UNKNOWN,
             Cell("arriving"),
@@ -615,14 +632,16 @@ def _share_rows(
         yield Row(f"{lease.id}/{share.device}/to", process + cells)
     if copied := lease.shadow_beyond_target:
         sizes = (bytes_cell(copied, NOTHING), UNKNOWN)
-        yield Row(f"{lease.id}/copy", (*process, name, Cell(HOST), *sizes, Cell("a copy")))
+        yield Row(
+            f"{lease.id}/copy", (*process, name, Cell(device_name(HOST)), *sizes, Cell("a copy"))
+        )
 
 
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
     """The state of the memory of a notebook's own code, such as `parked`, and why an attempt to park it has failed."""
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
-        hint = "In host memory{}. It returns before the notebook's next cell"
+        hint = "In RAM{}. It returns before the notebook's next cell"
         return Cell("parked", hint=hint.format(since if lease.away_since else ""))
     state = state_cell(lease, snapshot.now)
     if lease.pins or lease.moves_again_at <= snapshot.now:
@@ -674,7 +693,7 @@ def _beyond_leases(name: str, device: str, size: int, state: Cell) -> tuple[Cell
 def _stranger_row(stranger: Stranger) -> Row:
     program = clean(stranger.command) or "unknown program"
     process = (
-        Cell(program, hint="A program without a lease", kind="alarm"),
+        Cell(program, hint="It does not use gpu-console", kind="alarm"),
         Cell(clean(stranger.user)) if stranger.user else UNKNOWN,
         Cell(str(stranger.pid), stranger.pid),
         NOTHING,
@@ -699,7 +718,11 @@ def _unknown_stranger_rows(snapshot: Snapshot) -> Iterator[Row]:
 
 def _unleased_cells(device: str, size: int | None) -> tuple[Cell, ...]:
     return (
-        Cell("no lease", kind="soft"),
+        Cell(
+            "on its own",
+            kind="soft",
+            hint="It does not use gpu-console: nothing was agreed for its memory",
+        ),
         Cell(device),
         NOTHING,
         bytes_cell(size, UNKNOWN),

@@ -20,7 +20,15 @@ from gpu_runtime.facts import (
     Ticket,
     lease_state,
 )
-from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, cards, clean, fill, strangers_bytes
+from gpu_runtime.rendering.views import (
+    OWN_CODE,
+    RESIDUE,
+    cards,
+    clean,
+    device_name,
+    fill,
+    strangers_bytes,
+)
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
@@ -99,7 +107,7 @@ def shown(
 
 
 def cards_text(snapshot: Snapshot) -> str:
-    """A text about the cards of `snapshot`, with used and usable memory, such as `GPU0 14/22 GiB`."""
+    """A text about the cards of `snapshot`, with used and usable memory, such as `cuda:0 14/22 GiB`."""
     views = cards(snapshot)
     if not views:
         return "no GPU"
@@ -107,19 +115,16 @@ def cards_text(snapshot: Snapshot) -> str:
         used, limit = sum(map(used_bytes, views)), sum(view.limit_bytes for view in views)
         return f"{len(views)} GPUs {_of(used, limit)}"
     return " · ".join(
-        f"{card_name(view)} {_of(used_bytes(view), view.limit_bytes)}" for view in views
+        f"{view.device.id} {_of(used_bytes(view), view.limit_bytes)}" for view in views
     )
 
 
-def card_name(view: DeviceView) -> str:
-    """The short name of the device of `view`: `GPU0` for a card, and `RAM` for the host."""
-    number = view.device.id.partition(":")[2]
-    return "RAM" if view.device.is_host else f"GPU{number}"
-
-
 def used_bytes(view: DeviceView) -> int:
-    """The bytes of a device that are in use: the leased bytes, and the bytes of programs without a lease."""
-    return view.claimed_bytes + strangers_bytes(view)
+    """The bytes of a device that are held: all claims, and on a card what programs without gpu-console use.
+
+    Most of the RAM is used by programs that never come near a card, and the budget is not for them.
+    """
+    return view.claimed_bytes + (0 if view.device.is_host else strangers_bytes(view))
 
 
 def _of(used: int, limit: int) -> str:
@@ -181,10 +186,8 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
     rows = [_row(lease, section, snapshot) for lease in leases]
     residue = sum(section.residue.values())
     for number, one in enumerate(section.staying):
-        where, state = f"GPU{one.device.partition(':')[2]}", f"stays: {clean(one.why)}"
-        rows.append(
-            _plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes, where=where, state=state)
-        )
+        found = {"where": one.device, "state": f"stays: {clean(one.why)}"}
+        rows.append(_plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes, **found))
     if cache := sum(section.cache_on(device) for device in section.residue):
         rows.append(_plain_row(f"{owner.id}//", RESIDUE, cache))
     return {
@@ -224,7 +227,7 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         "id": lease.id,
         "name": "its own code" if is_kernel else clean(lease.name),
         "hint": "" if is_kernel else model_kind(lease),
-        "where": "RAM" if lease.on_host else place(lease).replace("GPU: ", "GPU"),
+        "where": place(lease),
         "bytes": show_bytes(lease.bytes),
         "state": ", ".join(
             filter(None, ("pinned" if lease.keep else "", "" if is_idle else words))
@@ -250,7 +253,7 @@ def _plain_row(id: str, name: str, size: int, **more: str) -> dict[str, Any]:
 
 
 def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
-    """The group of programs that hold memory of a card without a lease. `unleased` is the sum of their bytes."""
+    """The group of programs that do not use gpu-console. `unleased` is the sum of their bytes on the cards."""
     rows = [
         _plain_row(
             f"stranger/{one.device}/{one.pid}",
@@ -259,20 +262,20 @@ def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
         )
         for one in snapshot.strangers
     ]
-    group: dict[str, Any] = {"id": "strangers", "title": "other programs, without a lease"}
+    group: dict[str, Any] = {"id": "strangers", "title": "programs without gpu-console"}
     group |= {"bytes": show_bytes(unleased), "rows": rows, "pid": 0, "busy": None, "idle": None}
     return group | dict.fromkeys(("user", "trouble", "kernel", "why_not", "path"), "")
 
 
 def _device(view: DeviceView) -> dict[str, Any]:
-    """The bar of one device. A card's figure is that of the status bar, so it includes memory without a lease."""
+    """The bar of one device. Its figure is that of the status bar, so on a card it includes all programs."""
     used, words = used_bytes(view), fill(view)
-    unleased = 0 if view.device.is_host else strangers_bytes(view)
-    if unleased:
-        words = f"{fill(replace(view, claimed_bytes=used))}, {show_bytes(unleased)} without a lease"
+    if unleased := used - view.claimed_bytes:
+        others = f"{show_bytes(unleased)} of programs without gpu-console"
+        words = f"{fill(replace(view, claimed_bytes=used))}, {others}"
     return {
         "id": view.device.id,
-        "title": card_name(view),
+        "title": device_name(view.device.id),
         "name": "" if view.device.simulated else clean(view.device.name),
         "level": level(view)[0],
         "fill": words,

@@ -89,7 +89,7 @@ export function render({model}) {
 
   function fillRow(row, now) {
     row.now = now
-    say(row.id_, now.id)
+    say(row.id_, now.title)
     const notice = now.notices.join("; ")
     say(row.sub, notice || now.name)
     row.sub.title = [notice, now.name].filter(Boolean).join("\n")
@@ -111,7 +111,7 @@ export function render({model}) {
     row.busy.title = now.busy && `The card was busy for ${now.busy} of the time`
     say(row.heat, now.celsius)
     row.heat.title = [now.celsius, now.watts].filter(Boolean).join(", ")
-    row.more.setAttribute("aria-label", `${now.id}: all that it holds, and actions`)
+    row.more.setAttribute("aria-label", `${now.title}: all that it holds, and actions`)
     keyed(row.parts, row.known, now.parts, () => makePart(row), fillPart)
   }
 
@@ -196,7 +196,7 @@ export function render({model}) {
     menu.drawn = text
     const focused = menu.node.getRootNode().activeElement?.dataset?.press
     menu.node.replaceChildren()
-    const title = part ? words(part) : `${row.id} · ${row.name}`
+    const title = part ? words(part) : `${row.title} · ${row.name}`
     menu.node.setAttribute("aria-label", title)
     made("div", "title", menu.node).textContent = title
     if (part) {
@@ -206,7 +206,7 @@ export function render({model}) {
       for (const line of [...row.notices, `${row.free} · ${row.facts}`, row.limit_hint, row.watts && `${row.watts} drawn`]) {
         if (line) made("div", "line", menu.node).textContent = line
       }
-      addButtons(row.buttons, `/${row.id}`, menu.node, row.id)
+      addButtons(row.buttons, `/${row.id}`, menu.node, row.title)
       for (const one of row.parts) {
         const item = made("div", `item ${one.kind}`, menu.node)
         const swatch = made("span", `swatch ${{".": "dots", "-": "stripes"}[one.texture] ?? ""}`, item)
