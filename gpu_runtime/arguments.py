@@ -541,8 +541,9 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "description": _in_file(_any_text, "A sentence for people."),
         "path": _in_file(TEXT, "A file or directory, relative to the manifest's file.", "source"),
         "source": _in_file(TEXT, "The same as `path`, or a hub id."),
-        "runtime": _in_file(_BACKEND, "The backend: transformers, llama_cpp, llama-server, vllm, ollama, diffusers, "
-                            "fake. An unknown backend is stored; the model then cannot be loaded.", "backend"),
+        "runtime": _in_file(_BACKEND, "The backend: transformers, llama_cpp, llama-server, vllm, sglang, ollama, "
+                            "diffusers, fake. An unknown backend is stored; the model then cannot be loaded.",
+                            "backend"),
         "backend": Field(TEXT._replace(written=_BACKEND), "The same as `runtime`.", default="auto"),
         "type": _in_file(_TYPE, "chat or llm, embedding, reranker, vision, diffusion or image, other.", "model_type"),
         "model_type": Field(_TYPE, "The same as `type`.", default=""),
@@ -613,6 +614,8 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
     },
     "Engine": {
         "runtime_args": Field(_ARGUMENTS, "Arguments of an engine's command line.", tuple(ENGINES)),
+        "sleep": Field(TRUTH, "`false`: if its card is wanted, its server ends instead of sleeping.",
+                       _engines("sleep")),
         "attn_implementation": Field(WORD, "Passed to transformers.", _TRANSFORMERS, of_use=True),
         "task": Field(WORD, "Passed to transformers, if `type` does not determine it.", _TRANSFORMERS),
         "chat_template": Field(TEMPLATE, "A chat template, or a file with one, instead of the model's own."),

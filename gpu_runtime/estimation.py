@@ -75,6 +75,7 @@ def footprint(
     *,
     declared: int | None = None,
     measured: Measurement | None = None,
+    working_bytes: int | None = None,
     options: Mapping[str, Any] | None = None,
     quantization: str = "",
     context_bytes: int = 0,
@@ -83,6 +84,7 @@ def footprint(
 
     `evidence` is from the model's source, `declared` is the model's declared size in bytes,
     `measured` is an earlier measurement, and `options` are the options of the registration.
+    `working_bytes` is what a loaded model was measured to take besides `measured`, if that is known.
     `quantization` is the model's format, if the name does not show it. `context_bytes` is the size
     of the CUDA context that the load will create, or 0.
 
@@ -91,7 +93,10 @@ def footprint(
     """
     use = planned_use(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
-    if declared is not None:
+    if working_bytes is not None and weights is not None:
+        room = Part("room", working_bytes, "measured", "the rest of what its engine takes")
+        parts: tuple[Part, ...] = (weights, room)
+    elif declared is not None:
         parts = _declared(declared, weights, use is not None)
     elif weights is None:
         raise UnknownSize(name, evidence.why_unknown or "neither its source nor its name shows it")
@@ -106,7 +111,7 @@ def footprint(
         heads=attention_heads(evidence.config),
         pieces=_stretched(evidence.pieces, total),
         notes=_notes(evidence, measured, use),
-        at_load=evidence.at_load,
+        at_load=evidence.at_load and working_bytes is None,
     )
 
 

@@ -108,6 +108,13 @@ class Backend:
         """The bytes that `model` holds on each device. Empty for a dropped model."""
         raise NotImplementedError
 
+    def working_bytes(self, model: Any) -> int | None:
+        """Bytes that `model` takes on its cards besides those of `measure`, if they were measured.
+
+        They are lost when the model leaves, and taken again when it returns. None: not measured.
+        """
+        return None
+
     def elsewhere(self, model: Any) -> tuple[str, ...]:
         """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`."""
         return ()

@@ -23,7 +23,8 @@ class Engine(NamedTuple):
 
 ENGINES = {  # name of the backend -> its facts
     "llama-server": Engine("LlamaServer", ("llama.cpp",), layered=True),
-    "vllm": Engine("Vllm", ("dtype", "trust_remote_code"), 256, tensor_parallel=True),
+    "vllm": Engine("Vllm", ("dtype", "trust_remote_code", "sleep"), 256, tensor_parallel=True),
+    "sglang": Engine("Sglang", ("dtype", "trust_remote_code", "sleep"), 256, tensor_parallel=True),
     "ollama": Engine("Ollama", ("gpu_layers",)),
     "diffusers": Engine("Diffusers", ("dtype", "trust_remote_code", "allow_missing")),
 }

@@ -26,6 +26,7 @@ from ..facts import (
     Grant,
     Lease,
     Load,
+    Move,
     PlacementRules,
     Refuse,
     Request,
@@ -196,7 +197,8 @@ def _obtain_governed(
     progress: Progress | None,
     with_load: bool,
 ) -> None:
-    deadline = session.clock() + timeout if with_load and timeout is not None else None
+    began = session.clock()
+    deadline = began + timeout if with_load and timeout is not None else None
     attempts, returned, spec = 0, arrivals.NONE_RETURNED, resident.spec
 
     def wishes() -> tuple[Lease, Footprint, PlacementRules]:
@@ -217,7 +219,7 @@ def _obtain_governed(
 
     # The key is made right before the `try`, so an interrupt before the `try` leaves nothing to
     # release.
-    key = session.new_key(f"use {resident.spec.name}")
+    key, lost = session.new_key(f"use {resident.spec.name}"), False
     try:
         stage = release.STAGE_BYTES
         for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here, stage):
@@ -231,6 +233,10 @@ def _obtain_governed(
                     return
                 attempts, returned = 0, further
             except Exception as error:
+                if isinstance(step, Move) and resident.handle is None:
+                    log.warning("%s", explain.first_line(error))  # an engine that did not wake
+                    lost = True
+                    break
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     # Without a name for the report: see pins.py.
                     raise failures.load_error(session, resident, step, error) from error.__cause__
@@ -241,6 +247,11 @@ def _obtain_governed(
         session.done_with(key.note)
         session.withdraw(key)
         arrivals.stop_unwanted_load(session, resident.spec.name)
+    if lost:  # it is started anew, on any card
+        left = None if timeout is None else max(0.0, timeout - (session.clock() - began))
+        _obtain_governed(
+            session, resident, anchor, importance, keep_alive, for_wish, left, progress, with_load
+        )
 
 
 # -- waiting for a grant
@@ -417,7 +428,7 @@ def wanted_lease(
         wished=session.wished.get(spec.name, 0),
         keep=spec.keep,
         keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
-        movable=resident.backend.can_move,
+        movable=resident.backend.can_move and spec.options.get("sleep", True),
         recent_uses=resident.recent_uses,
         reload_seconds=resident.lease.reload_seconds,
         restore_seconds=resident.lease.restore_seconds,

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, LoadFailed, StillInUse
-from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, Wait, World
+from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, Wait, World, beside
 from ..scheduler import admission, explain
 from ..scheduler import transitions as books
 from ..scheduler.victims import shadow_kept
@@ -156,6 +156,9 @@ def _load_here(
         more = release.reserve_shadow(session, resident, step.shares)
         with load:
             handle, shares, seconds = resident.load(step.shares, progress, more)
+        working_bytes = resident.backend.working_bytes(handle)
+        if working_bytes is not None:
+            lease = replace(lease, working_bytes=working_bytes)
         settled = replace(
             lease.holding(shares),
             pins=0,
@@ -187,7 +190,7 @@ def _load_here(
         if session.loads.get(name) is load:
             del session.loads[name]
     is_first = not resident.content
-    session.sizing.learn(resident, shares)
+    session.sizing.learn(resident, beside(shares, working_bytes or 0))
     if is_first:
         release.read_earlier_uses(session, resident)
     _settle(session, resident, step.because, reload_seconds=seconds)

@@ -53,16 +53,18 @@ class Sizing:
             if resident.handle is not handle:  # it was dropped before or while it was measured
                 return self.footprint(resident, places)
             measured: Measurement | None = Measurement(sum(share.bytes for share in shares))
+            working_bytes = resident.backend.working_bytes(handle)
             uses = [spec.options.get(option) for option in ("context_length", "sequences")]
             declared = spec.size if uses != [None, None] else None
         else:
             measured = resident.measured or self.measurements.of(spec, evidence)
-            declared = spec.size
+            declared, working_bytes = spec.size, None
         return footprint(
             spec.name,
             evidence,
             declared=declared,
             measured=measured,
+            working_bytes=working_bytes,
             options=spec.options,
             quantization=spec.quantization,
             context_bytes=0 if handle is not None else self._context(places, evidence.at_load),

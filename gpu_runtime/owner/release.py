@@ -290,13 +290,15 @@ def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move 
         if isinstance(step, Drop) and resident.handle is None:
             log.warning("%s was dropped, with an error: %s", step.lease, _in_words(error))
             return step, ()
+        # An engine that did not sleep was ended.
+        gone = resident.handle is None and not isinstance(error, Stays)
         lawful = may_drop and resident.lease.droppable and not isinstance(error, Stays)
-        if not lawful or isinstance(step, Drop):
+        if isinstance(step, Drop) or not (gone or lawful):
             raise
         failed = f"{step.because} It could not be moved: {_in_words(error)}."
         log.warning("%s is dropped, since it could not be moved: %s", step.lease, _in_words(error))
         drop = Drop(step.lease, step.source, failed.lstrip(), step.reason, step.by)
-        return drop, resident.carry(drop)
+        return drop, () if gone else resident.carry(drop)
 
 
 def _stays(session: Session, resident: Resident, error: BaseException) -> str:

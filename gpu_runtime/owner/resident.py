@@ -363,7 +363,10 @@ class Resident:
                 more = {"shadow": True} if shadow else {}
                 self.backend.move(self.handle, self.lease.after(step.shares), **more)
             except BaseException:
-                self.remeasure()  # bytes may have moved before the error
+                if getattr(self.handle, "ended", False):  # an engine that did not sleep or wake
+                    self._drop()
+                else:
+                    self.remeasure()  # bytes may have moved before the error
                 raise
             finally:
                 self.shadow_bytes = getattr(self.handle, "shadow_bytes", 0)

@@ -200,6 +200,14 @@ class Session:
         return self.kernel.staying if self.kernel is not None else ()
 
     def _residue(self, models: tuple[Lease, ...]) -> dict[str, int]:
+        found = self._own_residue(models)
+        for resident in list(self.residents.values()):
+            for device, size in getattr(resident.handle, "kept", {}).items():
+                found[device] = found.get(device, 0) + size
+        return found
+
+    def _own_residue(self, models: tuple[Lease, ...]) -> dict[str, int]:
+        """The residue of this process, without its engines."""
         if self.probe.simulated:
             found: dict[str, int] = {}
             for one in self.staying():

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from ..facts import (
+    ENGINES,
     HOST,
     Book,
     Device,
@@ -452,7 +453,7 @@ def move(
     if stays:
         kind = "in use" if stays in ("in use", "kept") else "busy"
         return book, Refuse(stays, kind=kind, holders=(lease.id,))
-    if not lease.movable:
+    if not lease.movable or lease.backend in ENGINES:  # an engine moves to host memory and back
         fixed = f"{name} cannot be moved: its backend {lease.backend} can only load it again"
         return book, Refuse(fixed, kind="fixed")
     found = _shares(book, lease, footprint, rules, world)

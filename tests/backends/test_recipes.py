@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,13 +66,44 @@ def test_vllm_takes_its_share_of_one_card_or_two(installed):
     assert made.words == words_of(
         "/opt/vllm serve org/name --host 127.0.0.1 --port 8300 --served-model-name qwen ",
         "--gpu-memory-utilization 0.25 --tensor-parallel-size 1 --max-model-len 32768 --dtype ",
-        "bfloat16",
+        "bfloat16 --middleware gpu_console_key.Keyed --enable-sleep-mode",
     )
-    assert made.environment == {"VLLM_API_KEY": "k3y"}
+    assert made.environment["VLLM_API_KEY"] == "k3y"
     # vLLM takes the same fraction of each card, so the smaller share determines the fraction.
     words = recipe("vllm").command(order("vllm", gib=(40, 36))).words
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
+
+
+def test_the_routes_with_which_vllm_sleeps_exist_only_where_it_can_sleep(installed):
+    """Another one of its development routes runs any method of its workers. On CPUs it refuses the flag."""
+    on_cpus = recipe("vllm").command(order("vllm")._replace(simulated=True))
+    for made in (on_cpus, command("vllm", sleep=False)):
+        assert "--enable-sleep-mode" not in made.words and "--middleware" in made.words
+        assert "VLLM_SERVER_DEV_MODE" not in made.environment
+    assert command("vllm").environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_vllm_finds_our_middleware_and_the_user_s_own_modules(installed, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/home/ann/modules")
+    first, *others = command("vllm").environment["PYTHONPATH"].split(":")
+    assert [file.name for file in Path(first).glob("*.py")] == ["gpu_console_key.py"]
+    assert others == ["/home/ann/modules"]
+
+
+def test_sglang_keeps_a_copy_of_its_weights_and_no_key_on_its_command_line():
+    made = command("sglang", gib=(40, 36), context_length=4096, dtype="bfloat16")
+    assert made.words[:3] == (sys.executable, "-P", "-c")
+    assert made.words[4:] == words_of(
+        "--model-path org/name --host 127.0.0.1 --port 8300 --served-model-name qwen ",
+        "--mem-fraction-static 0.45 --tp-size 2 --context-length 4096 --dtype bfloat16 ",
+        "--enable-memory-saver --enable-weights-cpu-backup",
+    )
+    assert made.environment["GPU_ENGINE_KEY"] == "k3y" and "k3y" not in " ".join(made.words)
+    assert rejected("sglang", list(made.words)) == []
+    assert "--enable-memory-saver" not in command("sglang", sleep=False).words
+    with pytest.raises(LoadFailed, match="reads a chat template from a file only"):
+        command("sglang", chat_template="{{ messages }}")
 
 
 def test_vllm_makes_vectors_with_its_pooling_runner(installed):

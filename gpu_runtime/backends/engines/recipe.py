@@ -26,7 +26,7 @@ USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model sup
 LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
 RESERVED_FLAGS = (  # the lease decides these
     *("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode"),
-    *("-ts", "-mg", "-sm"),
+    *("-ts", "-mg", "-sm", "--mem-fraction-static"),
 )
 _PLACEHOLDER = re.compile(r"\{(tensor_parallel|gpu_memory_utilization|port)\}")
 _VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks like a flag
@@ -143,6 +143,32 @@ class Recipe:
         The default is empty, because most engines use the cards that they get, or fail.
         """
         return ""
+
+    def sleeps(self, simulated: bool) -> bool:
+        """Whether the server can give its card's bytes back and take them again without ending.
+
+        A model with the option `sleep=False` does not use it. `simulated`: as in the launch order.
+        """
+        return False
+
+    def sleep(self, send: SendRequest) -> str:
+        """Puts the server to sleep: its weights go to host memory, its cache is lost.
+
+        Returns why it does not sleep; empty once it sleeps. `send` carries the key.
+        """
+        raise NotImplementedError
+
+    def wake(self, send: SendRequest) -> str:
+        """Wakes the server. Returns why it is not awake; empty once it can be used."""
+        raise NotImplementedError
+
+
+def told(send: SendRequest, path: str, body: Any = None) -> str:
+    """Sends a POST to `path`. Returns what is wrong with the answer; empty for the status 200."""
+    status, answer = send("POST", path, body)
+    if not status:
+        return f"it did not answer POST {path} in time"
+    return "" if status == 200 else f"it answered {status} to POST {path}: {answer}"[:300]
 
 
 def utilization(order: LaunchOrder) -> float:

@@ -1,8 +1,9 @@
-"""The recipes of all engines: llama.cpp's servers, vLLM, Ollama and diffusers."""
+"""The recipes of all engines: llama.cpp's servers, vLLM, SGLang, Ollama and diffusers."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ from .recipe import (
     SendRequest,
     fields_in_openapi,
     has_flag,
+    told,
     user_arguments,
     utilization,
 )
@@ -243,7 +245,17 @@ def _refused(order: LaunchOrder, why: str, advice: str) -> LoadFailed:
 #
 # When vLLM starts, it takes a fixed part of each card. It keeps this part even if the model needs less.
 #
-# Source: vLLM, CLI reference, `vllm serve`.
+# vLLM checks its key for some paths only: some versions for those below /v1. The routes with which it sleeps are among
+# its development routes, and another one of these runs any method of its workers. So a middleware of ours, which vLLM
+# loads, demands the key for every path but the health check.
+#
+# Sleep of level 1 keeps the weights in host memory. Level 2 drops them, and then the server answers nonsense until they
+# are loaded again, so it is not used. Without CUDA, vLLM refuses `--enable-sleep-mode`.
+#
+# Sources: vLLM, CLI reference, `vllm serve`; entrypoints/serve/sleep/api_router.py; device_allocator/cumem.py;
+# docs/usage/security.md.
+
+IN_VLLM = Path(__file__).with_name("in_vllm")  # modules that vLLM imports
 
 _OPTION_FLAGS = {
     "context_length": "--max-model-len",
@@ -262,6 +274,19 @@ class Vllm(Recipe):
         if shutil.which("vllm"):
             return ""
         return "there is no command vllm here.\n  Install it:  pip install vllm"
+
+    def sleeps(self, simulated: bool) -> bool:
+        return not simulated
+
+    def sleep(self, send: SendRequest) -> str:
+        if why := told(send, "/sleep?level=1"):
+            return why
+        return "" if _vllm_sleeps(send) else "it says that it does not sleep"
+
+    def wake(self, send: SendRequest) -> str:
+        if why := told(send, "/wake_up"):
+            return why
+        return "it says that it still sleeps" if _vllm_sleeps(send) else ""
 
     def command(self, order: LaunchOrder) -> Command:
         """The command for `order`. A flag is left out if the user's own arguments set it."""
@@ -285,14 +310,112 @@ class Vllm(Recipe):
             words += ["--chat-template", chat]
         if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
             words += ["--trust-remote-code"]
+        words += ["--middleware", "gpu_console_key.Keyed"]
+        paths = filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH")))
+        environment = {"VLLM_API_KEY": order.key, "PYTHONPATH": os.pathsep.join(paths)}
+        if self.sleeps(order.simulated) and options.get("sleep", True):
+            words += ["--enable-sleep-mode"]
+            environment["VLLM_SERVER_DEV_MODE"] = "1"
         executable = shutil.which("vllm") or "vllm"
-        return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
+        return Command((executable, *words, *own), environment)
 
     def template(self, order: LaunchOrder) -> str | None:
         return sources.template(order.source, order.spec.name)
 
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
         """The fields in vLLM's own OpenAPI document. vLLM only logs a field that it does not know."""
+        return fields_in_openapi(send)
+
+
+def _vllm_sleeps(send: SendRequest) -> bool | None:
+    """Whether vLLM says that it sleeps; None if it does not say."""
+    status, answer = send("GET", "/is_sleeping", None)
+    return answer.get("is_sleeping") if status == 200 and isinstance(answer, dict) else None
+
+
+# -- SGLang: the server `sglang.launch_server`, in this Python environment
+#
+# SGLang takes its key on the command line, which every user of the machine can read. So a line of Python adds it to the
+# arguments within the process. `--mem-fraction-static` is a part of the memory that is free when SGLang starts. What it
+# keeps for activations and CUDA graphs is beyond that.
+#
+# Without `--enable-weights-cpu-backup`, it loses its weights when it gives its memory back. It keeps this copy in host
+# memory once it has slept. Its own health check computes a token, which would crash a server that sleeps.
+#
+# Sources: SGLang, docs, server arguments; srt/entrypoints/http_server.py; srt/utils/auth.py;
+# srt/managers/scheduler_update_weights_mixin.py.
+
+_WITH_KEY = (
+    "import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('GPU_ENGINE_KEY')]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__')"
+)
+_SGLANG_FLAGS = {
+    "context_length": "--context-length",
+    "dtype": "--dtype",
+    "revision": "--revision",
+    "cache_dtype": "--kv-cache-dtype",
+    "sequences": "--max-running-requests",
+}
+
+
+class Sglang(Recipe):
+    """Starts SGLang's server."""
+
+    LAYOUT = "balanced"  # tensor parallelism: equal parts
+
+    def missing(self) -> str:
+        if importlib.util.find_spec("sglang"):
+            return ""
+        return "sglang is not installed in this environment.\n  Install it:  pip install sglang"
+
+    def sleeps(self, simulated: bool) -> bool:
+        return not simulated
+
+    def sleep(self, send: SendRequest) -> str:
+        return told(send, "/release_memory_occupation", {})
+
+    def wake(self, send: SendRequest) -> str:
+        if why := told(send, "/resume_memory_occupation", {}):
+            return why
+        status, _ = send("GET", "/health_generate", None)  # computes a token
+        return "" if status == 200 else f"it answered {status or 'nothing'} to GET /health_generate"
+
+    def command(self, order: LaunchOrder) -> Command:
+        """The command for `order`. A flag is left out if the user's own arguments set it."""
+        own = user_arguments(order)
+        options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
+        words = ["--model-path", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
+        words += ["--served-model-name", order.spec.name]
+        words += ["--mem-fraction-static", f"{utilization(order):g}"]
+        if not has_flag(own, "--tp-size", "--tensor-parallel-size", "--tp"):
+            words += ["--tp-size", str(len(order.shares))]
+        if order.spec.model_type in ("embedding", "reranker") and not has_flag(
+            own, "--is-embedding"
+        ):
+            words += ["--is-embedding"]
+        for option, flag in _SGLANG_FLAGS.items():
+            if options.get(option) is not None and not has_flag(own, flag):
+                words += [flag, str(options[option])]
+        if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
+            words += ["--trust-remote-code"]
+        if options.get("chat_template"):
+            advice = "Write it to a file:  runtime_args=['--chat-template', 'FILE']"
+            raise _refused(order, "SGLang reads a chat template from a file only", advice)
+        if order.simulated and not has_flag(own, "--device"):
+            words += ["--device", "cpu"]
+        if self.sleeps(order.simulated) and options.get("sleep", True):
+            words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+        environment = {
+            "GPU_ENGINE_KEY": order.key,
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        }
+        return Command((sys.executable, "-P", "-c", _WITH_KEY, *words, *own), environment)
+
+    def template(self, order: LaunchOrder) -> str | None:
+        return sources.template(order.source, order.spec.name)
+
+    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
+        """The fields in SGLang's own OpenAPI document."""
         return fields_in_openapi(send)
 
 

@@ -90,6 +90,7 @@ class RestartedEngine(Engine):
         super().__init__()
         self.spec, self.log = spec, new_log(spec.name)
         self.restarts = 0
+        self.asleep = False  # its memory is not on the card; a restart would take it without room
         self._pid: int | None = None  # named in errors
 
     def _wait_for_end(self) -> tuple[int, str] | None:
@@ -109,7 +110,7 @@ class RestartedEngine(Engine):
             fault = recognise(output)
             kind = fault.kind if fault else Kind.CRASH
             why = f"{in_words(status)}: {fault.line}" if fault else in_words(status)
-            if self.restarts >= MOST_RESTARTS:
+            if self.asleep or self.restarts >= MOST_RESTARTS:
                 return self._give_up(kind, why, status)
             self.restarts += 1
             try:
@@ -122,9 +123,10 @@ class RestartedEngine(Engine):
         """Records that the engine is lost, reports the loss, then wakes the waiting callers."""
         name = self.spec.name
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
+        state = "slept" if self.asleep else f"was restarted {times}"
         text = (
             f"the {self.title} of {name} is gone: {why.rstrip('.')}.\n"
-            f"  It was restarted {times}. Its memory is free; the next use of {name} loads it again."
+            f"  It {state}. Its memory is free; the next use of {name} loads it again."
         )
         with self._changed:
             self.error = self.died(kind, text, why, status, self._pid)
@@ -204,12 +206,18 @@ class EngineHandle(Generic[E, V]):
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []
+        self.kept: dict[str, int] = {}  # bytes that stayed on each card when the rest last left
         self._end = weakref.finalize(self, engine.end)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """As `Engine.pids`."""
         return self.engine.pids
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine was ended on purpose."""
+        return not self._end.alive
 
     def watch(self, on_loss: OnLoss) -> None:
         """As `Engine.watch`."""
@@ -244,6 +252,7 @@ class EngineBackend(Backend, Generic[H, V]):
     can_move = False
     engine_name: str  # as in messages
     model_type: ClassVar[type]  # what `use` yields
+    handle_type: ClassVar[type] = EngineHandle
     probe: Probe
 
     def runs_here(self, spec: ModelSpec) -> bool:
@@ -277,7 +286,7 @@ class EngineBackend(Backend, Generic[H, V]):
         the device's out-of-memory error.
         """
         engine, start = self._prepared(spec, shares, progress or (lambda done, total: None))
-        handle = EngineHandle(engine, self._reused(into, spec.name))
+        handle = self.handle_type(engine, self._reused(into, spec.name))
         try:
             handle.loaded(start(handle.value), self.probe)
             return handle  # type: ignore[return-value]
@@ -308,14 +317,19 @@ class EngineBackend(Backend, Generic[H, V]):
 
     def _charged(self, pids: Iterable[int], shares: Shares) -> Shares:
         """The bytes that the driver reports for the processes `pids`; where it reports none, `shares`."""
+        charged = self._on_cards(pids, shares)
+        return tuple(
+            Share(share.device, charged.get(share.device) or share.bytes) for share in shares
+        )
+
+    def _on_cards(self, pids: Iterable[int], shares: Shares) -> dict[str, int]:
+        """The bytes that the driver reports for the processes `pids` on each real card of `shares`."""
         devices = tuple(share.device for share in shares)
         charged: dict[str, int] = {}
         for pid in pids:
             for device, size in self.probe.charged(pid, devices).items():
                 charged[device] = charged.get(device, 0) + size
-        return tuple(
-            Share(share.device, charged.get(share.device) or share.bytes) for share in shares
-        )
+        return charged
 
     def _reused(self, into: Any, name: str) -> V:
         """The object that `use` yields for the model `name`: that of the earlier load `into` (its

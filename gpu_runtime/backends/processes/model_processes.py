@@ -24,7 +24,7 @@ from ... import threads
 from ...devices.probe import Probe
 from ...devices.process_memory import Block
 from ...errors import EngineDied
-from ...facts import Evidence, ModelSpec, Shares
+from ...facts import HOST, Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
 from ...files import child_environment
 from ..base import Backend, Progress
@@ -340,6 +340,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
         held: list[Block] = []
+        left = model.shares
         try:
             for share in shares:
                 held.append(self.probe.place(share.device).allocate(share.bytes))
@@ -351,6 +352,8 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         before, model.blocks = model.blocks, held
         for block in before:
             block.free()
+        if all(share.device == HOST for share in shares):
+            model.kept = self._on_cards(model.pids, left)  # its CUDA context
 
     def elsewhere(self, model: ProcessHandle) -> tuple[str, ...]:
         return model.engine.request("ask", "elsewhere")

@@ -1,0 +1,123 @@
+"""Two engines and one card: they take turns, and none is ended. The engines are stand-ins in processes."""
+
+import logging
+import os
+import signal
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.backends.engines import backend as engines
+from gpu_runtime.backends.engines.recipes import Vllm
+from gpu_runtime.facts import HOST, Evidence
+from gpu_runtime.owner import registry
+from gpu_runtime.units import GIB
+from tests.backends.test_engine_server import alive
+from tests.backends.test_engine_sleep import WEIGHTS, charged_in
+from tests.backends.test_engine_sleep import place as place
+from tests.clock import until
+
+
+@pytest.fixture
+def rt(keeper, place, monkeypatch):
+    """A runtime whose card has room for one of the models `a` and `b`."""
+    monkeypatch.setattr(Vllm, "sleeps", lambda self, simulated: True)
+    found = Evidence(weight_bytes=WEIGHTS, at_load=True)
+    monkeypatch.setattr(Vllm, "evidence", lambda self, spec: found)
+    with Runtime(devices="sim:6GiB,host:8GiB", ledger=keeper, eviction_grace_seconds=0) as rt:
+        for name in "ab":
+            rt.register(name, "org/name", backend="vllm", size="4GiB")
+        yield rt
+
+
+def use(rt, name) -> tuple[int, ...]:
+    """Uses the model. Returns the pids of its server."""
+    with rt.use(name) as served:
+        assert served.health()
+        return served.pids
+
+
+def places(rt) -> dict[str, dict[str, int]]:
+    """The bytes of each lease on each device."""
+    return {one.name: {s.device: s.bytes for s in one.shares} for one in rt.status().leases()}
+
+
+def test_two_models_take_turns_on_one_card_and_none_is_ended(rt):
+    pids = {name: use(rt, name) for name in "ab"}
+    assert places(rt) == {"a": {HOST: WEIGHTS}, "b": {"sim:0": 4 * GIB}}
+    for name, other in ("ab", "ba", "ab"):
+        assert use(rt, name) == pids[name] and all(map(alive, pids[other]))
+        assert places(rt) == {name: {"sim:0": 4 * GIB}, other: {HOST: WEIGHTS}}
+    totals = rt.status().totals
+    assert (totals["loads"], totals["restorations"], totals["unloads"]) == (2, 3, 0)
+
+
+def test_what_sleeping_engines_keep_on_the_card_is_residue_and_no_byte_counts_twice(
+    rt, place, monkeypatch
+):
+    """An engine that has slept once claims its context as residue from then on, asleep or awake."""
+    monkeypatch.setattr(rt.probe, "charged", charged_in(place))
+    kept, residue = GIB // 2, []
+    for name in "aba":
+        use(rt, name)
+        residue += [rt.status().devices[0].residue_bytes]
+    assert residue == [0, kept, 2 * kept]
+    assert places(rt) == {"a": {"sim:0": 4 * GIB - kept}, "b": {HOST: WEIGHTS}}
+    rt.evict("b", drop=True)
+    assert rt.status().devices[0].residue_bytes == kept
+
+
+def test_an_engine_that_does_not_sleep_is_ended_and_says_so_once(rt, place, caplog):
+    use(rt, "a")
+    (place / "fault").write_text("500")
+    use(rt, "b")
+    [left] = [event for event in rt.why("a") if event.action in ("unloaded", "offloaded", "lost")]
+    assert left.action == "unloaded" and "did not sleep: it answered 500" in left.because
+    said = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(said) == 1 and "did not sleep" in said[0].getMessage()
+    assert places(rt) == {"b": {"sim:0": 4 * GIB}}
+
+
+def test_an_engine_that_does_not_wake_is_started_cold_and_says_so_once(rt, place, caplog):
+    first = use(rt, "a")
+    use(rt, "b")
+    (place / "fault").write_text("500")
+    rt.evict("b", drop=True)
+    assert use(rt, "a") != first and not any(map(alive, first))
+    actions = [event.action for event in rt.why("a")]
+    assert actions[:4] == ["loaded", "granted", "failed", "granted"]
+    failed = next(event for event in rt.why("a") if event.action == "failed")
+    assert "did not wake: it answered 500" in failed.because
+    said = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(said) == 1 and "did not wake" in said[0].getMessage()
+    assert places(rt) == {"a": {"sim:0": 4 * GIB}}
+
+
+def test_an_engine_that_dies_asleep_gives_its_host_memory_back(rt):
+    use(rt, "a")
+    use(rt, "b")
+    resident = registry.find(rt._session, "a")
+    os.kill(resident.engines[1], signal.SIGKILL)
+    until(lambda: places(rt) == {"b": {"sim:0": 4 * GIB}})
+    assert use(rt, "a")
+
+
+def test_an_engine_without_room_in_host_memory_is_ended(keeper, rt, monkeypatch):
+    """It is loaded again from its source. No room is reserved for the cache that it loses."""
+    rt._session.limits[HOST] = WEIGHTS - 1
+    pids = use(rt, "a")
+    use(rt, "b")
+    assert places(rt) == {"b": {"sim:0": 4 * GIB}} and not any(map(alive, pids))
+
+
+def test_by_hand_it_sleeps_wakes_and_moves_to_no_other_card(rt):
+    use(rt, "a")
+    assert rt.evict("a").where == "host" and places(rt) == {"a": {HOST: WEIGHTS}}
+    assert rt.restore("a").where == "sim:0" and places(rt) == {"a": {"sim:0": 4 * GIB}}
+
+
+def test_a_measured_size_is_that_of_the_whole_engine(rt):
+    """The next start would otherwise reserve the weights alone."""
+    use(rt, "a")
+    assert registry.find(rt._session, "a").measured.resident_bytes == 4 * GIB
+    assert engines.ServerBackend.can_move
