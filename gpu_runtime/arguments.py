@@ -758,7 +758,8 @@ RULES: dict[str, Rule] = {
     "purpose": Rule("text for people", _one_line),
     **dict.fromkeys(("progress", "told", "arrived", "clock"), optional(CALLABLE)),
     **dict.fromkeys(
-        ("wait", "drop", "lost", "force", "replay", "checkpoint", "yes", "undo", "text"), TRUTH
+        ("wait", "drop", "lost", "force", "replay", "oom", "checkpoint", "yes", "undo", "text"),
+        TRUTH,
     ),
     **dict.fromkeys(("restore_on_call", "dedicated", "retry", "monitor"), TRUTH),
     "device": WORD._replace(expected="a card's id, such as 'cuda:1'"),

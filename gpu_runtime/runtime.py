@@ -30,6 +30,7 @@ from .facts import (
     LeaseId,
     ModelSpec,
     Outcome,
+    OutOfMemoryStory,
     Plan,
     Replayed,
     Schedule,
@@ -52,6 +53,7 @@ from .owner import (
     loading,
     maintenance,
     operations,
+    out_of_memory,
     registry,
     status,
 )
@@ -641,11 +643,16 @@ class Runtime:
         return loading.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
-    def why(self, name: str = "", *, replay: bool = False) -> tuple[Event | Replayed, ...]:
+    def why(
+        self, name: str = "", *, replay: bool = False, oom: bool = False
+    ) -> tuple[Event | Replayed, ...] | OutOfMemoryStory:
         """The last decisions on the model or notebook `name`, or here. Raises UnknownModel, GpuError.
 
         The newest is first. With `replay`, the recorded decisions are made again; `name` may be a decision's number.
+        With `oom`, why the last cell of this notebook that ran out of memory did so.
         """
+        if oom:
+            return out_of_memory.last(self._session)
         return history.why(self._session, name, replay)
 
     @checked

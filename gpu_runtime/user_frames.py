@@ -101,9 +101,13 @@ def running_cell(most: int = 0) -> int:
 
 def _is_users(frame: FrameType) -> bool:
     """Whether the code of `frame` is a cell, or a file outside of Python and its libraries."""
-    path = frame.f_code.co_filename
     if str(frame.f_globals.get("__name__", "")).split(".")[0] in _OURS:
         return False
+    return runs_users_code(frame.f_code.co_filename)
+
+
+def runs_users_code(path: str) -> bool:
+    """Whether code from the file `path` is a cell, or in a file outside of Python and its libraries."""
     return bool(_cell(path)) or not path.startswith(("<", *_libraries()))
 
 
@@ -118,13 +122,19 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _line(frame: FrameType, number: int) -> str:
-    """The line with this `number` of the file of `frame`, with its place in front."""
-    path = frame.f_code.co_filename
+    code = frame.f_code
+    return line_of(code.co_filename, number, code.co_name, frame.f_globals)
+
+
+def line_of(path: str, number: int, function: str, names: dict[str, Any] | None = None) -> str:
+    """The line with this `number` of the file `path`, with its place in front, as `user_lines` has it.
+
+    `names` are the global variables of the module, if they are known: a module may have no file.
+    """
     cell = _cell(path)
     place = f"Cell {cell}" if cell else f"File {path}"
-    function = frame.f_code.co_name
     within = "" if function.startswith("<") else f", in {function}"
-    code = linecache.getline(path, number, frame.f_globals).strip()
+    code = linecache.getline(path, number, names).strip()
     typed = printable(_as_typed(code), LONGEST_LINE)
     return f"{place}, line {number}{within}" + (f": {typed}" if typed else "")
 

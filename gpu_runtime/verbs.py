@@ -466,7 +466,9 @@ def why(rt: Any, args: argparse.Namespace) -> Any:
     """The last decisions on what `args` name, or on this notebook. Raises GpuError."""
     if args.replay and not args.name:
         raise GpuError("--replay needs the NAME of a model, or a decision's number.")
-    return rt.why(args.name or "", **given(args, "replay"))
+    if args.oom and args.name:
+        raise GpuError("--oom is about this notebook, and takes no NAME:  %gpu why --oom")
+    return rt.why(args.name or "", **given(args, "replay", "oom"))
 
 
 def evict(rt: Any, args: argparse.Namespace) -> Outcome:
@@ -723,7 +725,11 @@ _TABLE = (
         "why",
         "the last decisions about a model or notebook; without NAME, about this one",
         why,
-        (HELD, switch("--replay", "decides its recorded decisions again; NAME may be a number")),
+        (
+            HELD,
+            switch("--replay", "decides its recorded decisions again; NAME may be a number"),
+            switch("--oom", "why this notebook's last cell that ran out of memory did so"),
+        ),
     ),
     Verb(
         "load",

@@ -117,6 +117,7 @@ from .snapshot import (
     Moment,
     Offer,
     Outcome,
+    OutOfMemoryStory,
     Presence,
     ProcessState,
     Replayed,

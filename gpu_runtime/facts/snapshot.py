@@ -5,7 +5,7 @@ Also other answers of the runtime: holders of memory, offers, schedules, replays
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..compat import StrEnum
 from ..safe_text import lines
@@ -286,6 +286,7 @@ class Holdings(Value):
     whole: bool = True  # False: the time limit ended the search early
     seconds: float = 0.0
     staying: tuple[Staying, ...] = ()  # the bytes that cannot leave their device, by reason
+    optimizer_bytes: int = 0  # of `explained_bytes`, the state of torch's optimizers
     # The next six fields are set only in the answer of another process.
     process: str = ""  # such as train.ipynb (pid 4121)
     parked_bytes: int = 0  # bytes that are parked in host memory
@@ -293,6 +294,59 @@ class Holdings(Value):
     left_out_bytes: int = 0  # bytes that these rows refer to
     note: str = ""  # why something is not listed
     stays: str = ""  # why the memory of the notebook's own code cannot be parked now
+
+
+class OutOfMemoryStory(Value):
+    """Why a cell of this notebook ran out of memory, and what to type."""
+
+    headline: str
+    lines: tuple[str, ...]  # the user's lines that the error came through, the one that failed last
+    held: Holdings  # of this notebook, when the error was raised
+    others: tuple[str, ...]  # what stepped aside, and what else is on the card and why it stays
+    advice: str  # one thing to type or to do
+    fits: str = ""  # the largest number with which the cell would fit, by two earlier runs of it
+    device: str = ""
+    wanted_bytes: int = 0  # 0: unknown
+    free_bytes: int = 0
+    # From torch's memory history, which a real card has from a kernel's first such error on: the lines that led to the
+    # allocation that failed, and the lines that allocated what was held, with the bytes in front.
+    stack: tuple[str, ...] = ()
+    allocated: tuple[str, ...] = ()
+
+    def rows(self, full: bool = False) -> list[tuple[str, str]]:
+        """The story after its headline, as pairs of a label and words: at most seven, or with `full` all of it."""
+        parts = {
+            "in autograd graphs": self.held.graph_bytes,
+            "optimizer state": self.held.optimizer_bytes,
+            "cache": self.held.cached_bytes,
+        }
+        largest = sorted(self.held.holders, key=lambda one: -one.bytes)
+        names = [f"{one.name} {show_bytes(one.bytes)}" for one in largest if one.bytes]
+        of_it = ", ".join(f"{show_bytes(size)} {what}" for what, size in parts.items() if size)
+        held = [show_bytes(self.held.held_bytes)]
+        held += ["of it " + of_it] if of_it else []
+        held = [": ".join(filter(None, ["; ".join(held), ", ".join(_first(names, full))]))]
+        rows: dict[str, Iterable[str]] = {
+            "your line": self.lines if full else self.lines[-1:],
+            "this notebook": held,
+            "others": self.others if full else ["; ".join(_first(self.others, full))],
+            "would fit": [self.fits],
+            "allocation": self.stack if full else (),
+            "allocated by": self.allocated if full else (),
+            "type": [self.advice],
+            "more": () if full else ["%gpu why --oom"],
+        }
+        return [(label, words) for label, some in rows.items() for words in some if words]
+
+    def __str__(self) -> str:
+        return lines("\n".join([self.headline, *(": ".join(row) for row in self.rows())]))
+
+
+def _first(names: Sequence[str], full: bool) -> list[str]:
+    """The `names`; unless `full`, the first three and how many more there are."""
+    if full or len(names) <= 4:
+        return list(names)
+    return [*names[:3], f"{len(names) - 3} more"]
 
 
 class Offer(Value):

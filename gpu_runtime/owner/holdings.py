@@ -62,22 +62,29 @@ class _Reached(NamedTuple):
 
 
 def search_here(
-    session: Session, seconds: float = SECONDS, stop: Callable[[], bool] | None = None
+    session: Session,
+    seconds: float = SECONDS,
+    stop: Callable[[], bool] | None = None,
+    *,
+    namespace: Namespace | None = None,
 ) -> Holdings:
     """What this process holds on its devices, by name.
 
-    The result is partial if the search takes more than `seconds`, or if `stop()` returns True.
+    The result is partial if the search takes more than `seconds`, or if `stop()` returns True. `namespace` has the
+    names; without it, those of the notebook or script.
     """
     began = time.perf_counter()
     if "torch" not in sys.modules:
         rows = [_of_lease(resident) for resident in _on_devices(session)] + _of_libraries()
         seconds = time.perf_counter() - began
         return _summed(session, rows, {}, set(), set(), 0, True, seconds)
-    from ..backends.pytorch.search import Limit
+    from ..backends.pytorch.search import Limit, optimizer_keys
 
     limit = Limit(seconds, stop=stop)
     storages, whole = _search(session, limit)
-    reached, all_reached = _reach(session, registered.current(), storages.keys(), limit)
+    reached, all_reached = _reach(
+        session, namespace or registered.current(), storages.keys(), limit
+    )
     models, governed, of_others = _models(session, storages)
     direct = set(governed)
     saved: set[int] = set()
@@ -89,7 +96,7 @@ def search_here(
     elsewhere, explained = _elsewhere(session, left, limit)
     names = [_row(one, storages) for one in reached]
     is_whole = whole and all_reached and not limit.over
-    return _summed(
+    found = _summed(
         session,
         [*models, *names, *elsewhere, *_of_libraries()],
         storages,
@@ -99,6 +106,8 @@ def search_here(
         is_whole,
         limit.elapsed_seconds,
     )
+    of_optimizers = sum(storages[key].own_bytes for key in optimizer_keys() & storages.keys())
+    return replace(found, optimizer_bytes=of_optimizers)
 
 
 def of_leases(session: Session) -> Holdings:

@@ -21,15 +21,12 @@ read it although no cell runs. The notebook shows the return as a line, or as an
 from __future__ import annotations
 
 import contextlib
-import gc
-import re
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -39,12 +36,12 @@ from ..errors import CannotGovern, GpuError, NotAllowed, StillInUse, WaitEnded, 
 from ..facts import (
     HOST,
     KERNEL,
-    NORMAL,
     Footprint,
     Lease,
     LeaseId,
     ModelSpec,
     Outcome,
+    OutOfMemoryStory,
     Part,
     Phase,
     PlacementRules,
@@ -55,10 +52,10 @@ from ..facts import (
 )
 from ..notebook import cell_key, notebook_path
 from ..scheduler import caps, relief
-from ..scheduler.victims import reason_to_stay
 from ..telemetry.measurements import Measurements, cells_of_this_user
-from ..units import MIB, parse_bytes, show_bytes, show_seconds
+from ..units import MIB, show_bytes, show_seconds
 from . import acquire, failures, holdings, operations, registry, release
+from .out_of_memory import Freed, Runs, Telling, bytes_wanted, forget_frames, make_room
 from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place, Resident
 from .session import Session, log
@@ -91,6 +88,7 @@ class Kernel:
         self._shown_beyond = 0  # the bytes above the cap that the notebook showed last
         self._park_again_at = 0.0
         self._may_leave = session.settings.gpu_park != "never"
+        self.story: OutOfMemoryStory | None = None  # of the last out-of-memory error
         self._here = threading.local()  # a subshell runs its cells in a thread of its own
 
     @property
@@ -414,27 +412,28 @@ class Kernel:
         because = f"This notebook's own code holds {size} on {lease.where}."
         session.note(lease, "adopted", "cell", because, size=lease.bytes)
 
-    def make_room(self, error: BaseException) -> str:
-        """After a cell that failed. After an out-of-memory `error`, evicts idle leases.
+    def make_room(self, error: BaseException) -> str | OutOfMemoryStory:
+        """After a cell that failed. After an out-of-memory `error`, evicts idle leases, and returns the story.
 
-        Plain code makes no request before it takes memory. Returns a sentence for the user. After a
-        write that bytes in host memory refused, the sentence names them. Where CUDA is missing, it
-        says what to write. After any other error it is empty. The cell is not run again.
+        Plain code makes no request before it takes memory. After a write that bytes in host memory
+        refused, returns a sentence that names them. Where CUDA is missing, it says what to write.
+        After any other error it is empty. The cell is not run again.
         """
         self._room.failed(is_out_of_memory(error))
+        session = self._session
         if not is_out_of_memory(error):
-            session = self._session
             return failures.refused_write(session, error) or failures.no_cuda(session, error)
+        is_of_host = isinstance(error, MemoryError) and not isinstance(error, GpuError)
+        telling = Telling(session, error)
         forget_frames(error)
         self.count_when_due(idle=True)
-        if isinstance(error, GpuError):  # an error of this package names the holders itself
-            return ""
-        if beyond := self._refused_by_cap(error):
-            return beyond
-        freed = make_room(self._session, error)
-        if not freed.titles:
-            return "No idle model could leave the GPU. See which process holds its memory:  %gpu"
-        return f"{freed}: run the cell again."
+        is_told = isinstance(error, GpuError)  # such an error names the holders, and has made room
+        refused = "" if is_told else self._refused_by_cap(error)
+        freed = Freed(0, ()) if is_told or refused else make_room(session, error)
+        if is_of_host:  # such as NumPy's: it says nothing about a card
+            return f"{freed}: run the cell again." if freed.titles else ""
+        self.story = telling.story(freed, self._room.runs, refused)
+        return "" if is_told else self.story
 
     def _refused_by_cap(self, error: BaseException) -> str:
         """The sentence after an out-of-memory `error` that the enforced cap explains; else empty."""
@@ -654,6 +653,8 @@ class CellRoom:
         self._is_first = True  # whether the last cell ran for the first time in this kernel
         self._replaced: dict[str, Bytes] = {}  # what was known before the last cell, by key
         self._leased_bytes = 0  # bytes that blocks of code had leased before this cell
+        cards = [session.probe.place(one.id) for one in session.probe.devices if not one.is_host]
+        self.runs = Runs(sees_peaks=not cards[0].counted)
         self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
 
     def before(
@@ -697,6 +698,7 @@ class CellRoom:
         """
         self._leased_bytes = self._session.blocks.leased_bytes
         self._held = dict(held) if is_known else None
+        self.runs.begin(text, held)
         self._replaced = {}
         key = cell_key(notebook_path(), text)
         self._is_first = key not in self._run
@@ -724,6 +726,8 @@ class CellRoom:
         if len(self._run) >= MOST_RUN:
             self._run.clear()
         self._run.add(key)
+        if left is not None:
+            self.runs.end(text, held, peak, left)
         self._remember(key if self._is_first else key + AGAIN, _beyond(held, peak))
         if self._is_first and left is not None and not self._cells.cell_bytes(key + AGAIN):
             # The next run probably replaces what this run left, and needs the rest again.
@@ -735,6 +739,7 @@ class CellRoom:
         So what was known of the cell stays, if that is more. A cell that ran out of memory has left
         nothing that its next run could replace.
         """
+        self.runs.failed()
         for key, before in self._replaced.items():
             now = self._cells.cell_bytes(key)
             most = {card: max(size, now.get(card, 0)) for card, size in before.items()}
@@ -879,74 +884,6 @@ def _beyond(held: Bytes, peak: Bytes) -> Bytes:
     more = {card: size - held.get(card, 0) for card, size in peak.items()}
     more = {card: size for card, size in more.items() if size > 0}
     return more if sum(more.values()) >= LEAST_ROOM_BYTES else {}
-
-
-# -- after a cell that ran out of memory
-
-
-class Freed(NamedTuple):
-    """The memory that came free after an out-of-memory error."""
-
-    bytes: int
-    titles: tuple[str, ...]  # of the notebooks and models that left
-
-    def __str__(self) -> str:
-        return f"{show_bytes(self.bytes)} came free ({', '.join(self.titles)} stepped aside)"
-
-
-def make_room(session: Session, error: BaseException) -> Freed:
-    """Evicts idle leases until there is room for the bytes that the out-of-memory `error` names.
-
-    Only leases on the card that `error` names leave. If it names no card, those on all cards do. If
-    `error` names no size, all these idle leases are evicted. Models of this process that left at the
-    end of the cell's `with` block count as freed memory.
-    """
-    gone: tuple[Lease, ...] = getattr(error, "left", ())
-    wanted, cards = bytes_wanted(error), failures.full_cards(session, error)
-    freed = sum(lease.bytes_on(card) for lease in gone for card in cards)
-    left = [lease.name for lease in gone]
-    if wanted and freed >= wanted:
-        return Freed(freed, tuple(left))
-    book = session.ledger.read()
-    world = session.world(fresh=True)
-    for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
-        here = sum(lease.bytes_on(card) for card in cards)
-        why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
-        if not here or why or (lease.owner == session.me and lease.kind == "kernel"):
-            continue
-        if failures.evict_anywhere(session, lease, "A cell ran out of memory."):
-            freed += here
-            left.append(lease_title(lease, book.owner(lease.owner)))
-        if wanted and freed >= wanted:
-            break
-    session.probe.empty_cache()
-    return Freed(freed, tuple(left))
-
-
-def forget_frames(error: BaseException) -> None:
-    """Clears the ended frames of `error` and of its causes, since these frames keep tensors alive."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
-            pending += [current.__cause__, current.__context__]
-    gc.collect()
-
-
-def bytes_wanted(error: BaseException) -> int:
-    """The bytes that torch could not allocate, read from the message of `error` or of its cause.
-
-    Returns 0 if no message names a size.
-    """
-    for one in (error, error.__cause__):
-        if one is not None and is_out_of_memory(one):
-            found = re.search(r"Tried to allocate ([\d.]+ ?(?:[KMGT]?i?B)?)", str(one))
-            if found:
-                return parse_bytes(found[1].strip())
-    return 0
 
 
 # -- the memory of a kernel, as a resident

@@ -33,6 +33,7 @@ from ..facts import (
     Health,
     Level,
     Outcome,
+    OutOfMemoryStory,
     Plan,
     Replayed,
     Schedule,
@@ -467,6 +468,17 @@ def why(name: str, events: Sequence[Event], around: Snapshot | None = None) -> s
         return page(line(with_code(text.why(name, events))))
     rows = table(("when", f"why {name}".rstrip()), map(_event_row, views.titled(events, around)))
     return page(rows, "" if name else line(with_code(text.why_hint(events))))
+
+
+def story(found: OutOfMemoryStory, full: bool = True) -> str:
+    """Why a cell ran out of memory; see `text.story`."""
+    rows, before = [], ""
+    for label, words in found.rows(full):
+        inner = code(words) if label == "more" else esc(words)
+        shown = td("" if label == before else label, "g-soft")
+        rows.append(f"<tr>{shown}{table_cell('td', inner, 'g-wrap', 'max-width:760px')}</tr>")
+        before = label
+    return page(line(f"<b>{esc(found.headline)}</b>"), f"<table>{''.join(rows)}</table>")
 
 
 def replays(found: Sequence[Replayed]) -> str:

@@ -13,6 +13,7 @@ from ..facts import (
     Health,
     Lease,
     Outcome,
+    OutOfMemoryStory,
     Plan,
     Replayed,
     Schedule,
@@ -121,6 +122,7 @@ def shown(
 _BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
     Health: (text.health, html.health),
     Outcome: (text.outcome, html.outcome),
+    OutOfMemoryStory: (text.story, html.story),
     Schedule: (html.schedule_text, html.schedule_html),
     Applied: (text.applied, html.applied),
     allocator_map.Mapped: (allocator_map.as_text, allocator_map.as_html),
@@ -146,6 +148,11 @@ def block_report(block: Any) -> Shown:
         text.block,
         lambda used: html.page(html.line(html.esc(text.block(used)), soft=True)),
     )
+
+
+def story(found: OutOfMemoryStory) -> Shown:
+    """The story of an out-of-memory error as it is shown below the error: at most ten lines."""
+    return Shown(found, partial(text.story, full=False), partial(html.story, full=False))
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:

@@ -16,6 +16,7 @@ from gpu_runtime.facts import (
     Event,
     Health,
     Outcome,
+    OutOfMemoryStory,
     Plan,
     Replayed,
     Snapshot,
@@ -374,6 +375,14 @@ def replays(found: Sequence[Replayed]) -> str:
         f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
         f"{'':10}{clean(one.result)}  (decision {one.id})"
         for one in found
+    )
+
+
+def story(found: OutOfMemoryStory, full: bool = True) -> str:
+    """Why a cell ran out of memory: all that is known, or unless `full` at most ten lines."""
+    rows = found.rows(full)
+    return "\n".join(
+        [clean(found.headline), *(f"  {label:14}{clean(words)}" for label, words in rows)]
     )
 
 

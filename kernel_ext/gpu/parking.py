@@ -33,6 +33,7 @@ from IPython.core.events import EventManager
 import gpu_runtime
 from gpu_runtime import GpuError, threads
 from gpu_runtime.errors import rebuilt
+from gpu_runtime.facts import OutOfMemoryStory
 from gpu_runtime.notebook import cell_key, is_remembered, notebook_path
 from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.tracked_objects import instances
@@ -394,7 +395,7 @@ class Parking:
 
     @hook
     def after_error(self, error: BaseException) -> None:
-        """Called after a cell that failed. If the cell ran out of memory, idle notebooks and models are evicted."""
+        """Called after a cell that failed. If it ran out of memory, room is made, and the story is shown."""
         # The notebook may have failed before it held any memory. So any error that mentions memory or
         # CUDA opens the runtime. The runtime then recognises its errors exactly.
         text = f"{type(error).__name__} {error}".lower()
@@ -402,7 +403,14 @@ class Parking:
         if self._lease is None and not (concerns_us and self._attach()):
             return
         with contextlib.suppress(GpuError):  # the cell's own error is shown already
-            if news := self._lease.make_room(error):
+            news = self._lease.make_room(error)
+            if isinstance(news, OutOfMemoryStory):
+                from IPython.display import display
+
+                from gpu_runtime.rendering import render
+
+                display(render.story(news))
+            elif news:
                 self._show(news)
 
     @property

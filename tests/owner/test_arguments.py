@@ -131,7 +131,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "tell_waits": {"told": None, "arrived": None},
     "plan": {"name_or_size": "qwen", "source": None, "timeout": 1},
     "load": {"name": "qwen", "source": None, "progress": None, "timeout": 1},
-    "why": {"name": "qwen", "replay": False},
+    "why": {"name": "qwen", "replay": False, "oom": False},
     "apply": {"file": "/no/such.yaml"},
 }
 # A call in which the parameter matters; the others of `register` and so on need no more than PLAIN.

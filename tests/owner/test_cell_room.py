@@ -353,10 +353,10 @@ def test_room_is_made_on_the_card_that_is_full(cards):
     rt.preload("elsewhere")
     rt.preload("full")
     error = torch.OutOfMemoryError("simgpu:0 out of memory. Tried to allocate 41943040 bytes; …")
-    assert "full stepped aside" in kernel.make_room(error)
+    assert "full stepped aside" in kernel.make_room(error).others
     assert rt.here("elsewhere") and not rt.here("full")
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 MiB. GPU 9 has …")
-    assert "elsewhere stepped aside" in kernel.make_room(error)
+    assert "elsewhere stepped aside" in kernel.make_room(error).others
 
 
 def test_a_card_tells_the_peak_of_a_cell_after_which_no_count_was_made(cards):

@@ -449,7 +449,7 @@ def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
     for size, explains in (("2.01", True), ("2.00", False)):
         words = f"CUDA out of memory. Tried to allocate {size} MiB. GPU 0 has …"
         said = kernel.make_room(torch.OutOfMemoryError(words))
-        assert ("may hold at most 8.0 MiB of each card" in said) is explains
+        assert ("may hold at most 8.0 MiB of each card" in said.advice) is explains
 
 
 # -- who leaves for whom ---------------------------------------------------------------------------
@@ -786,10 +786,12 @@ def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     loaded(other, old="300MiB", young="300MiB")
     cell(kernel)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has …")
-    assert kernel.make_room(error) == "300 MiB came free (old stepped aside): run the cell again."
+    story = kernel.make_room(error)
+    assert story.others == ("old stepped aside", "young (300 MiB) leaves if the cell needs it")
+    assert story.advice == "run the cell again"
     assert kernel.make_room(ValueError("no")) == ""
     kernel.make_room(error)
-    assert "No idle model could leave" in kernel.make_room(error)
+    assert kernel.make_room(error).others == ()
 
 
 def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runtime, shared_book):

@@ -319,7 +319,8 @@ def test_a_cell_runs_again_after_room_was_made_only_with_consent(two, rt):
     idle.run("import torch; x = torch.ones(6_250_000)")
     rest(rt)
     told = needs.run(FAILS_ONCE)
-    assert "(one.ipynb stepped aside): run the cell again" in told and "tries" not in told.split()
+    assert "one.ipynb stepped aside" in told and "run the cell again" in told
+    assert "tries" not in told.split()
     assert "['1']" in needs.run("print([str(len(tries))]); tries = []")
     assert "came back from RAM" in idle.run("assert float(x.sum()) == 6_250_000")
     rest(rt)

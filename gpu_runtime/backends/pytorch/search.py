@@ -304,6 +304,17 @@ def subclasses(kind: type) -> set[type]:
     return known
 
 
+def optimizer_keys() -> set[int]:
+    """The keys of the storages that are state of torch's optimizers, such as Adam's averages."""
+    found = set()
+    for optimizer in instances(subclasses(torch.optim.Optimizer)):
+        for state in dict(vars(optimizer).get("state") or {}).values():
+            values = state.values() if isinstance(state, dict) else ()
+            plain = [one for one in values if type(one) is Tensor and one.layout is torch.strided]
+            found |= {one.untyped_storage()._cdata for one in plain}
+    return found
+
+
 def _scripted_classes() -> set[type]:
     """The classes of TorchScript modules, whose parameters become Python objects when they are read."""
     script = sys.modules.get("torch.jit._script")
