@@ -15,7 +15,7 @@ import traceback
 
 from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
-from ..facts import HOST, Grant, Lease, LeaseId, Load, Share, Step, World
+from ..facts import HOST, Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
 from ..fault_texts import Fault, Kind, recognise
 from ..scheduler import explain
 from ..scheduler import transitions as books
@@ -302,18 +302,22 @@ def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, worl
     return not reason_to_stay(lease, world, asker=session.me, importance=importance)
 
 
-def evict_anywhere(session: Session, lease: Lease, because: str) -> bool:
+def evict_anywhere(session: Session, lease: Lease, because: str) -> str:
     """Evicts the model of `lease`, or requests the eviction if another owner has the model.
 
-    Returns whether the model has left its device.
+    Returns why the model has not left its device; empty if it has left.
     """
     try:
         if lease.owner != session.me:
             target = LeaseId(lease.owner, lease.name)
             verdict = requests.request(session, "evict", target, timeout=LEAVE_SECONDS)
-            return isinstance(verdict, Grant)
+            late = f"it has not left within {LEAVE_SECONDS:g} s"
+            if isinstance(verdict, Refuse):
+                return verdict.because
+            return "" if isinstance(verdict, Grant) else late
         mine = session.residents.get(lease.name)
-        return mine is not None and release.evict(session, mine, because) is not None
+        left = mine is not None and release.evict(session, mine, because) is not None
+        return "" if left else "it is used again"
     except Exception as stays:  # a failed move must not fail this load
         log.debug("%s stays: %s", lease.name, stays)
-        return False
+        return explain.first_line(stays)

@@ -429,7 +429,7 @@ class Kernel:
         self.count_when_due(idle=True)
         is_told = isinstance(error, GpuError)  # such an error names the holders, and has made room
         refused = "" if is_told else self._refused_by_cap(error)
-        freed = Freed(0, ()) if is_told or refused else make_room(session, error)
+        freed = Freed(0) if is_told or refused else make_room(session, error)
         if is_of_host:  # such as NumPy's: it says nothing about a card
             return f"{freed}: run the cell again." if freed.titles else ""
         self.story = telling.story(freed, self._room.runs, refused)

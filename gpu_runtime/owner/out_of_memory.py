@@ -47,7 +47,8 @@ class Freed(NamedTuple):
     """The memory that came free after an out-of-memory error."""
 
     bytes: int
-    titles: tuple[str, ...]  # of the notebooks and models that left
+    titles: tuple[str, ...] = ()  # of the notebooks and models that left
+    stay: Mapping[str, str] = {}  # why a lease has not left, by its id
 
     def __str__(self) -> str:
         return f"{show_bytes(self.bytes)} came free ({', '.join(self.titles)} stepped aside)"
@@ -64,6 +65,7 @@ def make_room(session: Session, error: BaseException) -> Freed:
     wanted, cards = bytes_wanted(error), failures.full_cards(session, error)
     freed = sum(lease.bytes_on(card) for lease in gone for card in cards)
     left = [lease.name for lease in gone]
+    stay: dict[str, str] = {}
     if wanted and freed >= wanted:
         return Freed(freed, tuple(left))
     book = session.ledger.read()
@@ -73,13 +75,14 @@ def make_room(session: Session, error: BaseException) -> Freed:
         why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
         if not here or why or (lease.owner == session.me and lease.kind == "kernel"):
             continue
-        if failures.evict_anywhere(session, lease, "A cell ran out of memory."):
+        stay[lease.id] = failures.evict_anywhere(session, lease, "A cell ran out of memory.")
+        if not stay[lease.id]:
             freed += here
             left.append(lease_title(lease, book.owner(lease.owner)))
         if wanted and freed >= wanted:
             break
     session.probe.empty_cache()
-    return Freed(freed, tuple(left))
+    return Freed(freed, tuple(left), stay)
 
 
 def forget_frames(error: BaseException) -> None:
@@ -394,6 +397,7 @@ class Telling:
         leases = [one for one in book.leases() if one.owner != session.me and one.bytes_on(card)]
         for lease in sorted(leases, key=lambda one: -one.bytes_on(card)):
             why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
+            why = freed.stay.get(lease.id) or why
             size = lease.bytes_on(card)
             staying_bytes += size if why else 0
             what = f"{lease_title(lease, book.owner(lease.owner))} ({show_bytes(size)})"
