@@ -716,8 +716,10 @@ def test_why_without_a_name_is_about_this_process(runtime, shared_book):
 def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(train):
     """Another notebook's kernel, which has the same name in the ledger, is not mixed in."""
     rt, _, other = train
+    loaded(rt, qwen="1MiB")
     assert other.park("train.ipynb").done
     before = other.why("train.ipynb")
+    assert {event.title for event in before} == {"train.ipynb"}, "nor are those on its models"
     rt.close()
     for name in ("train.ipynb", "/work/train.ipynb"):
         after = other.why(name)

@@ -180,8 +180,9 @@ def test_a_crossing_never_overcommits_and_always_ends(total, piece, olds, host, 
             if choice == 7:
                 page = write(books.abandon(page, one.owner, one.name, one.key, there), by)
             elif size_of_stage and one.target:
-                part = one.after((Share(HOST, size_of_stage),))
+                part, host_claims = one.after((Share(HOST, size_of_stage),)), page.claims()[HOST]
                 page = write(admission.part_left(page, step, part, there), by)
+                assert page.claims()[HOST] == host_claims, "the room of the rest is kept"
             elif one.target:
                 page = write(books.perform(page, step, there), by)
             else:

@@ -151,8 +151,10 @@ def test_torch_itself_refuses_more_if_the_cap_is_enforced():
     mine = {"cap": capped(bytes_per_device=size(20), enforce=True)}
     box = world(cuda0=36, total={"cuda:0": 40}, free={"cuda:0": 40}, **mine)
     theirs = kernel(by=2, cuda0=8), lease("of bob", by=3, cuda0=4)
+    for own in ((), (kernel(cuda0=3),)):  # own memory is within the bound
+        page = of(book(*theirs, *own, owners=(1,)), ann=(1, 2), bob=(3,))
+        assert capacity.torch_bounds(page, owner(1).id, box, {}) == {"cuda:0": 12 / 40}
     page = of(book(*theirs, owners=(1,)), ann=(1, 2), bob=(3,))
-    assert capacity.torch_bounds(page, owner(1).id, box, {}) == {"cuda:0": 12 / 40}
     free = replace(box, rules=replace(box.rules, cap=capped(bytes_per_device=size(20))))
     assert capacity.torch_bounds(page, owner(1).id, free, {}) == {}
 
