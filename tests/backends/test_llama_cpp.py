@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.backends.llama_cpp.options import (
@@ -46,7 +48,9 @@ def test_how_the_layers_are_split_over_the_cards():
     found = arguments(9, 3, cards=(4, 6))
     assert (found["split_mode"], found["tensor_split"], found["main_gpu"]) == (1, [0.75, 0.25], 0)
     assert arguments(9, 3, split_mode="row", main_gpu=1)["split_mode"] == 2
-    assert arguments(9, 3, main_gpu=1)["main_gpu"] == 1
+    assert [arguments(9, 3, main_gpu=n)["main_gpu"] for n in (1, 2)] == [1, 1], (
+        "the last of its cards"
+    )
     found = arguments(9, 3, cards=(1, 3), isolated=False, main_gpu=1)
     assert (found["tensor_split"], found["main_gpu"]) == ([0.0, 0.75, 0.0, 0.25], 3)
     assert arguments(8, cards=(2,), isolated=False)["main_gpu"] == 2
@@ -95,6 +99,7 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
         )
 
 
+@pytest.mark.processes
 def test_a_file_that_lacks_a_tensor_is_refused_with_its_name(tmp_path, monkeypatch):
     """llama.cpp makes up no weights. Its Python error names only the file; its log has the tensor."""
     import gguf
@@ -137,6 +142,57 @@ def test_further_sequences_cost_no_memory(tiny_gguf):
     assert needed(sequences=4, context_length=128) == needed(context_length=128) < needed()
 
 
+LAYERS = st.sampled_from([None, -1, 0, 1, 2, 3, 99])  # of the 2 layers of the file, and its output
+SIZES = st.sampled_from([None, 16, 700])
+OPTIONS = st.fixed_dictionaries({}, optional={
+    "gpu_layers": LAYERS, "context_length": SIZES, "n_batch": SIZES, "n_ubatch": SIZES,
+    "flash_attn": st.booleans(), "cache_dtype": st.sampled_from(["Q8_0", "half"]), "embedding": st.booleans(),
+})  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(
+    OPTIONS, st.sampled_from(["llama_cpp", "llama-server"]), st.sampled_from(["llm", "embedding"])
+)
+def test_a_lease_is_estimated_for_the_arguments_with_which_the_file_is_loaded(
+    tiny_gguf, options, backend, kind
+):
+    """Layers, context, batch and attention are what llama.cpp gets, and their defaults are its own."""
+    one = ModelSpec("m", backend, source=str(tiny_gguf), options=options, model_type=kind)
+    plain = gguf_evidence(replace(one, options={}))
+    found = gguf_evidence(one)
+    loaded = llama_arguments(one, shares(1), str(tiny_gguf), dict(plain.config), None)
+    layers = options.get("gpu_layers")
+    on_card = 3 if layers in (None, -1) else min(layers, 3)
+    assert found.weight_bytes == round(plain.weight_bytes * on_card / 3)
+    assert found.config["num_hidden_layers"] == min(on_card, 2)
+    assert loaded["n_gpu_layers"] == (-1 if layers is None else layers)
+    assert found.config["one_sequence"] == (backend == "llama_cpp")
+    usual = min(4096, plain.config["max_position_embeddings"])
+    tokens = options.get("context_length") or usual
+    assert found.config["context_at_load"] == loaded["n_ctx"] == tokens
+    assert loaded["embedding"] == (kind == "embedding" or options.get("embedding", False))
+    sizes = [options.get(name) for name in ("n_batch", "n_ubatch")]
+    if loaded["embedding"]:  # a text is computed in one batch
+        most = max(filter(None, sizes), default=tokens)
+        assert (loaded["n_batch"], loaded["n_ubatch"]) == (most, most)
+    else:
+        most = min(512 if size is None else size for size in sizes)
+    assert found.config["batch_tokens"] == most
+    quantised = options.get("cache_dtype") == "Q8_0"
+    assert loaded["flash_attn"] == options.get("flash_attn", quantised)
+    assert found.config["written_scores"] == (not loaded["flash_attn"])
+
+
+def test_of_a_file_that_is_elsewhere_the_layers_on_the_card_are_known(tmp_path):
+    pointer = tmp_path / "far.gguf"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4000\n")
+    for layers, weights, on_card in ((0, 0, 0), (7, None, 7), (-1, None, None)):
+        one = replace(spec(gpu_layers=layers), source=str(pointer))
+        found = gguf_evidence(one)
+        assert (found.weight_bytes, found.config.get("layers_on_card")) == (weights, on_card)
+
+
 def test_an_unknown_dtype_of_the_cache_is_one_clear_error():
     with pytest.raises(BadSetting, match="cache_dtype"):
         check(spec(cache_dtype="q9"))
@@ -163,7 +219,7 @@ def test_on_real_cards_its_bytes_are_the_reported_buffers():
 
 def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
     """Weights to the byte, cache and work space as reported, in proportion to shares and layers; results in RAM."""
-    buffers = {"model": 1048, "KV": 200, "compute": 300, "output": 50}
+    buffers = {"model": 1048, "KV": 150, "RS": 50, "compute": 300, "output": 50}
     facts = {"weight_bytes": 1000, "buffers": {"CPU": buffers}}
     assert taken(facts, (Share("sim:0", 9),), 1.0, {}) == (Share("sim:0", 1500),)
     assert taken(facts, (Share("sim:0", 9),), 0.5, {}) == (Share("sim:0", 900),)
@@ -194,6 +250,7 @@ def test_a_worker_sees_only_its_own_cards_by_uuid():
     assert seen("sim:0") == seen() == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.processes
 def test_the_threads_of_a_worker_sleep_soon_after_their_work(tiny_gguf, monkeypatch):
     """By default they look for work for 6 ms after each batch, and the server and its clients wait for
     that core.

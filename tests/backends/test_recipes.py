@@ -272,7 +272,8 @@ def test_without_llama_server_llama_cpp_python_serves_what_it_can(nothing_instal
         llama_server(chat_template="{{ messages }}")
     with pytest.raises(LoadFailed, match="the file names no pooling type"):
         llama_server(config=NO_POOLING, model_type="embedding")
-    llama_server(config=CLS_POOLING, model_type="embedding")
+    words = llama_server(config=CLS_POOLING, model_type="embedding")
+    assert words[words.index("--embedding") + 1] == "true"
 
 
 @pytest.mark.processes
@@ -302,8 +303,10 @@ NO_POOLING, CLS_POOLING = {"num_hidden_layers": 2}, {"num_hidden_layers": 2, "po
 
 def test_a_text_has_one_vector_also_if_the_file_names_no_pooling_type(installed):
     """llama-server refuses embeddings by such a file, and a file's own type is kept."""
-    words = llama_server(config=NO_POOLING, model_type="embedding")
-    assert words[words.index("--pooling") + 1] == "mean"
+    for embeds in ({"model_type": "embedding"}, {"embedding": True}):
+        words = llama_server(config=NO_POOLING, **embeds)
+        assert words[words.index("--pooling") + 1] == "mean" and "--embedding" in words
+    assert not {"--pooling", "--embedding"} & {*llama_server(config=NO_POOLING)}
     assert "--pooling" not in llama_server(config=CLS_POOLING, model_type="embedding")
     own = ["--pooling", "last"]
     words = llama_server(config=NO_POOLING, model_type="embedding", runtime_args=own)
