@@ -66,6 +66,20 @@ def parts(found: Footprint) -> list[tuple[str, int, str]]:
     return [(part.name, part.bytes, part.source) for part in found.parts]
 
 
+@given(st.integers(1, 3000), st.integers(1, 900), st.integers(1, 8), st.booleans())
+def test_the_widest_layer_counts_whether_it_is_dense_or_has_experts(inner, of_expert, used, dense):
+    """The first layers of some models with experts are dense, and may be wider."""
+
+    def peak(**fields: int) -> int | None:
+        config = {**LLAMA_3_8B, "hidden_size": 32, "intermediate_size": inner, **fields}
+        return activation_bytes(config, PlannedUse(64, 1, 16.0, 2, False))
+
+    experts = dict(moe_intermediate_size=of_expert, num_experts_per_tok=used)
+    some_dense = max(peak(), peak(**experts))
+    expected = some_dense if dense else peak(**experts)
+    assert peak(**experts, first_k_dense_replace=int(dense)) == expected
+
+
 # -- the chain ----------------------------------------------------------------------------------------------------
 
 FILES = Evidence(file_bytes=10 * GIB, file_format="gguf")

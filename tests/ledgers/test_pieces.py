@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +27,8 @@ from gpu_runtime.facts import (
     Ticket,
 )
 from gpu_runtime.facts.book import _claims_after
-from gpu_runtime.ledgers import pieces
+from gpu_runtime.ledgers import liveness, pieces
+from gpu_runtime.ledgers.liveness import OwnerFile, read_roster
 from gpu_runtime.ledgers.pieces import (
     SHARED,
     STATE,
@@ -211,6 +217,27 @@ def known(page: Book, pid: int, rev: int) -> dict[str, Living]:
     mine = tuple([ticket for ticket in page.tickets if ticket.owner == id])
     shared = Shared(devices=page.devices, limits=page.limits, drained=page.drained)
     return {id: Living(rev, Part(page.sections.get(id), mine), shared)}
+
+
+@given(st.lists(st.sampled_from(["whole", "torn", "refused", "too large"]), max_size=8))
+def test_after_any_failed_writes_the_last_whole_roster_is_read(tmp_path_factory, fates):
+    """Two slots are written in turn. A turn that was lost overwrote the only whole roster."""
+    file = OwnerFile(tmp_path_factory.mktemp("owners"), owner(1))
+    usual, last = os.pwrite, None
+    for number, fate in enumerate(fates):
+        payload = bytes([number]) * (OwnerFile.SLOT_BYTES if fate == "too large" else 100)
+
+        def write(fd, frame, at, fate=fate):
+            if fate == "refused":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return usual(fd, frame if fate == "whole" else frame[:90], at)
+
+        with patch.object(liveness.os, "pwrite", write), contextlib.suppress(OSError):
+            file.write_roster(payload, rev=number, schema=1)
+            last = (number, payload)
+        found = read_roster(file.path)
+        assert (found and (found.rev, found.payload)) == last
+    file.release(remove=True)
 
 
 @given(books())
