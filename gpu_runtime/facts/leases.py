@@ -38,6 +38,7 @@ class Owner(Value):
     # The namespaces in which the pid and the start time are valid; empty if unknown.
     namespaces: str = ""
     server: str = ""  # the name of JupyterHub's server; empty for the user's default server
+    version: str = ""  # of gpu-console in the process
 
     @property
     def id(self) -> str:

@@ -37,6 +37,7 @@ from ..compat import StrEnum
 from ..errors import LedgerUnavailable
 from ..facts import Owner
 from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
+from ..version import VERSION
 
 
 class Life(StrEnum):
@@ -159,6 +160,7 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         notebook=printable(notebook, LONGEST_PATH),
         namespaces=namespaces(),
         server=printable(os.environ.get("JUPYTERHUB_SERVER_NAME", ""), LONGEST_NAME),
+        version=VERSION,
     )
 
 

@@ -3,6 +3,12 @@
 A keeper publishes the pieces in shared memory, and a Redis holds them as one value. A process decodes
 only the pieces that changed since it last read the book, and encodes only its own part.
 
+Processes of several versions share a book. A fact is a map, in which a reader ignores the fields of a
+later version, and takes the defaults of the fields that an earlier version has not written. A later
+version only adds fields: it changes no meaning, adds no member to an enumeration, and its defaults mean
+what was before. Nobody but its owner writes a part. Whoever writes the facts of all owners keeps the bytes
+of each fact that is not changed, with fields of a later version.
+
 Pure.
 """
 
@@ -151,6 +157,7 @@ class Pieces:
         self.revision = 0
         self.parts: dict[str, Part] = {}
         self.shared = Shared()
+        self.facts = encode(self.shared)  # as they were read
         self.state = State({}, (), ())
         self.book = Book()
 
@@ -162,7 +169,7 @@ class Pieces:
         shared, state = self.shared, self.state
         for key, content in page.changed_since(self.revision):
             if key == SHARED:
-                shared = decode_shared(content)
+                shared, self.facts = decode_shared(content), bytes(content)
             elif key == STATE:
                 state = decode_state(content)
             else:
@@ -175,6 +182,7 @@ class Pieces:
         """A copy that can follow a page while this object stays as it is."""
         fresh = Pieces()
         fresh.put(self.revision, self.parts, self.shared, self.state, self.book)
+        fresh.facts = self.facts
         return fresh
 
     def put(
@@ -203,18 +211,45 @@ def book_of(parts: Mapping[str, Part], shared: Shared, state: State) -> Book:
 _facts_of = attrgetter(*Shared.__struct_fields__)
 
 
-def changed(old: Book, new: Book, me: str) -> dict[str, Any]:
-    """The fields of a keeper's Put for the change from `old` to `new` by the owner `me`, without its part."""
+def changed(old: Book, new: Book, me: str, before: bytes = b"") -> dict[str, Any]:
+    """The fields of a keeper's Put for the change from `old` to `new` by the owner `me`, without its part.
+
+    `before` has the facts of all owners in `old`, as they were read. Empty: they were not.
+    """
     fields: dict[str, Any] = {}
     if new.tickets is not old.tickets:
         fields["queue"] = tuple([ticket.key for ticket in new.tickets])
-    facts, before = _facts_of(new), _facts_of(old)
-    if not _same_objects(facts, before):
-        fields["shared"] = msgspec.Raw(encode(Shared(*facts)))
+    facts = _facts_of(new), _facts_of(old)
+    if not _same_objects(*facts):
+        shared = _facts_after(before, *facts) if before else encode(Shared(*facts[0]))
+        fields["shared"] = msgspec.Raw(shared)
     removed = old.owner_ids() - new.owner_ids() - {me}
     if removed:
         fields["removed"] = tuple(sorted(removed))
     return fields
+
+
+def _facts_after(before: bytes, facts: Sequence[Any], old: Sequence[Any]) -> bytes:
+    """The `facts` of all owners, encoded. What is the same object in `old` has the bytes that it has in `before`."""
+    kept = _decode_map(before)
+    for name, value, was in zip(Shared.__struct_fields__, facts, old, strict=True):
+        if value is was:
+            continue
+        known = kept.get(name)  # None: it had no member
+        if known and isinstance(value, tuple):
+            same = dict(zip(map(id, was), _decode_list(known), strict=True))
+            value = [same.get(id(one), one) for one in value]
+        elif known and isinstance(value, dict):
+            bytes_of = _decode_map(known)
+            value = {
+                key: bytes_of[key] if one is was.get(key) else one for key, one in value.items()
+            }
+        kept[name] = value
+    return encode(kept)
+
+
+_decode_map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+_decode_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
@@ -229,8 +264,10 @@ class Unwritable(Exception):
     """Raised for a write that other processes could not read. The argument is the reason."""
 
 
-def encoded_change(old: Book, new: Book, me: str, put: int = 0) -> tuple[bytes, dict[str, Any]]:
-    """The part of the owner `me` in the book `new`, and the result of `changed`.
+def encoded_change(
+    old: Book, new: Book, me: str, put: int = 0, before: bytes = b""
+) -> tuple[bytes, dict[str, Any]]:
+    """The part of the owner `me` in the book `new`, and the result of `changed`, which has `before`.
 
     `put` is the number of the write. Raises Unwritable, whose text names the field, if a value
     cannot be encoded or the part is too large.
@@ -238,7 +275,7 @@ def encoded_change(old: Book, new: Book, me: str, put: int = 0) -> tuple[bytes, 
     section = new.sections.get(me)
     tickets = tuple([ticket for ticket in new.tickets if ticket.owner == me])
     try:
-        part, fields = encode(Part(section, tickets, put)), changed(old, new, me)
+        part, fields = encode(Part(section, tickets, put)), changed(old, new, me, before)
     except _UNENCODABLE as error:
         culprit = _culprit(section, "") if section else "a request"
         raise Unwritable(f"{culprit} cannot be written ({error})") from error

@@ -369,6 +369,8 @@ def _past(snapshot: Snapshot) -> str:
         )
     if any(snapshot.totals.values()):
         parts.append(line(esc(views.counters(snapshot)), soft=True))
+    if versions := views.versions(snapshot):
+        parts.append(line(esc(versions), soft=True))
     return "".join(parts)
 
 

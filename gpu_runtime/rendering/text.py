@@ -107,6 +107,8 @@ def _past(snapshot: Snapshot) -> list[str]:
         lines.append(f"Last decision  {clock(last.wall)}  {subject} {sentence}")
     if any(snapshot.totals.values()):
         lines.append(views.counters(snapshot))
+    if versions := views.versions(snapshot):
+        lines.append(versions)
     return lines
 
 

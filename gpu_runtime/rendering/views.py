@@ -384,6 +384,7 @@ def owners(snapshot: Snapshot) -> list[Owner]:
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
 GOVERNOR_OFF = "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
 MOST_CONSIDERED = 8  # alternatives that a plan lists
+MOST_NAMED = 3  # processes of each version
 
 # -- the queue and the past ----------------------------------------------------------------------
 
@@ -508,6 +509,25 @@ def alarms(snapshot: Snapshot) -> list[str]:
         text = clean(problem)
         found.append(f"{text.rstrip('.')}.{since}" if since else text)
     return found
+
+
+def versions(snapshot: Snapshot) -> str:
+    """The versions of gpu-console in the processes of the `snapshot`, if there are several; else empty."""
+    owners = {section.owner.id: section.owner for section in snapshot.sections.values()}
+    if not snapshot.host:
+        owners[snapshot.owner.id] = snapshot.owner
+    found: dict[str, list[str]] = {}
+    for owner in filter(lambda owner: owner.version, owners.values()):
+        found.setdefault(owner.version, []).append(holder_label(owner, snapshot.owner))
+    if len(found) < 2:
+        return ""
+    parts = [f"{version} in {_first_of(sorted(found[version]))}" for version in sorted(found)]
+    return clean(f"Versions: {' · '.join(parts)}")
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "; ".join(names[:MOST_NAMED]) + more
 
 
 def events_to_show(events: Sequence[Event]) -> list[Event]:

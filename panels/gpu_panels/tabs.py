@@ -19,7 +19,7 @@ from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import HOST, IMPORTANCE, Event, History, ModelSpec, PlanLevel, Snapshot, Step
 from gpu_runtime.files import newest_log, part_of
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters
+from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters, versions
 from gpu_runtime.units import parse_room
 
 from .actions import Actions
@@ -149,7 +149,9 @@ def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
 
 
 def notices_html(snapshot: Snapshot) -> str:
-    """HTML with a note if the governor is off in `snapshot`, and hints if there is no GPU or no lease."""
+    """HTML with a note if the governor is off in `snapshot`, and hints if there is no GPU or no lease,
+    or if its processes run several versions.
+    """
     parts = [] if snapshot.governed else [f'<div class="alarm">{esc(GOVERNOR_OFF)}</div>']
     has_card = any(not view.device.is_host for view in snapshot.devices)
     if not has_card:
@@ -163,6 +165,8 @@ def notices_html(snapshot: Snapshot) -> str:
             '<div class="hint">Nothing holds memory yet. In a notebook, type <code>%load_ext gpu</code> and run torch '
             "code, or load a model: <code>%gpu load NAME PATH</code></div>"
         )
+    if differ := versions(snapshot):
+        parts.append(f'<div class="hint">{esc(differ)}</div>')
     return "".join(parts)
 
 

@@ -232,6 +232,10 @@ def test_a_machine_without_leases_or_governor_shows_what_to_do():
     assert notices_html(samples.busy) == ""
     text = notices_html(replace(samples.busy, governed=False))
     assert "The governor is off" in text
+    me = replace(samples.ME, version="0.3.0")
+    others = {samples.BOB.id: Section(replace(samples.BOB, version="0.4.0"))}
+    text = notices_html(replace(samples.busy, owner=me, sections=others))
+    assert "Versions: 0.3.0 in this process · 0.4.0 in analysis.ipynb (pid 4121), bob" in text
 
 
 def test_the_tab_shows_devices_history_and_queue():

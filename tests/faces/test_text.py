@@ -19,6 +19,7 @@ from gpu_runtime.facts import (
     Move,
     Outcome,
     Phase,
+    Section,
     Share,
     Wait,
     parse_importance,
@@ -148,6 +149,22 @@ Needs 40.0 GiB (declared)"""
     bobs = Move(f"{samples.BOB.id}/reranker", (Share("sim:0", GIB),), (Share(HOST, GIB),))
     step = views.step_sentence(samples.busy, bobs)
     assert step.startswith("move reranker (1.0 GiB) of analysis.ipynb (pid 4121), bob from sim:0")
+
+
+def test_the_versions_of_the_processes_are_shown_if_they_differ():
+    me, bob = (replace(owner, version="0.3.0") for owner in (samples.ME, samples.BOB))
+
+    def seen(*owners):
+        sections = {one.id: Section(one) for one in owners}
+        return replace(samples.busy, owner=me, sections=sections)
+
+    assert views.versions(seen(me, bob)) == ""
+    assert views.versions(seen(me, replace(bob, version=""))) == "", "that version does not say it"
+    newer = [replace(bob, pid=pid, version="0.4.0\x1b") for pid in range(1, 6)]
+    names = "; ".join(f"analysis.ipynb (pid {pid}), bob" for pid in (1, 2, 3))
+    expected = f"Versions: 0.3.0 in this process · 0.4.0\ufffd in {names} and 2 more"
+    assert views.versions(seen(me, *newer)) == expected
+    assert expected in text.status(seen(me, *newer)) and expected in html.status(seen(me, *newer))
 
 
 def test_a_decision_is_shown_with_its_process_if_there_are_several():

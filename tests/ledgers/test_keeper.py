@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Device, Lease, Owner, Section, Share, Ticket
+from gpu_runtime.facts import Device, Lease, Owner, Phase, Section, Share, Ticket
 from gpu_runtime.ledgers import pieces
 from gpu_runtime.ledgers.keeper import core, server, shared_book, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
+from gpu_runtime.version import VERSION
 from tests import clock
 from tests.clock import until
 
@@ -587,6 +588,44 @@ HEARD_1 = [
     (core.Content(6, {"7.9.1": b"\x80"}), b"\x93\xa7Content\x06\x81\xa57.9.1\xc4\x01\x80"),
     (core.Rung(0), b"\x92\xa4Rung\x00"),
 ]
+
+
+PART_1 = (
+    b"\x93\x84\xa5owner"
+    + OWNER_1
+    + b"\xa6leases\x91\xde\x00\x08\xa5owner\xa57.9.1\xa4name\xa1m\xa3key\xa1k\xa6shares"
+    b"\x91\x82\xa6device\xa5sim:0\xa5bytes\x05\xa5phase\xa7leaving\xa9last_used\xcb@\x04\x00\x00\x00\x00\x00\x00\xa7movable"
+    b"\xc2\xa7backend\xa5torch\xa7residue\x81\xa5sim:0\x02\xa6counts\x81\xa6loaded\x01\x91\xde\x00\x06\xa3key\xa1q\xa5owner"
+    b"\xa57.9.1\xa4verb\xa3use\xa4name\xa1m\xa7arrived\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa9refreshed\xcb?\xf0\x00\x00\x00\x00"
+    b"\x00\x00\x03"
+)
+
+
+def test_the_recorded_part_of_version_1_is_understood():
+    """A kernel that runs for weeks writes these bytes. A later version reads them, whatever fields it has added."""
+    lease = Lease(
+        ANN.id, "m", "k", (Share("sim:0", 5),), phase=Phase.LEAVING, last_used=2.5, movable=False,
+        backend="torch",
+    )  # fmt: skip
+    ticket = Ticket("q", ANN.id, "use", "m", 1.0, 1.0)
+    part = Part(Section(ANN, (lease,), {"sim:0": 2}, counts={"loaded": 1}), (ticket,), 3)
+    assert pieces.decode_part(PART_1) == part
+    assert set(Phase) == {"arriving", "settled", "leaving"}, (
+        "0.3 could read no page with another one"
+    )
+
+
+def test_a_request_of_a_later_version_is_refused_with_the_version():
+    later = core.of_later_version(core.encode(["Nap", 5, {"seconds": 3}]))
+    assert later == core.Refused(5, f"the keeper has version {VERSION}, which knows no Nap")
+    for garbage in (
+        b"",
+        b"\xc1",
+        core.encode(["Put", 5]),
+        core.encode({"Nap": 5}),
+        core.encode([]),
+    ):
+        assert core.of_later_version(garbage) is None
 
 
 def test_the_recorded_conversation_of_version_1_is_understood():

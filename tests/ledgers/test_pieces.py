@@ -211,6 +211,38 @@ def test_an_event_that_others_could_not_read_is_not_written():
             require_readable(*encoded_change(before, page, owner(1).id))
 
 
+def test_facts_that_do_not_change_keep_the_fields_of_a_later_version():
+    """Else an older process would erase them, and a newer keeper would refuse its writes."""
+    one, two = ({"device": id, "taken_at": 1.0, "free_bytes": 5, "later": id} for id in ("a", "b"))
+    events = [{"seq": n, "wall": 0.0, "model": "m", "action": "x", "reason": "y", "because": "z",
+               "later": n} for n in (1, 2)]  # fmt: skip
+    written = {"events": events, "samples": {"a": one, "b": two}, "seq": 2, "later": [{"x": 1}]}
+    before = pieces.encode(written)
+    facts = pieces.decode_shared(before)
+    old = Book(**{name: getattr(facts, name) for name in Shared.__struct_fields__})
+    sample, event = Sample("b", 2.0, 4), replace(old.events[1], seq=3)
+    new = replace(
+        old,
+        events=(old.events[1], event),
+        samples=old.samples | {"b": sample},
+        seq=3,
+        drained={"c": Drain("ann", 1.0)},
+    )
+    put = pieces.changed(old, new, "1.1.1", before)["shared"]
+    assert pieces.decode_shared(put) == Shared(
+        events=new.events, samples=new.samples, seq=3, drained=new.drained
+    )
+    assert pieces.encode(
+        {
+            "events": [events[1], event],
+            "samples": {"a": one, "b": sample},
+            "seq": 3,
+            "later": [{"x": 1}],
+            "drained": new.drained,
+        }
+    ) == bytes(put)
+
+
 def known(page: Book, pid: int, rev: int) -> dict[str, Living]:
     """The roster of the owner `pid` of `page`, as a living owner has it."""
     id = owner(pid).id

@@ -7,7 +7,7 @@ messages to connections. The laws of a write are in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ...compat import dataclass_transform
 from ...errors import LedgerRefused
 from ...facts import Book, Owner
+from ...version import VERSION
 from ..invariants import refuse_unlawful
 from ..pieces import (
     MOST_PART_BYTES,
@@ -41,8 +42,15 @@ ALONE_SECONDS = 0.2  # nobody writes before a connection that has waited for so 
 MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
 MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
 NOTHING = msgspec.Raw(b"\xc0")
+# What a keeper finds out about an owner, whatever the owner says.
+PROVEN = ("boot", "pid", "started", "serial", "user", "inode", "namespaces")
 
 # -- messages --------------------------------------------------------------------------------------
+
+
+# The kinds and fields of messages are those of version 0.3. A later version may add a field with a default
+# at the end of a message, and a kind of request, which an earlier keeper refuses. A keeper sends nothing
+# that the version of its client does not know.
 
 
 @dataclass_transform(frozen_default=True)
@@ -158,6 +166,27 @@ class Leave(Message):
 Request = Hello | Put | Pass | Keep | Fetch | Ring | Sign | Leave
 Reply = Welcome | Written | Turn | Soon | Refused | Content | Rung
 
+
+class _Head(msgspec.Struct, array_like=True, frozen=True):
+    kind: str
+    number: int
+
+
+def of_later_version(content: bytes) -> Refused | None:
+    """The reply to a request of a kind that this version does not know; None if it is no such request."""
+    try:
+        head = _decode_head(content)
+    except msgspec.MsgspecError:
+        return None
+    if head.kind in _KINDS:
+        return None
+    return Refused(
+        head.number, f"the keeper has version {VERSION}, which knows no {head.kind[:40]}"
+    )
+
+
+_decode_head = msgspec.msgpack.Decoder(_Head).decode
+_KINDS = {kind.__name__ for kind in get_args(Request)}
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
@@ -260,7 +289,7 @@ class Keeper:
                 self._set_state(replace(state, living=living, dead=dead))
                 self._holds_since = self.known.revision  # somebody may just count it as dead
         part = self.known.parts.get(owner.id)
-        return Welcome(hello.number, PROTOCOL, "", owner, part.put if part else 0)
+        return Welcome(hello.number, PROTOCOL, VERSION, owner, part.put if part else 0)
 
     def gone(self, connection: int, now: float) -> Answers:
         """A connection was closed. The owner's bytes stay claimed: a closed connection proves no death."""
@@ -344,6 +373,8 @@ class Keeper:
         try:
             if len(put.part) > MOST_PART_BYTES:
                 raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
+            if len(put.shared) > MOST_PART_BYTES:
+                raise ValueError(f"the facts of all owners take {len(bytes(put.shared))} bytes")
             mine = decode_part(put.part)
             releases = self._only_releases(me, mine, put)
             is_current = self._oldest_page(me, releases) <= put.revision <= self.known.revision

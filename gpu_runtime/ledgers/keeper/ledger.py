@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from ... import threads
 from ...errors import LedgerUnavailable
 from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
+from ...version import VERSION
 from .. import access
 from ..access import group_name, outsider, shared_root
 from ..base import NamesTeller, require_usable
@@ -292,7 +293,9 @@ class KeeperLedger(NamesTeller):
             wire.close_descriptors()
             pieces = Pieces()
             pieces.follow(reader.page())
-            self.owner, self._registered = welcome.owner, True
+            # All else is as this version says it: an earlier keeper does not return later fields.
+            proven = {name: getattr(welcome.owner, name) for name in core.PROVEN}
+            self.owner, self._registered = replace(self.owner, **proven), True
             # A new keeper does not have them. Another thread may add one meanwhile, and then sends it.
             for keep in list(self._kept.values()):
                 self._exchange(wire, keep)
@@ -307,7 +310,7 @@ class KeeperLedger(NamesTeller):
         return wire
 
     def _hello(self) -> core.Hello:
-        return core.Hello(0, core.PROTOCOL, "", self.owner, self._secret, self._registered)
+        return core.Hello(0, core.PROTOCOL, VERSION, self.owner, self._secret, self._registered)
 
     def _bell_wire(self) -> _Wire:
         """A second connection, on which the keeper rings."""
@@ -468,7 +471,7 @@ class KeeperLedger(NamesTeller):
                     return answer
                 write = (pieces.book, new, self.owner.id, self.dead, self.url)
                 refuse_unlawful(*write, unsent=True)
-                put = self._put(pieces.revision, pieces.book, new)
+                put = self._put(pieces, new)
                 try:
                     reply, turn = self._ask(put), None
                 except _Lost as error:
@@ -498,15 +501,16 @@ class KeeperLedger(NamesTeller):
 
     _sent_put = _last_put = 0
 
-    def _put(self, revision: int, old: Book, new: Book) -> core.Put:
-        """The message for the change from `old` to `new`. Raises LedgerRefused."""
+    def _put(self, old: Pieces, new: Book) -> core.Put:
+        """The message for the change from the book `old` to `new`. Raises LedgerRefused."""
         self._sent_put += 1
+        change = old.book, new, self.owner.id, self._sent_put, old.facts
         try:
-            part, fields = encoded_change(old, new, self.owner.id, self._sent_put)
+            part, fields = encoded_change(*change)
         except Unwritable as error:
             raise refused(self.url, self.owner.id, str(error)) from error
         declared = tuple(sorted(self._declared))
-        return core.Put(0, revision, msgspec.Raw(part), declared=declared, **fields)
+        return core.Put(0, old.revision, msgspec.Raw(part), declared=declared, **fields)
 
     # Other owners
 
@@ -678,7 +682,7 @@ class KeeperPeek:
         if self._wire is not None:
             self._wire.close()
         self._wire = wire = _Wire(self._directory)
-        wire.send(core.Hello(1, core.PROTOCOL, "", describe_self(), watch=True))
+        wire.send(core.Hello(1, core.PROTOCOL, VERSION, describe_self(), watch=True))
         wire.receive(1, HANGING_SECONDS)
         [descriptor] = wire.descriptors
         self._reader, self._pieces = Reader(descriptor), Pieces()

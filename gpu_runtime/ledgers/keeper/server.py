@@ -30,11 +30,22 @@ import msgspec
 from msgspec.structs import replace
 
 from ...facts import SCHEMA, Owner
+from ...version import VERSION
 from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
 from ..liveness import Life, boot_id, life_of_process, name_of, namespaces, start_ticks
 from ..pieces import Page, encode
 from . import shared_book
-from .core import PROTOCOL, Answers, Hello, Keeper, Leave, Refused, Welcome, decode_request
+from .core import (
+    PROTOCOL,
+    Answers,
+    Hello,
+    Keeper,
+    Leave,
+    Refused,
+    Welcome,
+    decode_request,
+    of_later_version,
+)
 from .wire import SOCKET, WANTED, frame, frames_in, socket_path, spawn
 
 LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
@@ -229,7 +240,14 @@ class Server:
             self._close(connection)
 
     def _receive(self, connection: _Connection, content: bytes) -> None:
-        message = decode_request(content)
+        try:
+            message = decode_request(content)
+        except msgspec.ValidationError:
+            refused = of_later_version(content)
+            if refused is None:
+                raise
+            self._send([(connection.number, refused)])
+            return
         if not isinstance(message, Hello):
             self._send(self._keeper.receive(connection.number, message, time.monotonic()))
             if isinstance(message, Leave):
@@ -241,7 +259,7 @@ class Server:
             return
         if message.watch:
             self._publish()
-            self._welcome(connection, Welcome(message.number, PROTOCOL, "", message.owner, 0))
+            self._welcome(connection, Welcome(message.number, PROTOCOL, VERSION, message.owner, 0))
             return
         owner = self._keeper.identity(message, self._seen(connection, message.owner))
         connection.owner, connection.greeted = owner.id, True

@@ -364,7 +364,7 @@ class RedisBook:
         raw |= {key: piece for key, piece in page.raw.items() if key in kept}
         shared, state = known.shared, known.state
         try:
-            part, fields = encoded_change(page.book, new, me)
+            part, fields = encoded_change(page.book, new, me, before=raw[SHARED].content)
             same = me in raw and raw[me].content == part
             if not same or "shared" in fields:
                 require_readable(part, fields)
