@@ -26,7 +26,15 @@ from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
 from ..files import make_directory, replace_file
 from . import host_config
-from .access import MARK, Access, cannot_write, file_system_of, is_network, owners_in
+from .access import (
+    MARK,
+    Access,
+    cannot_write,
+    file_system_of,
+    is_network,
+    owners_in,
+    owners_of_version_0_2,
+)
 from .keeper.ledger import PATIENCE_SECONDS, answers
 from .keeper.wire import open_log, spawn
 from .liveness import boot_id
@@ -121,6 +129,11 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
 
 def require_suitable(place: Path, group: str, config_file: str) -> None:
     """Raises BadSetting or GpuError if `place` cannot be the ledger of the `group`. Makes nothing."""
+    if older := owners_of_version_0_2(place / boot_id()):
+        raise GpuError(
+            f"gpu-console 0.2 keeps a book in {place}, for pid {', '.join(older)}.\n"
+            f"  Restart these notebooks with this version, or end them, and type the command again"
+        )
     _require_suitable(place, group_id(group), group)
     known = host_config.read(config_file)
     # the last is the name in version 0.2

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime.errors import BadSetting, LedgerUnavailable
+from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA
-from gpu_runtime.ledgers import access, open_ledger
+from gpu_runtime.ledgers import access, open_ledger, setup
 from gpu_runtime.ledgers.access import default_url
 from gpu_runtime.ledgers.keeper.ledger import KeeperLedger
 from gpu_runtime.ledgers.liveness import OwnerFile, boot_id, describe_self
@@ -126,6 +126,8 @@ def test_beside_a_notebook_of_version_0_2_no_second_book_is_begun(tmp_path):
     older = OwnerFile(place / "owners", describe_self())
     with pytest.raises(LedgerUnavailable, match=f"0.2 keeps a book .* pid {os.getpid()}"):
         KeeperLedger(tmp_path, patience_seconds=0.1)
+    with pytest.raises(GpuError, match=f"0.2 keeps a book .* pid {os.getpid()}"):
+        setup.require_suitable(tmp_path, "root", "/no/file")
     older.release(remove=True)
     open_ledger(f"sqlite://{tmp_path}").close()
     with sqlite3.connect(f"file:{place}/CURRENT?mode=ro", uri=True) as db:
