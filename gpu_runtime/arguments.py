@@ -7,7 +7,7 @@ here checks whether a name or a device exists.
 The table of a model's fields (GROUPS) says what may be set in Python, in a file or in a command. From
 it come the keywords of `register` and their errors, the check of the catalogue's files, the options of
 `%gpu load` and `gpu plan`, and the catalogue's page in the docs. To add a field, add a row, and read
-its value in the backend. HTTP sets no field of a model; the fields of a call are in `serving/fields.py`.
+its value in the backend. HTTP sets no field of a model; the fields of a call are in `serving/requests.py`.
 
 The table of arguments (RULES) says what the public methods accept; `checked` applies it before a
 method runs.

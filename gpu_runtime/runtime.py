@@ -41,10 +41,7 @@ from .notebook import notebook_path
 from .owner import (
     acquire,
     arrivals,
-    blocks,
-    cards,
     checkpoints,
-    dataframes,
     doctor,
     history,
     holdings,
@@ -315,7 +312,7 @@ class Runtime:
 
         Raises BadSize, DoesNotFit, Busy.
         """
-        return blocks.lease_memory(self._session, size, purpose, importance, timeout)
+        return acquire.lease_memory(self._session, size, purpose, importance, timeout)
 
     # -- acting
 
@@ -463,7 +460,7 @@ class Runtime:
         `process` selects one process by its pid, its owner id, or its model (`qwen@4121`). The
         `timeout` is for all processes together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
         """
-        return cards.defrag(self._session, process, timeout)
+        return operations.defrag(self._session, process, timeout)
 
     @checked
     def free(self, name: str | None = None) -> Outcome:
@@ -482,7 +479,7 @@ class Runtime:
         A drain applies to all processes of the ledger until it is undone or the machine restarts.
         Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
         """
-        return cards.drain(self._session, device, undo=undo, timeout=timeout)
+        return operations.drain(self._session, device, undo=undo, timeout=timeout)
 
     @checked
     def tell_waits(
@@ -542,22 +539,22 @@ class Runtime:
     @checked
     def models(self) -> DataFrame:
         """A table of every model that is registered here, held anywhere, or in the catalogue."""
-        return dataframes.models(self._session)
+        return status.models(self._session)
 
     @checked
     def leases(self) -> DataFrame:
         """A table of leases: owner, model, device and bytes, with one row for each share."""
-        return dataframes.leases(self._session)
+        return status.leases(self._session)
 
     @checked
     def events(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events with their reasons. The newest event is last."""
-        return dataframes.events(recorded_events(self._session, limit))
+        return status.events(recorded_events(self._session, limit))
 
     @checked
     def evictions(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events in which a model left its device or host memory."""
-        return dataframes.events(recorded_events(self._session, limit, actions=books.LEFT))
+        return status.events(recorded_events(self._session, limit, actions=books.LEFT))
 
     @checked
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
@@ -597,7 +594,7 @@ class Runtime:
     @checked
     def fragmentation(self) -> DataFrame:
         """A table of each process's allocator on each card. Missing figures are empty."""
-        return dataframes.fragmentation(self._session)
+        return status.fragmentation(self._session)
 
     @checked
     def who(self, who: str = "") -> DataFrame:
@@ -606,7 +603,7 @@ class Runtime:
         If `who` is another notebook's file name or process id, the table is of the other process. A
         search takes about 3 s at most. Raises GpuError, NotAllowed, Busy.
         """
-        return dataframes.holders(holdings.who(self._session, who))
+        return status.holders(holdings.who(self._session, who))
 
     @checked
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
@@ -712,7 +709,7 @@ class Runtime:
     @checked
     def catalog(self) -> DataFrame:
         """A table of the catalogue's models. Raises CatalogUnavailable, BadDocument."""
-        return dataframes.catalog(self._catalogue.catalog.specs())
+        return status.catalog(self._catalogue.catalog.specs())
 
     @checked
     def catalog_names(self) -> tuple[str, ...]:

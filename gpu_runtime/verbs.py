@@ -533,9 +533,9 @@ def catalogue(rt: Any) -> Any:
 
 def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
     """The catalogue's models as a DataFrame. `args` has no options, and `rt` may be None."""
-    from .owner import dataframes
+    from .owner import status
 
-    return rt.catalog() if rt is not None else dataframes.catalog(catalogue(None).specs())
+    return rt.catalog() if rt is not None else status.catalog(catalogue(None).specs())
 
 
 def inspect(rt: Any, args: argparse.Namespace) -> Any:
@@ -624,13 +624,13 @@ def fleet(rt: Any, args: argparse.Namespace) -> Any:
     """The hosts of the fleet, or the outcome of the action in `args`. `rt` is not used."""
     import gpu_runtime
 
-    from .fleet import joining
+    from .fleet import client
 
     if args.action == "join":
         options = given(args, "name", "devices", "ledger")
-        return joining.join(address=args.address, **options)
+        return client.join(address=args.address, **options)
     if args.action == "leave":
-        return joining.leave(address=args.address)
+        return client.leave(address=args.address)
     hosts = gpu_runtime.fleet(args.address)
     if args.action == "slots":
         return _slots(hosts, args)

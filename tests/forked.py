@@ -150,7 +150,7 @@ KEEPERS = Nursery("import gpu_runtime.ledgers.keeper.server")
 RUNTIME = Nursery(
     """
 import pandas
-import gpu_runtime.runtime, gpu_runtime.owner.dataframes, gpu_runtime.ledgers.keeper.ledger, gpu_runtime.backends.fake
+import gpu_runtime.runtime, gpu_runtime.owner.status, gpu_runtime.ledgers.keeper.ledger, gpu_runtime.backends.fake
 import tests.ledgers.conftest
 """
 )

@@ -226,7 +226,7 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 # -- maps of allocators: the segments and blocks into which torch divides the memory of a device
 #
-# Pure. An allocator's own figures go in, and an AllocatorMap comes out. `owner/measuring.py`
+# Pure. An allocator's own figures go in, and an AllocatorMap comes out. `owner/session.py`
 # adds the owner and the time to a map; `ledgers/allocator_files.py` stores maps.
 
 MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON

@@ -1,7 +1,7 @@
 """Owners, leases, tickets, and the section of the book that each owner writes.
 
 The book is all leases and tickets of a host. An owner is a process that may hold leases. The table
-`rt.leases()` is built in `gpu_runtime/owner/dataframes.py`.
+`rt.leases()` is built in `gpu_runtime/owner/status.py`.
 
 A lease has the times of its last uses, as short text. Each time is a whole epoch second, which has
 the same meaning after a restart. Several uses in one second count once. So two lists can be merged

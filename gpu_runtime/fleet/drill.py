@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..threads import import_whole
-from . import cluster, joining
+from . import client, cluster
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -85,7 +85,7 @@ class Drill:
 
     def join(self, name: str) -> None:
         """Lets the host join the fleet."""
-        joining.join(
+        client.join(
             name=name,
             devices=self.devices[name],
             ledger=self.ledger(name),

@@ -21,7 +21,7 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import cards, holdings, kernel, operations, release, requests
+from . import holdings, kernel, operations, release, requests
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Session
@@ -53,7 +53,7 @@ def tick(session: Session, notebook: str = "") -> float:
     log_overstays(session)
     requests.follow_up(session)
     session.journal.flush()
-    cards.vacate(session)
+    operations.vacate(session)
     kernel.look_after(session)
     give_back(session)
     if session.activity.running:
@@ -335,7 +335,7 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.verb == "who":
         return holdings.answer(session, order)
     if order.verb == "defrag":
-        freed = cards.empty_cache(session)
+        freed = operations.empty_cache(session)
         return Outcome(
             verb="defrag",
             name="",

@@ -56,11 +56,9 @@ from .engines.chat_template import wants_thinking
 from .engines.openai_format import asks_usage
 from .engines.openai_http import HttpAdapter, HttpClient
 from .engines.registry import adapter_for
-from .fields import require_fields
-from .holds import Holds, KeepWarm, stay_warm_seconds
-from .queue import Queue, Turn, calls_at_once
+from .queue import Holds, KeepWarm, Queue, Turn, calls_at_once, stay_warm_seconds
 from .records import CallFigures, CallRecord, Clients, Costs, GatewayState, Timing, Usage, current
-from .requests import LOAD, Call, Json, Refused, Reply, read_call
+from .requests import LOAD, Call, Json, Refused, Reply, read_call, require_fields
 from .store import Store
 from .tasks import ServingConfig, TasksFile, apply_profile, default_file, with_alias
 from .thread_stream import in_thread

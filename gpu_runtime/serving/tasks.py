@@ -37,8 +37,7 @@ from ..catalog import documents
 from ..errors import BadDocument
 from ..facts import IMPORTANCE, Value, parse_importance
 from ..files import config_home
-from .fields import OTHER_NAMES
-from .requests import Call, Json, Refused, bad, check_numbers, prompts_of
+from .requests import OTHER_NAMES, Call, Json, Refused, bad, check_numbers, prompts_of
 
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 

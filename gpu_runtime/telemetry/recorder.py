@@ -29,8 +29,7 @@ from ..facts import Book, DeviceView, Moment, Sample, Section, World
 from ..ledgers.access import state_in
 from ..ledgers.reader import Peek, peek
 from ..scheduler.capacity import views
-from .hours import Account, held_now, hours_in
-from .state_file import StateFile
+from .hours import Account, StateFile, held_now, hours_in
 
 # -- moments ---------------------------------------------------------------------------------------
 

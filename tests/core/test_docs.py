@@ -21,7 +21,7 @@ from gpu_runtime.arguments import FIELDS, GROUPS
 from gpu_runtime.backtest import BacktestRow
 from gpu_runtime.catalog.fields import KNOWN
 from gpu_runtime.error_pages import WHAT_TO_DO
-from gpu_runtime.owner import dataframes
+from gpu_runtime.owner import status
 from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
@@ -174,9 +174,9 @@ def test_the_columns_of_frames_are_documented():
     """The page lists the columns in the order of the code."""
     rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
     assert {name: columns.split(", ") for name, columns in rows} == {
-        "models": dataframes.MODELS, "leases": dataframes.LEASES, "events": dataframes.EVENTS,
-        "catalog": dataframes.CATALOG, "who": dataframes.HOLDERS,
-        "backtest": list(BacktestRow._fields), "fragmentation": dataframes.FRAGMENTATION,
+        "models": status.MODELS, "leases": status.LEASES, "events": status.EVENTS,
+        "catalog": status.CATALOG, "who": status.HOLDERS,
+        "backtest": list(BacktestRow._fields), "fragmentation": status.FRAGMENTATION,
         "report": hours.columns("user"),
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from gpu_runtime.devices import nvml
 from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.devices.probe import Probe
 from gpu_runtime.facts import Device, Lease, Share
-from gpu_runtime.owner.blocks import LeasedBlock
+from gpu_runtime.owner.acquire import LeasedBlock
 from gpu_runtime.units import GIB
 
 CARD = Device("cuda:0", 80 * GIB, "H200", "GPU-aaaa", 0)

@@ -7,7 +7,7 @@ from gpu_panels.poller import Poller
 from msgspec.structs import replace
 
 from gpu_runtime.facts import History
-from gpu_runtime.owner import dataframes
+from gpu_runtime.owner import status
 
 
 class FixedRuntime:
@@ -18,7 +18,7 @@ class FixedRuntime:
         self.history = lambda seconds=900, points=600: History((), (), seconds)
         self.decisions = lambda limit=100: ()
         self.allocator_maps = lambda: ()
-        self.catalog = lambda: dataframes.catalog(())
+        self.catalog = lambda: status.catalog(())
         self.__dict__.update(answers)
 
     def status(self) -> Any:

@@ -11,7 +11,7 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application
 
-from gpu_runtime.web.asgi import Asgi
+from gpu_runtime.serving.server import Asgi
 from gpu_runtime.web.gate import COOKIE
 from tests.clock import PATIENCE
 

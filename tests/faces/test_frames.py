@@ -8,7 +8,7 @@ import pandas
 import pytest
 
 from gpu_runtime.facts import Event, Lease
-from gpu_runtime.owner import dataframes
+from gpu_runtime.owner import status
 from gpu_runtime.rendering import html, render
 from gpu_runtime.tables import Table, table
 from gpu_runtime.units import GIB
@@ -51,7 +51,7 @@ def test_times_are_local_to_the_second_and_owners_are_short(models, monkeypatch)
 def test_a_terminal_names_the_owners_that_a_notebook_names(models):
     """The column OWNER of `gpu evictions` had pids only. An ended notebook is named by its events."""
     event = Event(1, 0.0, "kernel", "offloaded", "x", "y", owner="77.1.0", notebook="/w/old.ipynb")
-    frame = html.for_people(dataframes.events([event]))
+    frame = html.for_people(status.events([event]))
     for shown in (repr(frame), render.frame_text(frame)):
         assert "old.ipynb (pid 77), ended" in shown and "kernel" not in shown
 

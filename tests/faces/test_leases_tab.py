@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import HOST, Holder, Holdings, LeaseId, Outcome, Ticket
-from gpu_runtime.owner import dataframes
+from gpu_runtime.owner import status
 from gpu_runtime.rendering.views import clock
 
 from .polling import FixedRuntime, Poller
@@ -28,7 +28,7 @@ ROWS = (
     Holder("<b>", "output", "sim:0", GIB, GIB, "In [7]", "Tensor"),
 )
 OF_BOB = {"unknown_bytes": GIB, "process": "analysis.ipynb (pid 4121)"}
-TABLE = dataframes.holders(Holdings(ROWS, 6 * GIB, 5 * GIB, **OF_BOB))
+TABLE = status.holders(Holdings(ROWS, 6 * GIB, 5 * GIB, **OF_BOB))
 
 
 def kernel(gib=4, device="sim:0", owner=BOB, **more):

@@ -28,7 +28,7 @@ from gpu_runtime import (
 from gpu_runtime.backends.processes.engine import MOST_RESTARTS
 from gpu_runtime.backends.processes.orphan_guard import descendants
 from gpu_runtime.facts import PlanLevel
-from gpu_runtime.fleet import cluster, joining
+from gpu_runtime.fleet import client, cluster
 from gpu_runtime.scheduler.offers import shortlist
 from tests.browser.chromium import CHROMIUM, BrowserPage, running
 from tests.clock import PATIENCE, until
@@ -289,7 +289,7 @@ def test_no_agent_joins_a_cluster_without_a_token(hosts, monkeypatch):
     """Everybody who reaches such a cluster could run code on every host."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(FleetUnavailable, match="RAY_AUTH_MODE"):
-        joining.join(name="box4", devices="sim:24GiB")
+        client.join(name="box4", devices="sim:24GiB")
 
 
 def test_other_versions_are_refused_by_name():

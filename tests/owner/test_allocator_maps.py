@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime import GpuError
 from gpu_runtime.facts import Outcome
-from gpu_runtime.owner import measuring, operations
+from gpu_runtime.owner import operations, session
 from gpu_runtime.units import GIB, MIB
 from tests.clock import PATIENCE
 
@@ -77,7 +77,7 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
     assert rt._session.maps.publish()
     rt.preload("b")
     assert not rt._session.maps.publish()
-    clock.advance(measuring.PACE_SECONDS)
+    clock.advance(session.PACE_SECONDS)
     assert rt._session.maps.publish()
     clock.advance(1000)
     assert not rt._session.maps.publish()
@@ -87,7 +87,7 @@ def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
     """A training loop allocates all the time. Making maps must take at most 1 % of its time."""
     rt = fakes(runtime(monitor=False, clock=clock), a="1GiB", b="1GiB")
     times = iter([0.0, 0.5, 1.0, 1.5])
-    monkeypatch.setattr(measuring.time, "thread_time", lambda: next(times))
+    monkeypatch.setattr(session.time, "thread_time", lambda: next(times))
     rt.preload("a")
     assert rt._session.maps.publish()
     rt.preload("b")

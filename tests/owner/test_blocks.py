@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime.devices.allocators import reset_peak
 from gpu_runtime.facts import Device, Lease, Share
-from gpu_runtime.owner.blocks import LeasedBlock
+from gpu_runtime.owner.acquire import LeasedBlock
 from gpu_runtime.units import GIB
 
 CARD = Device("cuda:3", 80 * GIB, "H200", "GPU-aaaa", 3)

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime import GpuError, Runtime
-from gpu_runtime.devices import checkpoint
 from gpu_runtime.errors import NotAllowed
 from gpu_runtime.facts import HOST
 from gpu_runtime.ledgers.host_config import Machine
@@ -102,7 +101,7 @@ def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
     target = driver.process(_0=12)
     park(rt, target, yes=True)
     seen = []
-    call = checkpoint.call
+    call = checkpoints.call
 
     def watched(action, pid, **limits):
         if action == "restore":
@@ -110,7 +109,7 @@ def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
             seen.append((book.claims()["cuda:0"] // GIB, room(book, world)["cuda:0"] // GIB))
         return call(action, pid, **limits)
 
-    monkeypatch.setattr(checkpoint, "call", watched)
+    monkeypatch.setattr(checkpoints, "call", watched)
     driver.process(_0=8)  # a program without a lease
     unpark(rt, target)
     [(claimed, left)] = seen
@@ -328,7 +327,7 @@ def test_a_restore_out_of_memory_leaves_the_process_parked_and_its_room_free(rt,
 
 
 def test_a_call_that_hangs_is_given_up(rt, driver, monkeypatch):
-    monkeypatch.setattr(checkpoint, "START_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoints, "START_SECONDS", 1.0)
     monkeypatch.setattr(checkpoints, "CALL_SECONDS", 1.0)
     monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 0.0)
     target = driver.process(_0=1)
@@ -340,11 +339,11 @@ def test_a_call_that_hangs_is_given_up(rt, driver, monkeypatch):
 def test_a_helper_that_crashes_is_told(rt, driver, monkeypatch):
     target = driver.process(_0=1)
     driver.file.write_text("no JSON")
-    with pytest.raises(checkpoint.CallFailed):
-        checkpoint.call("state", target.pid, seconds=5)
+    with pytest.raises(checkpoints.CallFailed):
+        checkpoints.call("state", target.pid, seconds=5)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(checkpoint.CallFailed, match="helper process failed"):
-        checkpoint.call("state", target.pid, seconds=5)
+    with pytest.raises(checkpoints.CallFailed, match="helper process failed"):
+        checkpoints.call("state", target.pid, seconds=5)
 
 
 def test_a_process_parked_by_another_tool_is_not_restored_without_its_size(rt, driver):
@@ -357,14 +356,14 @@ def test_a_process_parked_by_another_tool_is_not_restored_without_its_size(rt, d
 def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch):
     """An interrupt in the middle of a checkpoint would leave the process locked."""
     target = driver.process(_0=1)
-    call = checkpoint.call
+    call = checkpoints.call
 
     def interrupting(action, pid, **limits):
         if action == "checkpoint":
             signal.raise_signal(signal.SIGINT)
         return call(action, pid, **limits)
 
-    monkeypatch.setattr(checkpoint, "call", interrupting)
+    monkeypatch.setattr(checkpoints, "call", interrupting)
     with pytest.raises(KeyboardInterrupt):
         park(rt, target, yes=True)
     assert driver.state(target) == "checkpointed"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import Busy, LedgerUnavailable
 from gpu_runtime.facts import Book, Event, Wait
 from gpu_runtime.owner import maintenance, requests
-from gpu_runtime.owner.blocks import RoomForProcess
+from gpu_runtime.owner.acquire import RoomForProcess
 from gpu_runtime.owner.history import recorded_events
 from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS, residue
 from gpu_runtime.telemetry.journal import Journal

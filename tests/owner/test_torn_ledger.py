@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas  # noqa: F401 - imported here, since another user may not be able to read the interpreter's files
 import pytest
 
-import gpu_runtime.owner.dataframes  # noqa: F401 - as above
+import gpu_runtime.owner.status  # noqa: F401 - as above
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import Level, Moment
 from gpu_runtime.telemetry.recorder import record_in

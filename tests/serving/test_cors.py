@@ -7,9 +7,9 @@ from tornado.testing import bind_unused_port
 from tornado.web import Application
 
 from gpu_runtime.errors import BadSetting
+from gpu_runtime.serving.server import Asgi
 from gpu_runtime.settings import Settings
 from gpu_runtime.web import gate
-from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.auth import AccessRules
 from gpu_runtime.web.gate import origins_of
 

@@ -16,8 +16,7 @@ import pytest
 
 from gpu_runtime import samples
 from gpu_runtime.serving.engines.registry import adapter_for
-from gpu_runtime.serving.fields import serves
-from gpu_runtime.serving.requests import Refused
+from gpu_runtime.serving.requests import Refused, serves
 from tests import tiny_models
 from tests.serving.harness import Harness, answer_text, harness, refusal, stream_text
 from tests.serving.loops import until

@@ -12,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving.fields import (
+from gpu_runtime.serving.requests import (
     CHECKED_BACKENDS,
     FIELDS,
     SAMPLING,
+    Refused,
     read_by_server,
+    read_call,
     require_fields,
     sampling,
     serves,
 )
-from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.harness import refusal
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "http.md"

@@ -12,7 +12,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel, StillInUse
 from gpu_runtime.facts import IMPORTANCE, Evidence, ModelSpec
-from gpu_runtime.serving import holds
+from gpu_runtime.serving import queue
 from gpu_runtime.serving.choices import CloudGuard, ModelFacts
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.requests import Refused
@@ -45,7 +45,7 @@ async def test_a_call_of_a_model_on_its_device_pins_it_without_a_thread(monkeypa
     async with harness(qwen=4) as k:
         await k.chat("qwen")
         await until(lambda: not k.pins())  # the thread of the load releases the model
-        monkeypatch.setattr(holds, "start_short", None)
+        monkeypatch.setattr(queue, "start_short", None)
         reply = await k.chat("qwen", stream=True)
         with pytest.raises(StillInUse):
             await in_thread(lambda: k.rt.evict("qwen", timeout=0.0))
@@ -476,7 +476,7 @@ async def test_one_slow_load_refuses_calls_with_a_budget_not_for_ever():
 async def test_the_first_import_of_a_library_is_no_load(monkeypatch):
     """It takes seconds, once in the life of the server, and would refuse calls with a budget."""
     seen = iter([(False,), (True,), (True,), (True,)])
-    monkeypatch.setattr(holds, "_imported", lambda: next(seen))
+    monkeypatch.setattr(queue, "_imported", lambda: next(seen))
     async with harness(a=12) as k:
         await k.chat("a")
         assert "a" not in k.gateway.costs._loads

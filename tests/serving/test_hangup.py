@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving import holds
+from gpu_runtime.serving import queue
 from gpu_runtime.serving.api import memory
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.thread_stream import in_thread_until
@@ -59,7 +59,7 @@ class Slow:
 @asynccontextmanager
 async def loading(monkeypatch, left_seconds: float, call: Callable[[Any], Awaitable[Any]]):
     """A gateway, the load of `qwen`, and the task `call(gateway)` that began this load."""
-    monkeypatch.setattr(holds, "LEFT_SECONDS", left_seconds)
+    monkeypatch.setattr(queue, "LEFT_SECONDS", left_seconds)
     async with harness() as k:
         load = Slow()
         k.rt.register("qwen", load, backend="fake", size="1GiB", model_type="llm")

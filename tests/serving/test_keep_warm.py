@@ -1,6 +1,6 @@
 """A model stays warm for the longest time that its calls set, and as long as a call holds the model."""
 
-from gpu_runtime.serving.holds import RETRY_SECONDS, KeepWarm
+from gpu_runtime.serving.queue import RETRY_SECONDS, KeepWarm
 from tests.serving.harness import Clock
 from tests.serving.loops import settle
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.holds import Hold
-from gpu_runtime.serving.queue import LoadShared, Queue
+from gpu_runtime.serving.queue import Hold, LoadShared, Queue
 from tests.clock import Clock
 from tests.serving.harness import refusal
 from tests.serving.loops import in_loop, settle

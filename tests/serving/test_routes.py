@@ -16,8 +16,8 @@ from tornado.web import Application
 from gpu_runtime.access_keys import AccessKey, digest
 from gpu_runtime.serving.access import visitor_of
 from gpu_runtime.serving.api.app import application
+from gpu_runtime.serving.server import Asgi
 from gpu_runtime.web import gate
-from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.auth import PROBES, AccessRules
 from tests.serving.harness import Harness, harness
 

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from gpu_runtime.serving.engines.base import grammar_of
-from gpu_runtime.serving.engines.tool_calls import tools_of
+from gpu_runtime.serving.engines.openai_format import tools_of
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text, refusal, stream_text
 from tests.serving.test_engines import forcing, sources, with_models  # noqa: F401 - a fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.api.anthropic import message_of
-from gpu_runtime.serving.engines.tool_calls import (
+from gpu_runtime.serving.engines.openai_format import (
     FORMATS,
     ToolCallReader,
     Tools,

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ..engines.tool_calls import arguments_of
+from ..engines.openai_format import arguments_of
 from ..requests import Json, Refused, Reply, bad
 from .openai import add_call, answered, body_schema
 from .routes import Writer, chat_fields, functions, require_object

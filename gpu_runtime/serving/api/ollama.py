@@ -20,9 +20,8 @@ from fastapi.responses import JSONResponse, Response
 
 from ...facts import Evidence, Lease
 from ..choices import ModelFacts
-from ..engines.tool_calls import arguments_of
-from ..fields import SAMPLING
-from ..requests import LOAD, MAX_SECONDS, Json, Refused, Reply, bad
+from ..engines.openai_format import arguments_of
+from ..requests import LOAD, MAX_SECONDS, SAMPLING, Json, Refused, Reply, bad
 from ..thread_stream import in_thread
 from .openai import (
     REFUSALS,

@@ -11,7 +11,7 @@ from fastapi import Depends, HTTPException, Request
 from fastapi.routing import APIRoute
 
 from ...web import json_body
-from ..engines.tool_calls import joined_calls
+from ..engines.openai_format import joined_calls
 from ..requests import Json, Refused, Reply, bad
 
 

@@ -41,16 +41,20 @@ from ..requests import (
 from ..thread_stream import in_thread, in_thread_until
 from .chat_template import BadConversation, Thoughts, override, render, tags_of, with_thinking
 from .openai_format import (
+    FORCED,
     Header,
     Pieces,
     TextPiece,
+    ToolCallReader,
+    Tools,
     embeddings,
+    format_of,
     rerank_answer,
     stream_chunks,
+    tools_of,
     wants_json,
     whole_answer,
 )
-from .tool_calls import FORCED, ToolCallReader, Tools, format_of, tools_of
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
 MOST_AT_ONCE = 2  # counts of tokens at the same time, each in a thread that computes without pause

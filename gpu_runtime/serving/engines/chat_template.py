@@ -21,7 +21,7 @@ from ... import files
 from ...errors import BadSetting
 from ...stop_text import held_back
 from ..requests import Call, Json, Refused
-from .tool_calls import arguments_of
+from .openai_format import arguments_of
 
 MAX_LETTERS = 1 << 20  # of a template's file; the rest of a longer file is ignored
 _EXPECTED = "a Jinja template, or the path of a file that holds one"

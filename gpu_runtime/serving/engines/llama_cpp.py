@@ -13,12 +13,19 @@ from typing import Any
 from ...arguments import embedded_tokens
 from ...facts import ModelSpec, Value
 from ...threads import Cancellation
-from ..fields import SAMPLING, sampling
-from ..requests import tokens_if_too_many
+from ..requests import SAMPLING, sampling, tokens_if_too_many
 from ..thread_stream import Emit, emit_each, in_thread_until, stream_from_thread
 from .base import TextAdapter, grammar_of, schema_of, text_too_long, too_long, unit_vector
-from .openai_format import TextPiece, Token, Unsent, count_of, max_tokens_of, stops_of
-from .tool_calls import Tools, tools_of
+from .openai_format import (
+    TextPiece,
+    Token,
+    Tools,
+    Unsent,
+    count_of,
+    max_tokens_of,
+    stops_of,
+    tools_of,
+)
 
 _ADDED_TOKENS = 4  # at most: those that begin and end a text, and a space before it
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repeat_penalty")

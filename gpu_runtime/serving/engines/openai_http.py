@@ -17,12 +17,11 @@ import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...facts import ModelSpec
-from ..fields import read_by_server
-from ..requests import LOAD, Json, Refused
+from ..requests import LOAD, Json, Refused, read_by_server
 from . import chat_template
 from .base import EngineFailed, cannot, require_tools, told_tools, without_tools
 from .chat_template import with_thinking
-from .tool_calls import with_whole_arguments
+from .openai_format import with_whole_arguments
 
 PATHS = {
     "chat": "/chat/completions",

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...facts import ModelSpec
 from ...stop_text import StopText
-from ..fields import SAMPLING, sampling
-from ..requests import LONGEST_TOKEN, Json, Refused, bad, tokens_if_too_many
+from ..requests import LONGEST_TOKEN, SAMPLING, Json, Refused, bad, sampling, tokens_if_too_many
 from ..thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import (
     ForcedTokens,
@@ -33,8 +32,17 @@ from .base import (
     text_too_long,
     too_long,
 )
-from .openai_format import Scored, TextPiece, Token, Unsent, count_of, max_tokens_of, stops_of
-from .tool_calls import Tools, tools_of
+from .openai_format import (
+    Scored,
+    TextPiece,
+    Token,
+    Tools,
+    Unsent,
+    count_of,
+    max_tokens_of,
+    stops_of,
+    tools_of,
+)
 
 if TYPE_CHECKING:
     from ...backends.pytorch.sentence_modules import Recipe

@@ -391,7 +391,7 @@ def summary(snapshot: Snapshot) -> str:
 # -- the tabs Models and Leases: every model, the bytes of each process on each device, and its variables
 #
 # To add a column, add its name to MODELS, LEASES or HOLDERS, and its value to the rows. The columns of `rt.leases()`
-# are in `gpu_runtime/owner/dataframes.py`.
+# are in `gpu_runtime/owner/status.py`.
 
 MODELS = (
     Column("Model"),
