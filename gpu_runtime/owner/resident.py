@@ -105,7 +105,7 @@ class Resident:
         # Not a field of `lease`: two threads that replace the lease could undo each other's change.
         self.moves_again_at = 0.0
         self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
-        self.measured: Measurement | None = None  # an earlier load of live code, see measuring.py
+        self.measured: Measurement | None = None  # an earlier load of live code, see `Sizing`
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
         self._shell: Callable[[], Any] = _nothing  # a weak reference to an earlier load's object

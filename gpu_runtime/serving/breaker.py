@@ -4,11 +4,6 @@ Five failures in a row open a model's breaker. While it is open, calls fail at o
 passes as a probe, and all others still fail at once. If the probe succeeds the breaker closes; if it fails, the
 breaker stays open for another 30 s. A client that has no part in the failures need not wait: its next call is the
 probe. So one client cannot close a model for the others.
-
-The library pybreaker keeps the states and their changes (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker
-would hold its lock during a call. So calls are made outside pybreaker, and this module reports only their outcomes to
-pybreaker. This module decides, by the given clock, when a probe is due and which call is the probe. The other
-libraries, circuitbreaker and purgatory, let every call pass when a probe is due.
 """
 
 from __future__ import annotations
@@ -18,8 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pybreaker
-
 from .. import errors
 from ..facts import Value
 from .queue import LoadShared
@@ -28,11 +21,6 @@ from .requests import Refused
 FAILURES = 5
 OPEN_SECONDS = 30.0
 MAX_BREAKERS = 1000
-_STATES = {
-    pybreaker.STATE_CLOSED: "closed",
-    pybreaker.STATE_OPEN: "open",
-    pybreaker.STATE_HALF_OPEN: "half-open",
-}
 
 
 class BreakerState(Value):
@@ -132,11 +120,9 @@ class _Breaker:
     ) -> None:
         self._model = model
         self._clock = clock
+        self._failures = failures
         self._seconds = seconds
-        self._circuit = pybreaker.CircuitBreaker(
-            failures, seconds, name=model, throw_new_error_on_trip=False
-        )
-        self._opened = 0.0
+        self._opened: float | None = None  # None: the breaker is closed
         self._probe: Permit | None = None
         self._last = ""
         self._in_a_row = 0
@@ -144,14 +130,10 @@ class _Breaker:
 
     def enter(self, client: str) -> Permit:
         """Permission for a call of `client` now. Raises BreakerOpen."""
-        state = self._circuit.current_state
-        is_due = self._seconds_left() <= 0 or client not in self._clients
-        if state == pybreaker.STATE_OPEN and is_due:
-            self._circuit.half_open()
-            state = pybreaker.STATE_HALF_OPEN
-        if state == pybreaker.STATE_CLOSED:
+        if self._opened is None:
             return Permit(self, probe=False, client=client)
-        if state == pybreaker.STATE_HALF_OPEN and self._probe is None:
+        is_due = self._seconds_left(self._opened) <= 0 or client not in self._clients
+        if is_due and self._probe is None:
             self._probe = Permit(self, probe=True, client=client)
             return self._probe
         raise BreakerOpen(self._model, self.state())
@@ -163,43 +145,29 @@ class _Breaker:
         """
         if call is self._probe:
             self._probe = None
-        elif self._circuit.current_state != pybreaker.STATE_CLOSED:
+        elif self._opened is not None:
             return  # the call began before the breaker opened; only the probe shows the present state
         if not counts:
             return
         if error is None:
-            self._in_a_row = 0
+            self._opened, self._in_a_row = None, 0
             self._clients.clear()
-        else:
-            self._in_a_row += 1
-            self._clients.add(call.client)
-            self._last = first_line(error)[:200]
-        self._report(error)
-
-    def _report(self, error: BaseException | None) -> None:
-        """Reports a call's outcome to pybreaker. `error` is None for a success."""
-
-        def outcome() -> None:
-            if error is not None:
-                raise _Failed
-
-        try:
-            self._circuit.call(outcome)
-        except _Failed:  # our own, for pybreaker only
-            if self._circuit.current_state == pybreaker.STATE_OPEN:
-                self._opened = self._clock()
+            return
+        self._in_a_row += 1
+        self._clients.add(call.client)
+        self._last = first_line(error)[:200]
+        if call.probe or self._in_a_row >= self._failures:
+            self._opened = self._clock()
 
     def state(self) -> BreakerState:
-        state = _STATES[self._circuit.current_state]
-        seconds = self._seconds_left() if state == "open" else 0.0
-        return BreakerState(state, self._in_a_row, seconds, self._last)
+        if self._opened is None:
+            return BreakerState("closed", self._in_a_row, 0.0, self._last)
+        left = self._seconds_left(self._opened)
+        state = "half-open" if self._probe else "open"
+        return BreakerState(state, self._in_a_row, 0.0 if self._probe else left, self._last)
 
-    def _seconds_left(self) -> float:
-        return max(0.0, self._opened + self._seconds - self._clock())
-
-
-class _Failed(Exception):
-    """Raised to report to pybreaker that a call failed."""
+    def _seconds_left(self, opened: float) -> float:
+        return max(0.0, opened + self._seconds - self._clock())
 
 
 def first_line(error: BaseException) -> str:
