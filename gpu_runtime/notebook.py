@@ -21,6 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 from .facts import NEVER, CellModels
@@ -35,7 +36,10 @@ def notebook_path() -> str:
     notebook's namespace, sometimes only after the kernel has started. The name of a file may have
     any bytes. Bytes that are not UTF-8 are written as escapes.
     """
-    return printable(_published_path(), LONGEST_PATH)
+    return _shown(_published_path())
+
+
+_shown = lru_cache(4)(partial(printable, most=LONGEST_PATH))  # each cell asks
 
 
 def _published_path() -> str:

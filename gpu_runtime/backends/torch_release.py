@@ -37,5 +37,6 @@ def _installed() -> str:
         return ""
 
 
+@functools.cache  # each cell asks
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

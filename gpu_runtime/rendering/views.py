@@ -103,7 +103,10 @@ class Holding(NamedTuple):
 
 def clean(text: object) -> str:
     """The `text` with unprintable characters replaced, since they could control a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
 def clock(wall: float) -> str:

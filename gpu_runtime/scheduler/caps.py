@@ -175,13 +175,12 @@ def over_cap_in_words(beyond: Mapping[str, int], cap: Cap) -> str:
     )
 
 
-def as_capped(book: Book, section: Section, world: World) -> Section:
-    """The `section`, of a process of the capped user, as it is published.
+def as_capped(book: Book, section: Section, cap: Cap, world: World) -> Section:
+    """The `section`, of a process of the user of the `cap`, as it is published.
 
     Memory of a user above the cap leaves first when anybody waits, whatever its importance was.
     """
-    cap = world.rules.cap
-    if cap is None or cap.bytes_per_device is None or section.owner.user != cap.user:
+    if cap.bytes_per_device is None or section.owner.user != cap.user:
         return section
     beyond = over_cap(book.with_section(section), world)
     if not beyond:

@@ -309,7 +309,8 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         busy_since=truth.busy_since,
         idle_since=truth.idle_since,
     )
-    fresh = as_capped(book, fresh, world)
+    if world.rules.cap is not None:
+        fresh = as_capped(book, fresh, world.rules.cap, world)
     if fresh != section:
         book = book.with_section(fresh)
     stale = [
