@@ -336,13 +336,7 @@ def _perform(session: Session, order: Order) -> Outcome:
         return holdings.answer(session, order)
     if order.verb == "defrag":
         freed = operations.empty_cache(session)
-        return Outcome(
-            verb="defrag",
-            name="",
-            done=True,
-            because=f"{show_bytes(freed)} came free",
-            bytes=freed,
-        )
+        return Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
     target = LeaseId(session.me, order.name)
     if order.verb in ("preload", "restore"):
         return operations.preload(session, target, timeout=ASK_SECONDS)

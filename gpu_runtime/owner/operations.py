@@ -99,15 +99,7 @@ def preload(
     loaded_bytes = 0 if already else lease.bytes
     requests.note_action(session, "preload", target.name, because, loaded_bytes)
     seconds = session.clock() - began
-    return Outcome(
-        verb="preload",
-        name=title,
-        done=True,
-        because=because,
-        bytes=loaded_bytes,
-        where=lease.where,
-        seconds=seconds,
-    )
+    return Outcome("preload", title, True, because, loaded_bytes, lease.where, seconds)
 
 
 def load_wished(session: Session, name: str, timeout: float) -> str:
@@ -163,13 +155,7 @@ def _preload_later(session: Session, resident: Resident, timeout: str | float | 
             log.warning("%s was not preloaded: %s", name, error)
 
     threads.start(load)
-    return Outcome(
-        verb="preload",
-        name=name,
-        done=False,
-        because=f"{name} is loaded in the background",
-        where="",
-    )
+    return Outcome("preload", name, False, f"{name} is loaded in the background")
 
 
 def evict_lease(
@@ -194,29 +180,14 @@ def evict_lease(
         step = release.evict(session, resident, because, drop=drops, by=requests.person(session))
     if step is None:
         where = "host" if resident.place is Place.AWAY else "disk"
-        return Outcome(
-            verb="evict",
-            name=title,
-            done=True,
-            because=f"{title} is on no device",
-            bytes=0,
-            where=where,
-        )
+        return Outcome("evict", title, True, f"{title} is on no device", where=where)
     freed = sum(share.bytes for share in step.source)
     where = "host" if isinstance(step, Move) else "disk"
     if resident.lease.kind == KERNEL and resident.lease.on_host:
         freed = resident.lease.bytes  # it may have taken more since it was counted
     moved = "was offloaded to host memory" if where == "host" else "was unloaded"
     because = f"{title} {moved}; {show_bytes(freed)} came free"
-    return Outcome(
-        verb="evict",
-        name=title,
-        done=True,
-        because=because,
-        bytes=freed,
-        where=where,
-        seconds=session.clock() - began,
-    )
+    return Outcome("evict", title, True, because, freed, where, session.clock() - began)
 
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
@@ -278,12 +249,7 @@ def ask_owner(
     if isinstance(verdict, Grant):
         where = verdict.lease.where if verdict.lease.shares else ""
         return Outcome(
-            verb=verb,
-            name=title,
-            done=True,
-            because=verdict.because,
-            bytes=_moved_bytes(verb, before, verdict),
-            where=where,
+            verb, title, True, verdict.because, _moved_bytes(verb, before, verdict), where
         )
     if must and isinstance(verdict, Refuse):
         raise _refused(session, target, verdict)
@@ -496,25 +462,10 @@ def move_own(
         session.done_with(key.note)
     there = resident.lease.where
     if step is None:
-        return Outcome(
-            verb="move",
-            name=name,
-            done=True,
-            because=f"{name} is on {there} already",
-            bytes=0,
-            where=there,
-        )
+        return Outcome("move", name, True, f"{name} is on {there} already", where=there)
     because = f"{name} moved from {where(step.source)} to {there}"
     size, seconds = resident.lease.bytes, session.clock() - began
-    return Outcome(
-        verb="move",
-        name=name,
-        done=True,
-        because=because,
-        bytes=size,
-        where=there,
-        seconds=seconds,
-    )
+    return Outcome("move", name, True, because, size, there, seconds)
 
 
 def _reserve_move(
@@ -853,13 +804,7 @@ def drain(
     session.decide(lambda book, world: (act(book, device, user, world), None))
     if undo:
         said = "takes leases again" if was_drained else "was not drained"
-        return Outcome(
-            verb="drain --undo",
-            name=device.id,
-            done=True,
-            because=f"{device.id} {said}",
-            where=device.id,
-        )
+        return Outcome("drain --undo", device.id, True, f"{device.id} {said}", where=device.id)
     before = [lease for lease, _ in relief.staying(book, device.id, world)]
     session.ledger.ring({lease.owner for lease in before} - {session.me})
     staying = _wait_until_left(session, device, seconds)
@@ -868,14 +813,7 @@ def drain(
     freed = sum(lease.bytes_on(device.id) for lease in left)
     said = "is drained already" if was_drained else "is drained: it takes no new leases"
     sentences = [f"{device.id} {said}", *_reasons(session, staying)]
-    return Outcome(
-        verb="drain",
-        name=device.id,
-        done=True,
-        because=". ".join(sentences),
-        bytes=freed,
-        where=device.id,
-    )
+    return Outcome("drain", device.id, True, ". ".join(sentences), freed, device.id)
 
 
 def _card(name: str, book: Book, world: World) -> Device:
@@ -977,13 +915,7 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
         freed += answer.bytes
         done = done and (answer.done or not process)
         sentences.append(_sentence(owner, answer))
-    return Outcome(
-        verb="defrag",
-        name=process,
-        done=done,
-        because="; ".join(sentences),
-        bytes=freed,
-    )
+    return Outcome("defrag", process, done, "; ".join(sentences), freed)
 
 
 def _sentence(owner: Owner, answer: Outcome) -> str:

@@ -31,7 +31,7 @@ import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import NeedsWith, reword
 from ..facts import NEVER
@@ -200,16 +200,6 @@ _MOST_NODES = 64  # at most so many values of a result are searched for graphs
 _KEY = "gpu_runtime"  # in the metadata of an autograd node
 
 
-class Trained(Protocol):
-    """The members of a handle of torch's backends that training needs."""
-
-    optimizer: Any
-
-    def has_gradients(self) -> bool: ...
-
-    def moves_in_training(self) -> bool: ...
-
-
 class Training:
     """Keeps one model on its device between its calls, while the model is in training."""
 
@@ -314,7 +304,7 @@ class Training:
         main = threading.main_thread().ident
         return all(thread_of(graph) in (main, 0) for graph in self.graphs.copy())
 
-    def lives(self, handle: Trained) -> bool:
+    def lives(self, handle: Any) -> bool:
         """Whether the model of `handle` is in training."""
         return handle.optimizer is not None or bool(self.graphs) or handle.has_gradients()
 
@@ -337,15 +327,6 @@ def _nodes(result: Any, tensor_type: type) -> Iterator[Any]:
 # -- steps of optimizers ------------------------------------------------------------------------------
 
 
-class Stepping(Protocol):
-    """The members of a model that an optimizer step needs."""
-
-    calling: Callable[[], Held]
-    training: Training
-
-    def stepped(self) -> None: ...
-
-
 class _Arguments(tuple):
     """The arguments of `step`, with the `with` blocks that pin the models during the step.
 
@@ -357,7 +338,7 @@ class _Arguments(tuple):
 
 
 @functools.cache
-def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
+def watch_steps(trained_by: Callable[[Any], list[Any]]) -> None:
     """From now on, each step of an optimizer pins the models `trained_by(optimizer)`.
 
     A model that is away is restored first.
@@ -387,7 +368,7 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
     optimizers.register_optimizer_step_post_hook(after)
 
 
-def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
+def watch_zero_grad(optimizer: Any, model: Any) -> None:
     """From now on, `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
 
     In a script, the model is also pinned while its gradients are cleared. Without this pin, the
@@ -433,26 +414,11 @@ _WHOLE = (
 )
 
 
-class Governed(Protocol):
-    """The members of a resident that a call needs."""
-
-    calling: Callable[[], Any]
-    training: Training
-
-    def called_by(self, thread: int) -> bool: ...
-
-    def pinned_by(self, thread: int) -> bool: ...
-
-    def is_dropped(self) -> bool: ...
-
-    def forwarded(self, result: Any) -> None: ...
-
-
-_governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
+_governed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _loading = threading.local()  # its `resident` is the model that `_load_for_change` is loading
 
 
-def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
+def govern_calls(value: Any, resident: Any, dropped: bool = False) -> None:
     """From now on, each call of the module `value` or of one of its parts pins `resident`.
 
     `dropped` is true if the model's tensors hold no bytes. Such a model is loaded by a call, and
@@ -476,7 +442,7 @@ def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
             _govern(part, resident, dropped)
 
 
-def _govern(module: Any, resident: Governed, dropped: bool) -> None:
+def _govern(module: Any, resident: Any, dropped: bool) -> None:
     kind: Any = type(module)
     base = vars(kind).get("_gpu_base", kind)
     try:

@@ -329,24 +329,7 @@ def _merged(sources: list[Iterable[Event]]) -> Iterable[Event]:
 KEPT_DECISIONS = 1_000  # decisions in the file; the oldest are removed first
 MOST_ENTRIES = 256  # a decision on a larger book is not recorded: it would take 40 KB and 3 ms
 MOST_RECORD_BYTES = 1 << 20  # of one record, uncompressed
-FORMAT = b"\x01"  # changes with WORDS, because WORDS is needed to read a record
-
-# Names that most records contain. The compression has them as its dictionary, so a record contains
-# only references to them. For a record with 2 leases, that saves two thirds of the bytes.
-WORDS = b"".join(
-    bytes([0xA0 + len(word)]) + word if len(word) < 32 else word
-    for word in (
-        b"id wall version policy book request world verdict now devices limits samples rules schema "
-        b"sections tickets seq device taken_at free_bytes used_bytes processes simulated total_bytes "
-        b"because steps asked asked_bytes blockers ahead retry_at type Wait Grant Refuse Load Move "
-        b"Drop Shed kind hopeless need_bytes budget_bytes footprint parts bytes source declared "
-        b"measured weights arrived placement layout held users owner host boot pid started serial "
-        b"user notebook inode namespaces leases residue engines busy_since idle_since name shares "
-        b"target filled phase settled pins pinned_since last_used uses recent_uses importance keep "
-        b"keep_alive reload_seconds restore_seconds droppable movable piece_bytes settled_at "
-        b"shadow_bytes backend transformers torch fake model_type llm quantization key cuda:0 sim:0"
-    ).split()
-)
+FORMAT = b"\x02"  # of a record; the first one was compressed with a dictionary
 
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS decisions("
@@ -358,8 +341,7 @@ _decode_decided = msgspec.msgpack.Decoder(Decided).decode
 
 def pack(decided: Decided) -> bytes:
     """The decision `decided` as bytes, compressed, as the journal stores it."""
-    squeeze = zlib.compressobj(6, zdict=WORDS)
-    return FORMAT + squeeze.compress(_encode_decided(decided)) + squeeze.flush()
+    return FORMAT + zlib.compress(_encode_decided(decided))
 
 
 def unpack(content: bytes) -> Decided | None:
@@ -367,9 +349,7 @@ def unpack(content: bytes) -> Decided | None:
     if content[:1] != FORMAT:
         return None
     try:
-        return _decode_decided(
-            zlib.decompressobj(zdict=WORDS).decompress(content[1:], MOST_RECORD_BYTES)
-        )
+        return _decode_decided(zlib.decompressobj().decompress(content[1:], MOST_RECORD_BYTES))
     except (zlib.error, msgspec.MsgspecError):  # damaged, or with fields of another version
         return None
 

@@ -109,7 +109,7 @@ def test_a_record_has_all_that_was_decided_from_in_few_bytes(busy):
 
 def test_a_record_that_this_version_cannot_read_is_left_out(busy):
     content = pack(decided_of(busy))
-    assert unpack(b"\x02" + content[1:]) is None
+    assert unpack(b"\x01" + content[1:]) is None
     assert unpack(content[:-9]) is None
     assert unpack(b"") is None
 
