@@ -260,7 +260,8 @@ def _console(args: argparse.Namespace) -> str:
     return "The console has ended."
 
 
-def _serve(args: argparse.Namespace) -> str:
+def _server() -> Any:
+    """The module of `gpu serve`. Raises GpuError if something that it needs is missing."""
     if sys.version_info < (3, 11):
         raise GpuError("serving needs Python 3.11 or newer. All other verbs run here.")
     try:
@@ -270,6 +271,25 @@ def _serve(args: argparse.Namespace) -> str:
             f"serving needs {error.name}, which is not installed.\n"
             "  Install it:  pip install 'gpu-console[serve]'"
         ) from None
+    return server
+
+
+def _exporter(args: argparse.Namespace) -> str:
+    server = _server()
+    from . import watching
+
+    rt = watching.followed()
+    try:
+        where = {"host": args.host, "port": args.port, "socket_path": args.socket}
+        server.run_exporter(rt, rt.settings, **where)
+    finally:
+        watching.close(rt)
+        watching.default().close()
+    return "gpu exporter has ended."
+
+
+def _serve(args: argparse.Namespace) -> str:
+    server = _server()
     where = {
         "host": args.host,
         "port": args.port,
@@ -306,7 +326,11 @@ def _console_beside(rt: Any) -> Any:
     return with_console(rt)
 
 
-SERVERS: dict[str, Callable[[argparse.Namespace], str]] = {"console": _console, "serve": _serve}
+SERVERS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "console": _console,
+    "exporter": _exporter,
+    "serve": _serve,
+}
 
 
 if __name__ == "__main__":

@@ -904,6 +904,18 @@ _TABLE = (
         plain_in_notebook=True,
     ),
     Verb(
+        "exporter",
+        "figures of this host for Prometheus at /metrics, as gpu serve and gpu console have them too",
+        has_own_code=True,
+        arguments=(
+            HOST,
+            option("--port", "N", "the port; 9835 unless given", type=port_number),
+            SOCKET,
+        ),
+        places=(CLI,),
+        needs_runtime=False,
+    ),
+    Verb(
         "serve",
         "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port",
         has_own_code=True,

@@ -33,11 +33,12 @@ from ..fleet.hosts import on
 from ..settings import Settings
 from ..threads import Cancellation, start
 from ..version import VERSION
-from .api.app import KNOWN_QUERY, Scraped, add_metrics, base_application, devices, gauge
+from .api.app import KNOWN_QUERY, add_metrics, base_application
 from .api.routes import ACTS, StrictRoute
 from .engines.base import EngineFailed
 from .engines.openai_http import CONNECTION_ERRORS, HttpAdapter, HttpClient
 from .gateway import Gateway
+from .metrics import Scraped, devices, gauge
 from .queue import calls_at_once
 from .requests import Json
 from .server import HostServer, run_app, serve
@@ -396,21 +397,23 @@ class FleetMetrics(Scraped):
 
     def collect(self) -> Iterator[Any]:
         snapshots = {snapshot.host: snapshot for snapshot in self._models.fleet.status()}
-        yield GaugeMetricFamily("gpu_hosts", "Hosts that answer", len(snapshots))
-        yield from devices((((host,), one) for host, one in snapshots.items()), ("host",))
+        yield GaugeMetricFamily("gpuconsole_hosts", "Hosts that answer", len(snapshots))
+        yield from devices(snapshots)
         waiting = {host: len(one.tickets) for host, one in snapshots.items()}
         text = "Requests for memory that wait"
-        yield gauge("gpu_host_waiting_requests", text, ["host"], waiting.items())
+        yield gauge("gpuconsole_host_waiting_requests", text, ["Hostname"], waiting.items())
         yield from _models(snapshots)
         yield from self.calls()
 
 
 def _models(snapshots: dict[str, Snapshot]) -> Iterator[Any]:
     """Yields the bytes and the users of each model on each host, and how models are spread over cards."""
-    labels = ["host", "model"]
-    sizes = GaugeMetricFamily("gpu_host_model_bytes", "Bytes of a model on cards", labels=labels)
+    labels = ["Hostname", "model"]
+    sizes = GaugeMetricFamily(
+        "gpuconsole_host_model_bytes", "Bytes of a model on cards", labels=labels
+    )
     users = GaugeMetricFamily(
-        "gpu_host_model_users", "Blocks and calls that use a model now", labels=labels
+        "gpuconsole_host_model_users", "Blocks and calls that use a model now", labels=labels
     )
     placements: Counter[str] = Counter()
     for host, snapshot in snapshots.items():
@@ -423,7 +426,7 @@ def _models(snapshots: dict[str, Snapshot]) -> Iterator[Any]:
     yield sizes
     yield users
     text = "Models on cards, by the number of their cards"
-    yield gauge("gpu_placements", text, ["cards"], placements.items())
+    yield gauge("gpuconsole_placements", text, ["cards"], placements.items())
 
 
 def fleet_application(

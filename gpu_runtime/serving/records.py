@@ -408,7 +408,7 @@ def _count_model(counts: dict[str, int], model: str) -> dict[str, int]:
 
 # -- histograms for Prometheus, and figures for a console's page
 
-_PREFIX = "gpu_call_"
+_PREFIX = "gpuconsole_call_"
 
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -42,12 +42,14 @@ from . import records
 from .access import visitor_of
 from .api.app import application
 from .gateway import Gateway
+from .metrics import Metrics, MetricsHandler
 from .records import served
 from .store import Store
 from .store import default_file as default_store
 from .tasks import default_file, read_serving_config
 
-DEFAULT_PORT = 8210
+DEFAULT_PORT, EXPORTER_PORT = 8210, 9835
+METRICS = "/metrics"
 _WORDS = r"memory v1 v2 api health livez readyz metrics usage docs openapi\.json".split()
 ROUTES = rf"/(?:{'|'.join([*_WORDS, *CALLS])}|static-offline-docs)(?:/.*)?"
 HOME = "/docs"  # the first page of a server without a console
@@ -62,7 +64,7 @@ class HeadlessServer(WebServer):
         """Binds the `address` and installs the gate with these `rules`. Raises OSError if binding fails."""
         app = Application(list(service.routes))
         installed = gate.install(app, rules)
-        installed.home = HOME
+        installed.home = service.home
         installed.max_body_bytes = service.max_body_bytes
         self._http = HTTPServer(app, max_body_size=service.max_body_bytes)
         if address.socket_path is not None:
@@ -126,8 +128,7 @@ def run_app(
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
     records.open_log(settings.gpu_serve_log)
-    keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())
-    keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
+    keys = _keys(settings)
     store = Store(default_store())
     gateway = make_gateway(keys, store)
     app = make_app(lambda: gateway, store)
@@ -152,6 +153,7 @@ def run_app(
         command="gpu serve",
         default_port=DEFAULT_PORT,
         routes=((ROUTES, Asgi, {"app": app}),),
+        home=HOME,
         max_body_bytes=MAX_BODY_BYTES,
         cors=origins,
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
@@ -163,6 +165,29 @@ def run_app(
     )
     with messages_shown(log_level):
         http_server.run(console or HeadlessServer, service, read_only=read_only, **where)
+
+
+def run_exporter(rt: Any, settings: Settings, **where: Any) -> None:
+    """Serves the metrics of the runtime `rt` until the process is interrupted. `where` is that of `run_app`.
+
+    Raises GpuError if the server cannot listen, and BadDocument for a mistake in the file of keys.
+    """
+    metrics, keys = Metrics(rt), _keys(settings)
+    service = Service(
+        "gpu exporter",
+        command="gpu exporter",
+        default_port=EXPORTER_PORT,
+        routes=((METRICS, MetricsHandler, {"metrics": lambda: metrics}),),
+        home=METRICS,
+        key_visitor=lambda offered: visitor_of(keys(), offered, read_only=True),
+    )
+    http_server.run(HeadlessServer, service, read_only=True, **where)
+
+
+def _keys(settings: Settings) -> Callable[[], Keys]:
+    """A function that returns the keys of `gpu keys`, from their file."""
+    file = Path(settings.gpu_serve_keys or access_keys.default_file())
+    return KeysFile(file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
 
 
 class HostServer(NamedTuple):
@@ -200,6 +225,7 @@ async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.E
         command="gpu serve",
         default_port=0,
         routes=((ROUTES, Asgi, {"app": app}),),
+        home=HOME,
         max_body_bytes=MAX_BODY_BYTES,
     )
     mask_logs()

@@ -50,6 +50,7 @@ class Service:
     default_port: int
     ports_tried: int = 1  # ports that are tried, from the default one on; a port that the caller names is tried alone
     routes: tuple[Any, ...] = ()  # Tornado's routes
+    home: str = "/"  # the path of the first page
     max_body_bytes: int = 1 << 20  # limit of one request's body
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
     key_visitor: Callable[[str], Visitor | None] | None = None  # see AccessRules

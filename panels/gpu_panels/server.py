@@ -13,7 +13,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -333,13 +334,25 @@ def run(
     make_server: MakeServer = partial(PanelServer, page) if page else make_console_server
     http_server.run(
         make_server,
-        CONSOLE,
+        CONSOLE if page else replace(CONSOLE, routes=_metrics_route()),
         host=host,
         port=port,
         socket_path=socket_path,
         read_only=read_only,
         browser=browser,
     )
+
+
+def _metrics_route() -> tuple[Any, ...]:
+    """The route /metrics with the figures of the ledger in use; none without the package prometheus-client."""
+    try:
+        from gpu_runtime.serving.metrics import Metrics, MetricsHandler
+    except ImportError:  # an installation from before the extra had it
+        return ()
+    from gpu_runtime import watching
+
+    metrics = cache(lambda: Metrics(watching.followed()))
+    return ((r"/metrics", MetricsHandler, {"metrics": metrics}),)
 
 
 def with_console(rt: Any) -> MakeServer:

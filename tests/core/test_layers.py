@@ -65,10 +65,11 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "fleet": f"runtime scheduler.offers catalog backends {GROUND}",
     "__init__": "runtime fleet errors threads version",
     "verbs": f"__init__ autoload box fleet owner catalog ledgers scheduler.policies {GROUND}",
-    "serving": f"__init__ runtime rendering web fleet catalog backends.pytorch.sentence_modules {GROUND}",
+    "serving": "__init__ runtime telemetry.hours rendering web fleet catalog"
+    f" backends.pytorch.sentence_modules {GROUND}",
     "watching": f"__init__ runtime ledgers {GROUND}",
     "hub": f"__init__ watching ledgers web {GROUND}",
-    "gpu_panels": f"__init__ runtime watching ledgers.reader rendering web fleet hub {GROUND}",
+    "gpu_panels": f"__init__ runtime serving.metrics watching ledgers.reader rendering web fleet hub {GROUND}",
     "gpu": f"__init__ runtime rendering verbs backends.torch_release {GROUND}",
     "cli": f"__init__ runtime watching rendering verbs serving gpu_panels hub {GROUND}",
 }

@@ -57,6 +57,7 @@ ANSWERS = {
     ("help", "evict"): "a model; another process's as NAME@PID",
     ("help", "plan"): "    NAME|SIZE|PATH  a model, ",
     ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only]",
+    ("exporter", "-h"): "gpu exporter [--host HOST] [--port N] [--socket PATH]",
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("autoload", "-h"): "gpu autoload [--remove]",
     (

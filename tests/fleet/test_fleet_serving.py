@@ -148,7 +148,7 @@ def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
         row = 'gpu_host_model_bytes{host="box2",model="echo"} 4.294967296e+09'
         until(lambda: row in http.get("/metrics").text, "the new agent answers")
         metrics = http.get("/metrics").text
-        assert 'gpu_device_claimed_bytes{device="sim:1",host="box2"' in metrics
+        assert 'gpuconsole_device_claimed_bytes{device="sim:1",host="box2"' in metrics
         assert "gpu_hosts 2.0" in metrics and 'gpu_placements{cards="1"}' in metrics
         assert http.post("/api/v1/slots", json={**new, "devices": ["sim:7"]}).status_code == 404
         twice = {**new, "devices": ["sim:0", "sim:0"]}

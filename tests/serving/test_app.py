@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import AllocatorMap, ProblemKind
 from gpu_runtime.files import new_log
 from gpu_runtime.serving.api.openai import MAX_JOBS, Jobs
+from gpu_runtime.serving.metrics import card_labels
 from tests.serving.loops import until
 
 from .app_client import VIEWER, Exchange, Gateway, Words, client
@@ -285,22 +287,28 @@ def test_metrics_contain_devices_book_and_queue(rt):
     rt.register("a", backend="fake", size="6GiB")
     rt.preload("a")
     figures = samples(client(rt).get("/metrics").text)
-    assert figures["gpu_device_claimed_bytes", "sim:0", "simulated", "true"] == 6 * 2**30
-    assert figures["gpu_queue_depth", "echo"] == 2 and figures["gpu_breaker_state", "echo"] == 2
-    idle = [figures[name, "idle"] for name in ("gpu_queue_depth", "gpu_active_calls")]
+    card = sorted(card_labels(rt.status().devices[0].device, socket.gethostname()))
+    assert figures[("gpuconsole_device_claimed_bytes", *card)] == 6 * 2**30
+    assert (
+        figures["gpuconsole_queue_depth", "echo"] == 2
+        and figures["gpuconsole_breaker_state", "echo"] == 2
+    )
+    idle = [figures[name, "idle"] for name in ("gpuconsole_queue_depth", "gpuconsole_active_calls")]
     assert idle == [0, 0], "none is a figure too"
     for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "start_time_seconds"):
         assert figures[f"process_{name}",] > 0
-    ends = {key: count for key, count in figures.items() if key[0] == "gpu_calls_total"}
-    assert ends == {("gpu_calls_total", "answered"): 3}, "each call counts once"
-    assert figures["gpu_streamed_total",] == 2 and figures["gpu_stood_in_total",] == 0
-    assert "gpu_device_power_watts" not in {name for name, *_ in figures}, "no driver tells it"
+    ends = {key: count for key, count in figures.items() if key[0] == "gpuconsole_calls_total"}
+    assert ends == {("gpuconsole_calls_total", "answered"): 3}, "each call counts once"
+    assert figures["gpuconsole_streamed_total",] == 2 and figures["gpuconsole_stood_in_total",] == 0
+    assert "gpuconsole_device_power_watts" not in {name for name, *_ in figures}, (
+        "no driver tells it"
+    )
 
 
 def test_the_page_has_all_metrics_with_their_kinds_and_labels(rt):
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     page = page.partition("## Fleet")[0]
-    rows = re.findall(r"^\| `(gpu_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(gpuconsole_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
     listed = {
         name.removesuffix("_total"): (kind, re.findall(r"`(\w+)`", labels))
         for name, kind, labels in rows
@@ -310,7 +318,7 @@ def test_the_page_has_all_metrics_with_their_kinds_and_labels(rt):
     gateway = Gateway()
     gateway.figures.add("qwen", {"queue_seconds": 1.0, "prompt_tokens": 9, "completion_tokens": 5})
     families = text_string_to_metric_families(client(rt, gateway=gateway).get("/metrics").text)
-    found = {family.name: family for family in families if family.name.startswith("gpu_")}
+    found = {family.name: family for family in families if family.name.startswith("gpuconsole_")}
     assert found.keys() == listed.keys()
     for name, family in found.items():
         kind, labels = listed[name]
@@ -333,23 +341,25 @@ def test_metrics_have_histograms_of_the_calls_of_each_model(rt):
         ("prompt_tokens", 2, 18),
         ("answer_tokens", 2, 10),
     ):
-        found = [figures[f"gpu_call_{name}_{what}", "qwen"] for what in ("count", "sum")]
+        found = [figures[f"gpuconsole_call_{name}_{what}", "qwen"] for what in ("count", "sum")]
         assert found == [count, total], name
 
 
 def test_metrics_count_the_problems_of_each_kind(rt):
     """The problems are those of `/memory/health` and of the console. A kind without a problem is 0."""
     http = client(rt)
-    assert samples(http.get("/metrics").text)["gpu_problems", "refused"] == 0
+    assert samples(http.get("/metrics").text)["gpuconsole_problems", "refused"] == 0
     rt.register("kept", backend="fake", size="14GiB", keep=True)
     rt.register("giant", backend="fake", size="20GiB")
     rt.preload("kept")
     with pytest.raises(DoesNotFit):
         rt.preload("giant")
     figures = samples(http.get("/metrics").text)
-    assert figures["gpu_problems", "refused"] == 1
-    assert figures["gpu_problem_bytes", "refused"] == 20 * 2**30
-    assert {labels[0] for name, *labels in figures if name == "gpu_problems"} == set(ProblemKind)
+    assert figures["gpuconsole_problems", "refused"] == 1
+    assert figures["gpuconsole_problem_bytes", "refused"] == 20 * 2**30
+    assert {labels[0] for name, *labels in figures if name == "gpuconsole_problems"} == set(
+        ProblemKind
+    )
     assert http.get("/memory/health").json()["healthy"] is False
 
 
@@ -363,11 +373,12 @@ def test_metrics_count_allocator_retries_and_out_of_memory_errors(rt, monkeypatc
     ]
     monkeypatch.setattr(type(rt), "allocator_maps", lambda self: found)
     figures = samples(client(rt).get("/metrics").text)
-    labels = sorted((str(os.getpid()), "sim:0"))
+    card = card_labels(rt.status().devices[0].device, socket.gethostname())
+    labels = sorted((str(os.getpid()), *card))
     mine = {name: value for (name, *of), value in figures.items() if of == labels}
-    assert mine["gpu_allocator_retries_total"] == 3
-    assert mine["gpu_allocator_out_of_memory_total"] == 2
-    assert sum(name == "gpu_allocator_retries_total" for name, *_ in figures) == 1
+    assert mine["gpuconsole_allocator_retries_total"] == 3
+    assert mine["gpuconsole_allocator_out_of_memory_total"] == 2
+    assert sum(name == "gpuconsole_allocator_retries_total" for name, *_ in figures) == 1
 
 
 @pytest.mark.parametrize("pause", [0.0, 7200.0])
@@ -384,11 +395,13 @@ def test_counters_include_all_events_between_two_scrapes(rt, monkeypatch, pause)
         rt.evict("a")
     monkeypatch.undo()
     after = samples(http.get("/metrics").text)
-    assert after["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30
-    assert after["gpu_evictions_total",] - before.get(("gpu_evictions_total",), 0) == 30
-    assert after["gpu_restore_seconds_count",] == 29, "short ones count too"
+    assert after["gpuconsole_evictions_by_reason_total", "evict", "offloaded"] == 30
+    assert (
+        after["gpuconsole_evictions_total",] - before.get(("gpuconsole_evictions_total",), 0) == 30
+    )
+    assert after["gpuconsole_restore_seconds_count",] == 29, "short ones count too"
     again = samples(http.get("/metrics").text)
-    assert again["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30, "counted once"
+    assert again["gpuconsole_evictions_by_reason_total", "evict", "offloaded"] == 30, "counted once"
 
 
 def test_after_a_boot_the_counters_start_at_zero(runtime, monkeypatch, tmp_path):
@@ -404,4 +417,4 @@ def test_after_a_boot_the_counters_start_at_zero(runtime, monkeypatch, tmp_path)
     after = runtime(**settings)
     assert any(event.action == "offloaded" for event in after.history("1h").events)
     figures = samples(client(after).get("/metrics").text)
-    assert not any(name == "gpu_evictions_by_reason_total" for name, *_ in figures)
+    assert not any(name == "gpuconsole_evictions_by_reason_total" for name, *_ in figures)

@@ -81,14 +81,18 @@ async def test_a_stream_is_counted_exactly_and_shows_its_usage_only_on_request()
             assert len([e for e in events if not e["choices"]]) == len(more)
         async for _ in (await k.chat("qwen", stream=True)).events:
             pass
-        name = "gpu_call_answer_tokens"
+        name = "gpuconsole_call_answer_tokens"
         tokens = {
             (sample.name, sample.value)
             for metric in k.gateway.figures.collect()
             for sample in metric.samples
-            if sample.name in (f"{name}_count", f"{name}_sum", "gpu_call_seconds_count")
+            if sample.name in (f"{name}_count", f"{name}_sum", "gpuconsole_call_seconds_count")
         }
-        assert {(f"{name}_count", 2), (f"{name}_sum", 6), ("gpu_call_seconds_count", 2)} == tokens
+        assert {
+            (f"{name}_count", 2),
+            (f"{name}_sum", 6),
+            ("gpuconsole_call_seconds_count", 2),
+        } == tokens
 
 
 def test_a_line_is_written_once_and_its_seconds_are_rounded(lines):
