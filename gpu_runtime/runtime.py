@@ -36,6 +36,7 @@ from .facts import (
     Schedule,
     Snapshot,
     Wait,
+    away_word,
 )
 from .notebook import notebook_path
 from .owner import (
@@ -265,6 +266,11 @@ class Runtime:
         """Whether new uses of the model `name` wait for a request of another process."""
         resident = self._session.residents.get(name)
         return resident is not None and resident.pauses
+
+    def _away_word(self, name: str) -> str:
+        """What the model `name` is called in host memory, as on the console; empty if it is not there."""
+        resident = self._session.residents.get(name)
+        return "" if resident is None or resident.handle is None else away_word(resident.lease)
 
     # -- using
 

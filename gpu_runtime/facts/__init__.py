@@ -33,6 +33,7 @@ from .base import (
     where,
 )
 from .book import (
+    ASLEEP,
     EVICTED,
     PASSING,
     THIS_PROCESS,
@@ -40,6 +41,7 @@ from .book import (
     Drain,
     Event,
     Ghost,
+    away_word,
     bytes_label,
     cards_label,
     decode_book,

@@ -379,6 +379,7 @@ def _promised(sections: Iterable[Section]) -> dict[str, int]:
 
 
 THIS_PROCESS = "this process"
+ASLEEP = "asleep"
 
 
 class LeaseState(NamedTuple):
@@ -386,7 +387,8 @@ class LeaseState(NamedTuple):
 
     activity: str  # "arriving", "leaving", "in use", "idle" or "never used"
     seconds: float = 0.0  # how long it has been in use, or idle; 0: not known
-    # Of a settled, unused lease in host memory: `warm`, or `parked` if it is a notebook's own memory.
+    # Of a settled, unused lease in host memory: `warm`, `asleep` if it is an engine's, or `parked` if it is a
+    # notebook's own memory.
     away: str = ""
 
     @property
@@ -412,13 +414,22 @@ class LeaseState(NamedTuple):
         return f"{self.away}, {text}" if self.away else text
 
 
+def away_word(lease: Lease) -> str:
+    """What a lease in host memory is called there; empty for any other lease."""
+    if not lease.on_host:
+        return ""
+    if lease.kind == "kernel":
+        return "parked"
+    return ASLEEP if lease.backend in ENGINES else "warm"
+
+
 def lease_state(lease: Lease, now: float) -> LeaseState:
     """The state of `lease` at the time `now`."""
     if lease.phase is not Phase.SETTLED:
         return LeaseState(lease.phase.value)
     if lease.pins:
         return LeaseState("in use", now - lease.pinned_since if lease.pinned_since else 0.0)
-    away = ("parked" if lease.kind == "kernel" else "warm") if lease.on_host else ""
+    away = away_word(lease)
     if not lease.last_used:
         return LeaseState("never used", away=away)
     return LeaseState("idle", lease.idle_seconds(now), away=away)

@@ -19,13 +19,14 @@ from ..backtest import (
     split_words,
 )
 from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
-from ..facts import KERNEL, Event, Replayed, notebook_has_name
+from ..facts import ASLEEP, KERNEL, Event, Replayed, away_word, notebook_has_name
 from ..scheduler import policies
 from ..scheduler.plan import replayed
+from ..scheduler.policies import seconds_to_load, seconds_to_restore
 from ..tables import table
 from ..telemetry import hours
 from ..telemetry.journal import KEPT_DECISIONS
-from ..units import parse_seconds, show_bytes
+from ..units import parse_seconds, show_bytes, show_seconds
 from ..version import VERSION
 from . import operations, registry
 from .session import Session
@@ -119,7 +120,7 @@ def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ..
         found = _of_process(session, found, process)[-MOST_OF_ONE:]
     if not found and resident is None and session.catalogue.spec(bare) is None:
         found = _on_kernel(session, bare)
-    return found[::-1]
+    return (*_asleep(session, bare), *found[::-1])
 
 
 def _recent(session: Session) -> list[Event]:
@@ -183,6 +184,29 @@ def _staying(session: Session, owner_id: str) -> tuple[Event, ...]:
         )
         for one in section.staying
     )
+
+
+def _asleep(session: Session, name: str) -> tuple[Event, ...]:
+    """An event for each sleeping engine called `name`: what waking it takes, and what ending it would cost."""
+    found = []
+    for lease in session.ledger.read().leases():
+        if lease.name != name or away_word(lease) != ASLEEP:
+            continue
+        size = lease.own_bytes
+        wake = lease.restore_seconds or seconds_to_restore(lease, size)
+        load = lease.reload_seconds or seconds_to_load(lease, size)
+        because = (
+            f"{lease.name} sleeps, and has {show_bytes(size)} in RAM. It wakes in {show_seconds(wake)} "
+            f"({_known(lease.restore_seconds)}). If it were ended, its next use would start it in "
+            f"{show_seconds(load)} ({_known(lease.reload_seconds)})."
+        )
+        event = Event(0, session.wall(), name, ASLEEP, "compared", because, owner=lease.owner)
+        found.append(event)
+    return tuple(found)
+
+
+def _known(seconds: float) -> str:
+    return "measured" if seconds else "estimated"
 
 
 def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:

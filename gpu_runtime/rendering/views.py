@@ -430,6 +430,7 @@ _EVENT_PHRASES = {
     "lost": "was lost, freeing {bytes}",
     "misplaced": "is not on the devices that were granted",
     "stays": "stays where it is",
+    "asleep": "is asleep",
     "unfinished": "is in a load that was stopped and has not ended",
     "pin": "was pinned",
     "unpin": "was unpinned",

@@ -138,6 +138,9 @@ class FleetModels:
     def _pauses(self, name: str) -> bool:
         return False
 
+    def _away_word(self, name: str) -> str:
+        return ""
+
     def use(self, name: str, *, importance: int | None = None) -> FleetModel:
         """A context manager with the model `name` for calls of this `importance`. Each call chooses its host itself."""
         return FleetModel(self, name, importance)

@@ -112,7 +112,7 @@ class Gateway:
         self.clients = Clients()
         self.usage = Usage(store)
         self._access = KeyRules(keys, clock, self.usage)
-        self.costs = Costs()
+        self.costs = Costs(rt._away_word)
         self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
         path = settings.gpu_tasks or default_file()

@@ -28,7 +28,7 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from ..facts import ENGINES, IMPORTANCE, NORMAL, ModelSpec, Value, Wait
+from ..facts import ASLEEP, ENGINES, IMPORTANCE, NORMAL, ModelSpec, Value, Wait
 from ..threads import start_short
 from .requests import Refused
 
@@ -221,6 +221,8 @@ _UNKNOWN = ModelActivity()
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
 MOST_CLIENTS = 1024  # the most clients whose last turn is remembered
 MAX_RETRY_SECONDS = 60.0
+# What a call that waits for its model says, by what the model was called in host memory; others: `restoring`.
+_VERBS = {"": "loading", ASLEEP: "waking"}
 
 
 # The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
@@ -406,7 +408,7 @@ class Queue:
         else:
             elapsed, expected = self._clock() - hold.began, self._load_seconds(model)
             of = f", {elapsed:.0f} of {expected:.0f} s" if expected else f" for {elapsed:.0f} s"
-            words.append(f"loading {model}{of}")
+            words.append(f"{_VERBS.get(hold.returns_from, 'restoring')} {model}{of}")
         return "; ".join(words)
 
     def _left_of_load(self, model: str) -> float | None:
@@ -597,6 +599,7 @@ class Hold:
         self.began = 0.0  # by the clock; until the memory is granted, set at each wait
         self.waits = False  # whether its request waits in the ledger now
         self.waited = False  # whether its request had to wait
+        self.returns_from = ""  # what the model was called in host memory, if it returns from there
         self.because = ""  # why its request waits
         self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
@@ -700,13 +703,14 @@ class Holds:
         self,
         rt: Runtime,
         waiting: Callable[[], None],
-        loaded: Callable[[str, float], None],
+        loaded: Callable[[str, float, bool], None],
         clock: Callable[[], float],
     ) -> None:
         """`rt` is the runtime whose models are pinned; `clock` returns seconds.
 
-        `waiting()` is called in the loop when a hold begins or ends to wait for others. `loaded(model, seconds)` is
-        called in the hold's thread after a load, with the time since the model's memory was granted.
+        `waiting()` is called in the loop when a hold begins or ends to wait for others. `loaded` is
+        called in the hold's thread after a load: with the model, the seconds since its memory was granted, and whether
+        it was in host memory.
         """
         self._rt = rt
         self._waiting = waiting
@@ -757,11 +761,13 @@ class Holds:
         hold.thread = thread
         try:
             was_here = self._rt.here(hold.model)
+            hold.returns_from = self._rt._away_word(hold.model)
             imported = _imported()
             hold.began = self._clock()
             with self._rt.use(hold.model, importance=self._importance(hold)) as value:
                 if not was_here and _imported() == imported:  # the first import is no load
-                    self._loaded(hold.model, self._clock() - hold.began)
+                    seconds = self._clock() - hold.began
+                    self._loaded(hold.model, seconds, bool(hold.returns_from))
                 hold.settle(hold.ready, value)
                 del value  # this frame must not keep a model that was evicted
                 while not hold.ends_now():
@@ -797,6 +803,7 @@ class Holds:
         if hold.ends_now():
             raise _Released
         hold.began = self._clock()  # the memory is not granted yet, so the load has not begun
+        hold.returns_from = self._rt._away_word(hold.model)
         prefix = self._own_prefix
         own = [id for id in wait.blockers if id.startswith(prefix)]
         blockers = frozenset(id.removeprefix(prefix) for id in own)

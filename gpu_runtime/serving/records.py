@@ -171,21 +171,27 @@ class Answered(Value):
 class Costs:
     """Durations in seconds by model, as measured in this process."""
 
-    def __init__(self) -> None:
-        self._loads: dict[str, deque[float]] = {}
+    def __init__(self, in_ram: Callable[[str], object] = lambda model: False) -> None:
+        """`in_ram(model)` is whether the model's next load is a return from host memory."""
+        self._in_ram = in_ram
+        self._loads: dict[tuple[str, bool], deque[float]] = {}  # by model, and whether from there
         self._answers: dict[tuple[str, str], deque[Answered]] = {}
         self._refusals: Counter[str] = Counter()  # of too short budgets, by requested name
 
-    def add_load(self, model: str, seconds: float) -> None:
-        """Records that a load of `model` took so many `seconds`."""
-        self._loads.setdefault(model, deque(maxlen=LOADS_KEPT)).append(seconds)
+    def add_load(self, model: str, seconds: float, from_ram: bool = False) -> None:
+        """Records that a load of `model` took so many `seconds`, or its return from host memory."""
+        key = model, from_ram
+        self._loads.setdefault(key, deque(maxlen=LOADS_KEPT)).append(seconds)
 
     def load_seconds(self, model: str) -> float | None:
         """The seconds that a usual load of `model` takes, the median; None if no load was measured.
 
-        Of two that were measured, the shorter one counts: a slow load must not refuse the calls that measure more.
+        If the model is in host memory, its returns from there count, if one was measured. Of two that were measured,
+        the shorter one counts: a slow load must not refuse the calls that measure more.
         """
-        loads = self._loads.get(model)
+        loads = self._loads.get((model, False))
+        if self._in_ram(model):
+            loads = self._loads.get((model, True), loads)
         return median_low(loads) if loads else None
 
     def add_answer(self, model: str, kind: str, seconds: float, **known: Any) -> None:

@@ -154,6 +154,7 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
         lease("kernel", 2, kind="kernel"),
         lease("away", 1, HOST),
         lease("kept", 0.5, keep=True),
+        lease("engine", 0.2, HOST, backend="vllm"),
     )
     rows = shown(world)["groups"][0]["rows"]
     assert [(row["name"], [tuple(one.values()) for one in row["actions"]]) for row in rows] == [
@@ -162,9 +163,11 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
         ("its own code", [("park", "Park", "")]),
         ("kept", [("evict", "Evict", "It is pinned; unpin it first"), ("unpin", "Unpin", "")]),
         ("away", [("restore", "Restore", "")]),
+        ("engine", [("restore", "Restore", "")]),
     ]
-    assert [row["variables"] for row in rows] == [False, False, True, False, False]
+    assert [row["variables"] for row in rows] == [False, False, True, False, False, False]
     assert rows[4]["where"] == "RAM" and rows[3]["state"] == "pinned"
+    assert [row["state"] for row in rows[4:]] == ["", "asleep"]
 
 
 def test_no_shown_text_has_a_control_character_or_changes_with_time_alone():

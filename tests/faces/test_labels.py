@@ -37,6 +37,11 @@ LEASES = {
     "idle 3 min": {"last_used": NOW - 200.0},
     "never used": {},
     "warm, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0},
+    "asleep, idle 3 min": {
+        "shares": (Share(HOST, 8),),
+        "last_used": NOW - 200.0,
+        "backend": "vllm",
+    },
     "parked, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0, "kind": "kernel"},
 }
 

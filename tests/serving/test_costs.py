@@ -28,6 +28,20 @@ def test_a_load_and_an_answer_count_with_the_median_of_the_last_ones():
     assert costs.expect("qwen", call()).answer == pytest.approx(1.0)
 
 
+def test_a_model_in_host_memory_is_expected_as_soon_as_its_returns_were():
+    """A call with a budget of 10 s was refused for the cold start of an engine that wakes in 2 s, or the reverse."""
+    in_ram: set[str] = set()
+    costs = Costs(in_ram.__contains__)
+    costs.add_load("qwen", 40.0)
+    in_ram.add("qwen")
+    assert costs.load_seconds("qwen") == 40.0, "no return was measured"
+    for _ in range(5):
+        costs.add_load("qwen", 2.0, from_ram=True)
+    assert costs.load_seconds("qwen") == 2.0
+    in_ram.clear()
+    assert costs.load_seconds("qwen") == 40.0
+
+
 def test_one_long_answer_says_little_about_a_short_one():
     """An answer of 400 tokens took 32 s. A call for 10 tokens still fits a budget of 3 s."""
     costs = Costs()

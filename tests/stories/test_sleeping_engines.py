@@ -11,7 +11,8 @@ from gpu_runtime.backends.engines import backend as engines
 from gpu_runtime.backends.engines.recipes import Vllm
 from gpu_runtime.facts import HOST, Evidence
 from gpu_runtime.owner import registry
-from gpu_runtime.units import GIB
+from gpu_runtime.rendering import text
+from gpu_runtime.units import GIB, show_seconds
 from tests.backends.test_engine_server import alive
 from tests.backends.test_engine_sleep import WEIGHTS, charged_in
 from tests.backends.test_engine_sleep import place as place
@@ -65,6 +66,19 @@ def test_what_sleeping_engines_keep_on_the_card_is_residue_and_no_byte_counts_tw
     assert places(rt) == {"a": {"sim:0": 4 * GIB - kept}, "b": {HOST: WEIGHTS}}
     rt.evict("b", drop=True)
     assert rt.status().devices[0].residue_bytes == kept
+
+
+def test_an_engine_that_sleeps_is_called_asleep_and_why_compares_its_seconds(rt):
+    for name in "aba":
+        use(rt, name)
+    use(rt, "b")
+    assert "asleep, idle" in text.status(rt.status())
+    first = rt.why("a")[0]
+    lease = rt.status().lease(*registry.resolve(rt._session, "a"))
+    assert first.action == "asleep" and 0 < lease.restore_seconds < lease.reload_seconds
+    assert f"wakes in {show_seconds(lease.restore_seconds)} (measured)" in first.because
+    assert f"start it in {show_seconds(lease.reload_seconds)} (measured)" in first.because
+    assert rt.why("b")[0].action != "asleep"
 
 
 def test_an_engine_that_does_not_sleep_is_ended_and_says_so_once(rt, place, caplog):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from gpu_runtime.facts import (
+    ASLEEP,
     KERNEL,
     UNUSUAL,
     DeviceView,
@@ -216,6 +217,7 @@ def _sum_words(leases: Sequence[Lease], residue: int) -> str:
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
     is_kernel = lease.kind == KERNEL
     state = lease_state(lease, snapshot.now)
+    is_asleep = state.away == ASLEEP
     is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
     words = kernel_state(lease, snapshot).text if is_kernel else state.word
     buttons: tuple[Button, ...] = ()
@@ -230,7 +232,9 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         "where": place(lease),
         "bytes": show_bytes(lease.bytes),
         "state": ", ".join(
-            filter(None, ("pinned" if lease.keep else "", "" if is_idle else words))
+            filter(
+                None, ("pinned" if lease.keep else "", words if not is_idle or is_asleep else "")
+            )
         ),
         "idle": _epoch(lease.last_used, snapshot) if is_idle else None,
         "variables": is_kernel,
