@@ -158,7 +158,7 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
     assert rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
 
 
-@pytest.mark.parametrize("backend", ["tgi", "exllama"])
+@pytest.mark.parametrize("backend", ["tgi", "tensorrt"])
 def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
