@@ -135,7 +135,10 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     if verb.name in SERVERS:
         return _print(verb, args, SERVERS[verb.name](args), None)
     if not verb.needs_runtime:
-        return _print(verb, args, verb.answer(None, args), None)
+        value = verb.answer(None, args)
+        if _is_confirmed(verb, args, value):
+            value = verb.answer(None, args)
+        return _print(verb, args, value, None)
     from . import watching
 
     rt = watching.followed()
@@ -180,12 +183,17 @@ def watch(rt: Any, stream: TextIO | None = None, wait: Callable[[float], None] =
 
 
 def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
-    """Whether a person at a terminal has read the hazards in the outcome `value` and confirms."""
-    open_question = verb.name == "park" and args.checkpoint and not (args.yes or args.json)
-    if not open_question or value.done or not sys.stdin.isatty():
+    """Whether a person at a terminal has read what the outcome `value` says, and confirms."""
+    if verb.name == "uninstall":
+        question = value if isinstance(value, str) else ""
+    else:
+        asks = verb.name == "park" and args.checkpoint and not value.done
+        question = value.because if asks else ""
+    if not question or args.yes or args.json or not sys.stdin.isatty():
         return False
-    print(verbs.typed_in(CLI, value.because))
-    args.yes = input("Type yes to park it: ").strip().lower() == "yes"
+    print(verbs.typed_in(CLI, question))
+    does = "park" if verb.name == "park" else "remove"
+    args.yes = input(f"Type yes to {does} it: ").strip().lower() == "yes"
     return args.yes
 
 

@@ -573,6 +573,13 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
     return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
 
 
+def uninstall(rt: Any, args: argparse.Namespace) -> Any:
+    """Lists or removes what was written for this user. Returns the outcome. `rt` is not used."""
+    from . import uninstall
+
+    return uninstall.uninstall(args.yes, args.prefix or "")
+
+
 def box(rt: Any, args: argparse.Namespace) -> Any:
     """Carries out the action in `args` on the installation for every kernel. `rt` is not used."""
     from . import box
@@ -943,6 +950,17 @@ _TABLE = (
         "lets every new kernel of this environment load gpu by itself",
         lambda rt, args: autoload.write_autoload(remove=args.remove),
         (switch("--remove", "new kernels no longer load it"),),
+        places=(CLI,),
+        needs_runtime=False,
+    ),
+    Verb(
+        "uninstall",
+        "lists what gpu-console wrote for this user, and removes it; asks first",
+        uninstall,
+        (
+            option("--prefix", "DIR", "an environment that has lost the package already", "files"),
+            switch("--yes", "removes it without a question"),
+        ),
         places=(CLI,),
         needs_runtime=False,
     ),

@@ -5,8 +5,6 @@ the code fails a test, and so does a setting, verb, error, route or field that n
 """
 
 import inspect
-import json
-import os
 import re
 import shlex
 import subprocess
@@ -27,7 +25,6 @@ from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
 from gpu_runtime.telemetry import hours
 from gpu_runtime.verbs import VERBS
-from tests.clock import scaled
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -43,7 +40,6 @@ PAGES = {
 }
 MOST_README_LINES = 200
 FIRST_SCREEN_LINES = 40
-MOST_SECONDS = 280  # for all examples on one card, on a busy machine
 
 
 def page(name: str) -> str:
@@ -262,73 +258,6 @@ def test_every_file_that_is_named_exists(name):
     made_up = ("NAME", "NN_", "_build")
     real = [path for path in sorted(paths) if not any(part in path for part in made_up)]
     assert [path for path in real if not (ROOT / path).exists()] == []
-
-
-RUN = """
-import json, sys
-import gpu_runtime
-from IPython.core.interactiveshell import InteractiveShell
-
-shell = InteractiveShell.instance()
-shell.run_line_magic("colors", "nocolor")
-for name, cells in json.load(sys.stdin).items():
-    print("===", name, flush=True)
-    for cell in cells:
-        shell.run_cell(cell).raise_error()
-    gpu_runtime.runtime().close()
-    if "gpu" in shell.extension_manager.loaded:
-        shell.run_line_magic("unload_ext", "gpu")
-    shell.reset()
-"""
-FIRST_PAGES = ["README.md", "docs/getting_started.md"]
-GUIDES = [name for name in sorted(PAGES) if name.startswith(("docs/guides/", "docs/reference/"))]
-
-
-def cells(text: str) -> list[str]:
-    """The Python examples of a page, as the cells of one notebook. A comment before a fence can exclude an example."""
-    text = re.sub(r"<!-- not run: .*? -->\n```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    return re.findall(r"^```(?:python|ipython)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def run_examples(names: list[str], devices: str, place: Path) -> str:
-    """Runs the examples of each page as a separate notebook, one after the other. Returns what they showed."""
-    paths = [str(ROOT / part) for part in ("", "kernel_ext", "panels")]
-    settings = {
-        "GPU_DEVICES": devices,
-        "GPU_LEDGER": f"keeper://{place}/ledger",
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",  # the models are tiny: more threads only wait for each other
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", RUN],
-        input=json.dumps({name: cells(PAGES[name]) for name in names}),
-        cwd=place,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=scaled(MOST_SECONDS),
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
-
-
-@pytest.mark.timeout(MOST_SECONDS + 10)
-def test_the_first_examples_run(tmp_path):
-    """The card holds only one of the two models. The first is offloaded, and the reason is shown."""
-    shown = run_examples(FIRST_PAGES, "sim:96MiB,host:8GiB", tmp_path)
-    assert shown.count("ranker needs") >= len(FIRST_PAGES), shown
-
-
-@pytest.mark.timeout(MOST_SECONDS + 10)
-@pytest.mark.parametrize(
-    "card", ["4GiB", "24GiB", "2x80GiB"]
-)  # half the memory of a small machine, and GPUs
-def test_the_examples_of_guides_and_reference_run(tmp_path, card):
-    """The examples of each page run from the first to the last."""
-    names = [name for name in GUIDES if cells(PAGES[name])]
-    assert len(names) > 4
-    run_examples(names, f"sim:{card},host:8GiB", tmp_path)
 
 
 def typed(text: str) -> list[str]:

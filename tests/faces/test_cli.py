@@ -60,6 +60,7 @@ ANSWERS = {
     ("exporter", "-h"): "gpu exporter [--host HOST] [--port N] [--socket PATH]",
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("autoload", "-h"): "gpu autoload [--remove]",
+    ("uninstall", "-h"): "gpu uninstall [--prefix DIR] [--yes]",
     (
         "box",
         "-h",

@@ -1,6 +1,6 @@
 """The official clients, unchanged, against a real server: OpenAI and its agents, Anthropic, Ollama.
 
-`docs/guides/serving.md` has the versions that were tried. `make clients` tries many more, in tests/clients.
+`docs/reference/serving.md` has the versions that were tried. `make clients` tries many more, in tests/clients.
 """
 
 import asyncio

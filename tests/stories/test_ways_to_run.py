@@ -1,4 +1,4 @@
-"""Ways in which Python can run between two cells (docs/guides/plain_torch.md) never lose a write to a tensor."""
+"""Ways in which Python can run between two cells (docs/reference/parking.md) never lose a write to a tensor."""
 
 from __future__ import annotations
 
