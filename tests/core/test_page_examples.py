@@ -24,7 +24,7 @@ PAGES = {
     if not {"_build", "_notebooks"} & set(path.parts)
 }
 # Verbs that change the machine or do not end, and those of a second cluster. Other tests run them.
-NOT_TYPED = ("serve", "console", "box", "ledger", "autoload", "uninstall", "fleet")
+NOT_TYPED = ("serve", "exporter", "console", "box", "ledger", "autoload", "uninstall", "fleet")
 
 
 class Step(NamedTuple):
