@@ -20,6 +20,7 @@ from jupyter_client.manager import KernelManager
 
 from gpu_runtime import box
 from tests.clock import PATIENCE, scaled
+from tests.next_version import NEXT, next_version
 from tests.stories.notebooks import Notebook
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def as_version(wheel: Path, version: str, folder: Path) -> Path:
-    """The `wheel` with the number of another version, in `folder`."""
+    """The `wheel` with the number of another version, in `folder`. The NEXT one has its code too."""
     _, old, rest = wheel.name.split("-", 2)
     made = folder / f"{OURS}-{version}-{rest}"
     with zipfile.ZipFile(wheel) as before, zipfile.ZipFile(made, "w") as after:
@@ -45,6 +46,8 @@ def as_version(wheel: Path, version: str, folder: Path) -> Path:
             content = before.read(name)
             if name.endswith(("METADATA", "version.py")):
                 content = content.replace(old.encode(), version.encode())
+            elif version == NEXT and name.endswith(".py"):
+                content = next_version(name, content.decode()).encode()
             after.writestr(name.replace(f"{OURS}-{old}.", f"{OURS}-{version}."), content)
     return made
 

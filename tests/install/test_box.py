@@ -6,6 +6,7 @@ installs at the real paths, in a mount namespace whose root is a copy on write.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import grp
 import os
@@ -22,6 +23,7 @@ from gpu_runtime import GpuError, box, cli
 from gpu_runtime.errors import BadSetting, NotAllowed
 from gpu_runtime.ledgers import setup
 from tests.clock import PATIENCE, finished, scaled, until
+from tests.next_version import NEXT
 
 from .boxes import (
     CORE,
@@ -443,6 +445,30 @@ def test_the_next_versions_keeper_goes_on_with_the_book(machine, plain, monkeypa
         )
         assert "9.9.9" in cron.read_text() and not first.is_running()
         assert "m" in kernel.run("%gpu models")
+
+
+@pytest.mark.timeout(600)
+def test_an_upgrade_and_a_downgrade_disturb_no_notebook(machine, plain, monkeypatch, tmp_path):
+    """Two notebooks begin with each installation. The model of each makes room for those of all others."""
+    monkeypatch.setenv("PIP_FIND_LINKS", str(machine.source))
+    old = next(machine.source.glob("gpu_console-*.whl"))
+    kernels: list[BoxKernel] = []
+    with contextlib.ExitStack() as ends:
+        for wheel in (old, as_version(old, NEXT, tmp_path), old):
+            machine.install(wheel)
+            for _ in range(2):
+                name = f"{len(kernels)}.ipynb"
+                kernel = BoxKernel(plain, machine.root, name, EVICTION_GRACE_SECONDS="0")
+                kernels.append(ends.enter_context(kernel))
+                kernels[-1].run("rt.register('m', backend='fake', size='40MiB')")
+            for kernel in kernels:
+                assert kernel.run("rt.preload('m')").startswith("preload m: m is on sim:0")
+                assert kernel.run("1") == "1"
+        places = kernels[0].run("print(sorted(lease.where for lease in rt.status().leases()))")
+        assert places == f"{['host'] * 5 + ['sim:0']}\n"
+        shown = kernels[0].run("%gpu")
+        assert f"{NEXT} in 2.ipynb (pid {kernels[2].pid}); 3.ipynb" in shown
+        assert [kernel.log for kernel in kernels] == [[]] * 6
 
 
 SYSTEMCTL = """#!/bin/sh
