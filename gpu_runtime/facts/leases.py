@@ -149,6 +149,7 @@ class Lease(Value):
     backend: str = ""
     model_type: str = "other"
     quantization: str = ""
+    fixed: str = ""  # why torch cannot move a notebook's memory, which is then not movable
 
     def __str__(self) -> str:
         in_use = ", in use" if self.pins else ""

@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import NotStill, Stillness, is_out_of_memory
+from ..backends.torch_release import why_not_moved
 from ..errors import CannotGovern, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
 from ..facts import (
     HOST,
@@ -394,12 +395,13 @@ class Kernel:
         """Opens the lease for the counted memory `held`."""
         session, handle = self._session, self._handle
         resident = KernelResident(session, handle)
-        now = session.clock()
+        now, fixed = session.clock(), why_not_moved()
         lease = replace(
             resident.lease,
             kind=KERNEL,
             shares=held,
-            movable=self._may_leave,
+            movable=self._may_leave and not fixed,
+            fixed=fixed,
             settled_at=now,
             last_used=now,
             backend=KERNEL,
@@ -496,7 +498,8 @@ class Kernel:
             operations.preload(self._session, self._id())
         self._may_leave = not never
         if resident is not None:
-            resident.settle_at(replace(resident.lease, movable=self._may_leave))
+            movable = self._may_leave and not resident.lease.fixed
+            resident.settle_at(replace(resident.lease, movable=movable))
             self._session.publish()
         because = f"this notebook is {'never parked' if never else 'parked when asked'}"
         return Outcome(verb="park", name="", done=True, because=because, bytes=0)

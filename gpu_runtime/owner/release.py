@@ -130,7 +130,7 @@ def _leave(
     if step is None and (refusal := resident.backend.refusal(name)):
         return book, refusal
     if step is None:
-        return book, _only_copy(lease, resident.needed_elsewhere())
+        return book, _only_copy(session, lease, resident.needed_elsewhere())
     return victims.mark_leaving(book, step, key.text), step
 
 
@@ -161,14 +161,15 @@ def _cannot_return(session: Session, lease: Lease, why: str) -> DoesNotFit:
     )
 
 
-def _only_copy(lease: Lease, is_needed: bool) -> DoesNotFit:
-    why, advice = "exists nowhere else", f"give it up for good:  rt.forget({lease.name!r})"
+def _only_copy(session: Session, lease: Lease, is_needed: bool) -> DoesNotFit:
+    why, advice = victims.needs_host_room(lease), f"give it up for good:  rt.forget({lease.name!r})"
     if is_needed:
-        why = "is needed by an autograd graph or a view"
+        why = "is needed by an autograd graph or a view, and the host has no room for it"
         advice = "delete what holds it, for example the loss of an unfinished step"
+    fixed = explain.advice_on_fixed(why, lease.name)
     return DoesNotFit(
-        f"{lease.name} ({show_bytes(lease.bytes)}) {why} and host memory has no room for it.\n"
-        f"  Raise CPU_MEMORY_MAX_PERCENT, or {advice}",
+        f"{lease_title(lease, session.owner)} ({show_bytes(lease.bytes)}) {why}.\n"
+        f"  {fixed or f'Raise CPU_MEMORY_MAX_PERCENT, or {advice}'}",
         name=lease.name,
         need_bytes=lease.bytes,
         device=HOST,

@@ -1099,7 +1099,7 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
     if lease.droppable or (can_move(lease, world) and all_fit_in_host):
         return "would not free enough"
     why = needs_host_room(lease)
-    return why if why in (EXEMPT, FIXED) else f"{why} now"
+    return why if why == EXEMPT or FIXED in why else f"{why} now"
 
 
 def _in_use_words(lease: Lease, why: str) -> str:

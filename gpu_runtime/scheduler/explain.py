@@ -24,6 +24,7 @@ from ..errors import (
     WaitEnded,
 )
 from ..facts import (
+    KERNEL,
     THIS_PROCESS,
     AllocatorMap,
     Book,
@@ -161,10 +162,8 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
     if verdict.kind == "drained":
         return f"End the drain:  gpu drain {verdict.device} --undo"
     if verdict.kind == "precious":
-        if EXEMPT in verdict.because:
-            return "End the exemption in that notebook:  %gpu park asked      or free its memory:  %gpu free"
-        if FIXED in verdict.because:
-            return f"Give it up in its notebook:  rt.forget({first_holder!r})"
+        if advice := advice_on_fixed(verdict.because, first_holder):
+            return advice
         if first_holder == "kernel":
             return "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, or free it in its notebook:  %gpu free"
         return (
@@ -175,6 +174,17 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
     return (
         f"{less}, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n  Nothing was evicted. See:  {plan}"
     )
+
+
+def advice_on_fixed(because: str, name: str) -> str:
+    """What to type about the lease `name` that its process does not move, `because` of this; else empty."""
+    if EXEMPT in because:
+        return "End the exemption in that notebook:  %gpu park asked      or free its memory:  %gpu free"
+    if FIXED not in because:
+        return ""
+    if name == KERNEL:
+        return "Free its memory in its notebook:  %gpu free"
+    return f"Give it up in its notebook:  rt.forget({name!r})"
 
 
 def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:

@@ -461,6 +461,8 @@ def needs_host_room(lease: Lease) -> str:
     The text is the end of a sentence. Either the lease is a notebook's memory that may not be
     moved, or its process cannot move it, or the host has no room for the lease.
     """
+    if lease.fixed:
+        return f"{FIXED} ({lease.fixed})"
     if lease.kind == "kernel" and not lease.movable:
         return EXEMPT
     if not lease.movable:

@@ -579,7 +579,7 @@ def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
     other = fakes(runtime(**settings), m="50MiB")
     with pytest.raises(GpuError):
         other.preload("m", timeout=0.3)
-    with pytest.raises(GpuError):
+    with pytest.raises(GpuError, match=r"is exempt from parking.*\n.*%gpu park asked"):
         rt.park()
     assert rt.park("asked").done
     other.preload("m", timeout=PATIENCE)

@@ -140,16 +140,21 @@ def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
 
 
 @pytest.mark.parametrize(
-    "movable, because, hint",
+    "more, because, hint",
     [
-        (False, "is exempt from parking", "%gpu park asked"),
-        (True, "exists nowhere else, and the host has no room for it", "CPU_MEMORY_MAX_PERCENT"),
+        ({"movable": False}, "is exempt from parking", "%gpu park asked"),
+        (
+            {"movable": False, "fixed": "torch 2.3.1 is old"},
+            "exists nowhere else, and its process cannot move it (torch 2.3.1 is old)",
+            "%gpu free",
+        ),
+        ({}, "exists nowhere else, and the host has no room for it", "CPU_MEMORY_MAX_PERCENT"),
     ],
 )
-def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(movable, because, hint):
+def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(more, because, hint):
     """An exempt notebook stays although the host has room. The advice never forgets its memory."""
-    other = lease("kernel", sim0=12, kind="kernel", droppable=False, movable=movable)
-    host = 4 if movable else 64
+    other = lease("kernel", sim0=12, kind="kernel", droppable=False, **more)
+    host = 64 if more else 4
     page = book(other)
     asked = request("qwen", 10, by=2)
     _, verdict = decide(page, asked, world(sim0=20, host=host))
