@@ -30,7 +30,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -49,12 +49,14 @@ from .ledgers.liveness import boot_id
 from .version import VERSION
 
 T = TypeVar("T")
-PREFIX, GROUP, PYTHONS = "/opt/gpu-console", "gpu", "3.11-3.14"
+PREFIX, GROUP, PYTHONS = "/opt/gpu-console", "gpu", "3.10-3.14"
 LEDGER = Path("/var/lib/gpu-console/ledger")
 COMMAND = Path("/usr/local/bin/gpu")
 EXTRAS = "console,serve"  # of the environment of the command
 # What a kernel loads beside our own code. IPython and psutil come with every ipykernel.
 CORE = ("msgspec>=0.19", "nvidia-ml-py>=12", "pyyaml>=5.1")
+CORE_OF_3_10 = ("tomli>=1.1",)
+HIDDEN = ("yaml", "tomli")  # in a kernel our own code alone finds them, as gpu_runtime.box_…
 BLOCK = f"""{BEGIN}: written by `gpu box install`, removed by `gpu box remove`. Off: GPU_AUTOLOAD=0
 try:
     import importlib.util as _util, os as _os, sys as _sys
@@ -87,6 +89,18 @@ class Made(Value):
     ledger: str = ""  # the keeper's ledger; empty if the machine's ledger has none, such as a Redis
     made_ledger: bool = False  # else the operator had made it before
     directories: tuple[str, ...] = ()  # that did not exist before, the outermost first
+
+
+class _Work(NamedTuple):
+    """What the steps of an installation have in common."""
+
+    where: Places
+    wheel: Path
+    links: str  # a directory with more wheels; empty without
+    ledger: Path | None
+    group: str
+    undo: contextlib.ExitStack  # what a failure takes back
+    say: Callable[[str], None]  # tells the operator of each step that takes long
 
 
 class Places(NamedTuple):
@@ -166,12 +180,14 @@ def install(
     dry_run: bool = False,
     root: str | None = None,
     newest: bool = False,
+    say: Callable[[str], None] = lambda step: None,
 ) -> Outcome | str:
     """Installs a version for every kernel, and makes it the current one.
 
     The version is in the wheel `source`, or in a directory `source` of wheels, else it is that of the
     running command, or with `newest` the newest of the package index. `pythons` are versions such as
-    `3.11,3.12` or `3.11-3.14`. With `dry_run` nothing is written, and the text lists all paths.
+    `3.11,3.12` or `3.10-3.14`. With `dry_run` nothing is written, and the text lists all paths. `say` is
+    called with a sentence before each step that takes long.
 
     Raises NotAllowed, BadSetting, GpuError. Then nothing has changed.
     """
@@ -191,19 +207,21 @@ def install(
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-box-") as downloads:
             if wheel is None:
-                wheel = _download("gpu-console" if newest else f"gpu-console=={VERSION}", downloads)
+                name = "gpu-console" if newest else f"gpu-console=={VERSION}"
+                say(f"loads {name} from pip's index")
+                wheel = _download(name, downloads)
             links = str(wheel.parent) if source and Path(source).is_dir() else ""
             with contextlib.ExitStack() as undo:
                 made = _make_directories(where, targets, undo)
-                version, added, missing = _build(where, wheel, wanted, links, bool(pythons), undo)
-                _switch(where, version, ledger, group, made, undo)
+                work = _Work(where, wheel, links, ledger, group, undo, say)
+                version, missing = _build(work, wanted, strict=bool(pythons))
+                _switch(work, version, made)
                 undo.pop_all()
     except OSError as error:
         raise GpuError(f"{error.filename or where.prefix} cannot be written: {error}") from error
     finally:
         os.umask(old_umask)
-    kept = sweep(where)
-    return Outcome("box", "", True, _installed(where, version, added, missing, ledger, group, kept))
+    return Outcome("box", "", True, _installed(work, version, missing, sweep(where)))
 
 
 def versions_in(text: str) -> tuple[str, ...]:
@@ -217,7 +235,7 @@ def versions_in(text: str) -> tuple[str, ...]:
         first, dash, last = part.strip().partition("-")
         found = _PYTHON.fullmatch(first), _PYTHON.fullmatch(last if dash else first)
         if not (found[0] and found[1]) or int(found[0][1]) > int(found[1][1]):
-            raise BadSetting("--pythons", text, "versions such as 3.11,3.12 or 3.11-3.14")
+            raise BadSetting("--pythons", text, "versions such as 3.11,3.12 or 3.10-3.14")
         minors |= set(range(int(found[0][1]), int(found[1][1]) + 1))
     return tuple(f"3.{minor}" for minor in sorted(minors))
 
@@ -331,38 +349,34 @@ def _remove_empty(directory: str | Path) -> None:
 # -- the directory of a version --------------------------------------------------------------------
 
 
-def _build(
-    where: Places,
-    wheel: Path,
-    wanted: tuple[str, ...],
-    links: str,
-    strict: bool,
-    undo: contextlib.ExitStack,
-) -> tuple[Path, list[str], list[str]]:
-    """The directory with the version of the `wheel`, which is made or completed.
+def _build(work: _Work, wanted: tuple[str, ...], *, strict: bool) -> tuple[Path, list[str]]:
+    """The directory with the version of the wheel, which is made or completed for the `wanted` Pythons.
 
-    Returns the Pythons that were added too, and those without packages. If `strict`, a Python without
-    packages is an error. `links` is a directory with more wheels. Raises GpuError, OSError.
+    Returns the Pythons without packages too. If `strict`, they are an error. Raises GpuError, OSError.
     """
+    wheel, links, undo = work.wheel, work.links, work.undo
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    version = _directory_for(where, wheel, digest)
+    version = _directory_for(work.where, wheel, digest)
     if not (version / "installed.json").exists():
         shutil.rmtree(version, ignore_errors=True)  # what an interrupted run left
         undo.callback(shutil.rmtree, version, ignore_errors=True)
         version.mkdir()
+        work.say(
+            "makes the environment of the command, the console and the keeper: a minute or more"
+        )
         _make_environment(version / "venv", wheel, links)
         package = next((version / "venv").glob("lib/python3*/site-packages/gpu_runtime"))
         shutil.copyfile(package / "box_kernel.py", version / "kernel.py")
         (version / "in_use").write_bytes(b"Kernels that use this version map this file.\n")
-    added, missing = [], []
+    missing = []
     for python in wanted:
         directory = version / f"cp{python.replace('.', '')}"
         if directory.exists():
             continue
+        work.say(f"makes what kernels of Python {python} load")
         try:
             _add_core(directory, python, version / "venv", wheel, links)
             undo.callback(shutil.rmtree, directory, ignore_errors=True)
-            added.append(python)
         except _PipFailed as error:
             if strict:
                 raise GpuError(f"Python {python} cannot be served: {error}") from error
@@ -371,7 +385,7 @@ def _build(
         raise GpuError(f"pip finds no packages for Python {', '.join(wanted)}")
     if not (version / "installed.json").exists():
         _write_json(version / "installed.json", Installed(_version_of(wheel), digest))
-    return version, added, missing
+    return version, missing
 
 
 def _directory_for(where: Places, wheel: Path, digest: str) -> Path:
@@ -461,11 +475,13 @@ def _add_core(directory: Path, python: str, venv: Path, wheel: Path, links: str)
             f"--target={draft}",
             wheel,
             *CORE,
+            *(CORE_OF_3_10 if python == "3.10" else ()),
         )
         for extra in ("bin", "share", "etc", "gpu_panels"):
             shutil.rmtree(draft / extra, ignore_errors=True)
-        # Under this name our own code alone finds it (catalog/documents.py).
-        (draft / "yaml").rename(draft / "gpu_runtime" / "box_yaml")
+        for name in HIDDEN:  # see catalog/documents.py, compat.py
+            if (draft / name).exists():
+                (draft / name).rename(draft / "gpu_runtime" / f"box_{name}")
         if interpreter := _interpreter(python):
             with contextlib.suppress(_PipFailed):  # then kernels compile it at each start
                 _run(interpreter, "-m", "compileall", "-q", draft)
@@ -497,18 +513,13 @@ def _download(requirement: str, folder: str) -> Path:
 # -- from one version to the next ------------------------------------------------------------------
 
 
-def _switch(
-    where: Places,
-    version: Path,
-    ledger: Path | None,
-    group: str,
-    directories: tuple[str, ...],
-    undo: contextlib.ExitStack,
-) -> None:
-    """Makes `version` the current one. Raises GpuError, OSError."""
+def _switch(work: _Work, version: Path, directories: tuple[str, ...]) -> None:
+    """Makes `version` the current one. `directories` were made for it. Raises GpuError, OSError."""
+    where, ledger, undo = work.where, work.ledger, work.undo
     old = read_made(where)
     if ledger is not None:
-        is_new = _make_ledger(where, ledger, group, undo)
+        is_new = _make_ledger(where, ledger, work.group, undo)
+        work.say(f"starts the keeper of {ledger}")
         if before := where.now():
             undo.callback(setup.serve, ledger, _python_in(before), where.root)
         setup.serve(ledger, _python_in(version), where.root)
@@ -583,22 +594,14 @@ def read_made(where: Places) -> Made:
     return _read_json(where.made, Made) if where.made.exists() else Made()
 
 
-def _installed(
-    where: Places,
-    version: Path,
-    added: list[str],
-    missing: list[str],
-    ledger: Path | None,
-    group: str,
-    kept: dict[Path, list[str]],
-) -> str:
+def _installed(work: _Work, version: Path, missing: list[str], kept: dict[Path, list[str]]) -> str:
     """The sentence about an installation."""
     parts = [
         f"gpu-console {version.name} serves the kernels of Python {', '.join(_pythons_of(version))} "
-        f"in every environment, from their next start; the command is {where.command}"
+        f"in every environment, from their next start; the command is {work.where.command}"
     ]
-    if ledger is not None:
-        parts.append(f"members of the group {group} share {ledger}, whose keeper runs")
+    if work.ledger is not None:
+        parts.append(f"members of the group {work.group} share {work.ledger}, whose keeper runs")
     if missing:
         parts.append(f"pip has no packages for Python {', '.join(missing)}")
     parts += [f"{path} stays while it is used, by {', '.join(who)}" for path, who in kept.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from importlib import import_module
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -30,7 +31,10 @@ def toml() -> Any:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        try:
+            import tomli as tomllib
+        except ModuleNotFoundError:  # in a kernel of `gpu box install`, see box.py
+            tomllib = import_module("gpu_runtime.box_tomli")
     return tomllib
 
 

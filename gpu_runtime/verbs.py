@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -391,7 +392,7 @@ BOX = (
     ),
     option("--prefix", "DIR", "its directory; /opt/gpu-console unless given", "files"),
     option("--group", "G", "the users' group; gpu unless given"),
-    option("--pythons", "V", "the kernels' Pythons; 3.11-3.14 unless given"),
+    option("--pythons", "V", "the kernels' Pythons; 3.10-3.14 unless given"),
     option("--from", "FILE", "a wheel, or a directory of wheels; else pip's index", dest="source"),
     switch("--dry-run", "write nothing, and list every path"),
     option("--root", "DIR", argparse.SUPPRESS),  # for tests: all paths are below it
@@ -590,8 +591,12 @@ def box(rt: Any, args: argparse.Namespace) -> Any:
         return box.status(**where)
     if args.action == "remove":
         return box.remove(dry_run=dry_run, **where)
-    options = given(args, "group", "pythons", "source")
+    options = given(args, "group", "pythons", "source") | {"say": _say_step}
     return box.install(newest=args.action == "upgrade", dry_run=dry_run, **where, **options)
+
+
+def _say_step(step: str) -> None:
+    print(f"box: {step}", file=sys.stderr, flush=True)
 
 
 def keys(rt: Any, args: argparse.Namespace) -> str:

@@ -5,6 +5,7 @@ The functions here only read, except `delete`, which changes the catalogue.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import entry_points
@@ -232,20 +233,22 @@ def delete(session: Session, name: str) -> Outcome:
 # callable `console` takes the runtime and returns the object to show.
 
 INSTALL = "Install it:  pip install 'gpu-console[console]'"
+OF_THE_BOX = "This machine's own console runs in a terminal:  gpu console"
 
 
 def console(rt: Any) -> Any:
     """The console of the runtime `rt`. Raises GpuError if no console is installed."""
+    advice = OF_THE_BOX if "gpu_box_kernel" in sys.modules else INSTALL
     for found in entry_points(group="gpu_runtime", name="console"):
         try:
             import_whole(found.module)
             make = found.load()
         except ImportError as error:
             raise GpuError(
-                f"the console needs {error.name}, which is not installed.\n  {INSTALL}"
+                f"the console needs {error.name}, which is not installed.\n  {advice}"
             ) from None
         return make(rt)
-    raise GpuError(f"no console is installed.\n  {INSTALL}")
+    raise GpuError(f"no console is installed in this environment.\n  {advice}")
 
 
 # -- the tables that notebooks use: leases, models, events and so on -------------------------------

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from gpu_runtime import GpuError, box, cli
 from gpu_runtime.errors import BadSetting, NotAllowed
@@ -159,10 +161,27 @@ def test_a_dry_run_writes_nothing_and_lists_every_path(machine):
     assert str(machine.prefix / "current") in removal and machine.versions()
 
 
+def test_what_kernels_load_is_what_the_package_requires():
+    """psutil comes with every ipykernel. The environment marker of the rest would be judged for pip's own Python."""
+    named = [Requirement(one) for one in requires("gpu-console") or () if "extra ==" not in one]
+    always = {f"{one.name}{one.specifier}" for one in named if one.marker is None}
+    assert always - set(box.CORE) == {"psutil>=5.9"} and set(box.CORE) <= always
+    older = [one for one in named if one.marker is not None]
+    assert tuple(f"{one.name}{one.specifier}" for one in older) == box.CORE_OF_3_10
+    for minor in (9, 10, 11):
+        found = {
+            one.marker.evaluate({"python_version": f"3.{minor}"}) for one in older if one.marker
+        }
+        assert found == {minor < 11}
+
+
 def test_the_command_has_the_verb(machine, capsys):
     words = ["--root", str(machine.root), "--group", GROUP, "--pythons", PYTHON]
     assert cli.main(["box", "install", *words, "--from", str(machine.source)]) == 0
-    assert "box: gpu-console" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "box: gpu-console" in shown.out
+    steps = [line.partition(" ")[2].split()[0] for line in shown.err.splitlines()]
+    assert steps == ["makes", "makes", "starts"], shown.err
     command = machine.root / "usr/local/bin/gpu"
     done = finished([str(command), "box", "--root", str(machine.root)], env=_plain_environment())
     assert f"used by no process that is seen\nkernels   {machine.root}" in done.stdout
@@ -274,6 +293,7 @@ def test_every_kernel_has_gpu_and_nothing_else_of_the_box(machine, plain):
             kernel.run(f"import sys; print([p for p in sys.path if {str(machine.root)!r} in p])")
             == "[]\n"
         )
+        assert "runs in a terminal:  gpu console" in kernel.run("%gpu console")
         assert kernel.run("%unload_ext gpu") == "" and "not found" in kernel.run("%gpu")
         assert kernel.log == []
         assert f"pid {kernel.pid} (root)" in box.status(root=str(machine.root))
@@ -507,10 +527,10 @@ def test_where_there_is_systemd_the_keeper_is_a_service_in_a_sandbox(machine, mo
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """An environment of another version of Python that has only ipykernel; none if there is no other."""
+    """An environment with only ipykernel, of the oldest other version of Python; none if there is no other."""
     patterns = ("/usr/bin", "/usr/local/bin", str(Path.home() / ".pyenv/versions/*/bin"))
-    found = [one for pattern in patterns for one in glob.glob(f"{pattern}/python3.1[1-9]")]
-    for python in sorted(found, reverse=True):
+    found = [one for pattern in patterns for one in glob.glob(f"{pattern}/python3.1[0-9]")]
+    for python in sorted(found, key=lambda path: path.rpartition("python")[2]):
         folder = tmp_path_factory.mktemp("other")
         pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "ipykernel"]
         if python.endswith(PYTHON) or subprocess.run([python, "-m", "venv", folder]).returncode:
