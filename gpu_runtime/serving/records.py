@@ -36,6 +36,8 @@ from .thread_stream import in_thread
 
 STDERR = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default="")
+# The header of that name of the request, if the client traces it (W3C Trace Context); empty if not.
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 log = logging.getLogger("gpu_runtime.requests")
 log.propagate = False  # otherwise other handlers would mix these lines with messages for people
 log.addHandler(logging.NullHandler())
@@ -57,6 +59,7 @@ class CallRecord:
         self.facts: dict[str, Any] = {
             "time": round(time.time(), 3),
             "id": request_id.get(),
+            **({"traceparent": traced} if (traced := traceparent.get()) else {}),
             "kind": kind,
             "client": client,
             "outcome": "cancelled",

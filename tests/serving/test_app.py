@@ -15,6 +15,7 @@ from gpu_runtime.facts import AllocatorMap, ProblemKind
 from gpu_runtime.files import new_log
 from gpu_runtime.serving.api.openai import MAX_JOBS, Jobs
 from gpu_runtime.serving.metrics import card_labels
+from gpu_runtime.serving.records import CallRecord
 from tests.serving.loops import until
 
 from .app_client import VIEWER, Exchange, Gateway, Words, client
@@ -270,6 +271,31 @@ async def test_a_result_is_not_lost_before_its_client_has_fetched_it():
 ])  # fmt: skip
 def test_an_invalid_job_is_a_bad_request(rt, wanted):
     assert client(rt).post("/v1/jobs", json=wanted).status_code == 400
+
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    ("sent", "noted"),
+    [
+        (TRACE, TRACE), (TRACE.upper(), None), (f"ff{TRACE[2:]}", None), (f"{TRACE}-x", None),
+        (f"00-{'0' * 32}-{'b' * 16}-01", None), ("", None), ("é", None),
+    ],
+)  # fmt: skip
+def test_a_valid_trace_is_a_fact_of_the_call(rt, monkeypatch, sent, noted):
+    """The header is that of W3C's Trace Context."""
+    gateway, made = Gateway(), []
+    plain = gateway.answer
+
+    async def answer(*args, **more):
+        made.append(CallRecord(time.monotonic, "chat", "ann").facts.get("traceparent"))
+        return await plain(*args, **more)
+
+    monkeypatch.setattr(gateway, "answer", answer)
+    headers = {"traceparent": sent.encode("utf-8")}
+    client(rt, gateway=gateway).post("/v1/chat/completions", json=CHAT, headers=headers)
+    assert made == [noted]
 
 
 # Metrics

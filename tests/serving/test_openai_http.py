@@ -11,6 +11,7 @@ import pytest
 from gpu_runtime.serving.choices import Cloud, CloudGuard
 from gpu_runtime.serving.engines.openai_http import HttpAdapter, HttpClient
 from gpu_runtime.serving.fleet_server import _Place
+from gpu_runtime.serving.records import traceparent
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.tasks import ServingConfig, Task
 from tests.serving.harness import answer_text, chat, harness, refusal, stream_text
@@ -40,6 +41,20 @@ async def test_the_engine_gets_its_own_name_and_the_caller_ours():
         path, headers, body = there.requests[0]
         assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer inside")
         assert body == {**chat("theirs", "hi"), "top_k": 40}
+
+
+async def test_the_engine_gets_the_callers_trace():
+    """For a stream too. A call without a trace gets none of another call."""
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        there.answers = [completion("hello"), [chunk("one"), END, "[DONE]"], completion("hello")]
+        token = traceparent.set(trace)
+        await k.chat("qwen", "hi")
+        await stream_text(await k.chat("qwen", stream=True))
+        traceparent.reset(token)
+        await k.chat("qwen", "hi")
+        sent = [headers.get("traceparent") for _, headers, _ in there.requests]
+        assert sent == [trace, trace, None]
 
 
 async def test_a_host_of_a_fleet_has_the_routes_of_tokens():

@@ -26,7 +26,7 @@ from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ...files import newest_log, part_of
 from ...safe_text import listed, nearest, quoted
 from ..metrics import Metrics
-from ..records import MOST_DAYS, request_id
+from ..records import MOST_DAYS, request_id, traceparent
 from ..requests import Json, Refused
 from ..store import Store
 from . import anthropic, memory, ollama, openai, responses
@@ -34,6 +34,9 @@ from .openai import Jobs
 from .routes import ACTS, CallRoute, StrictRequest, StrictRoute, caller
 
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 ANTHROPIC_PATH = "/v1/messages"
 # The format of refusals, by the begin of the path. All other paths have OpenAI's.
 _ERRORS = (
@@ -212,9 +215,13 @@ class _RequireVisitor:
 def _with_request_id(scope: Any, send: Any) -> Any:
     """A function like `send` that also adds the header `X-Request-Id` to the answer.
 
-    The id, which the request log gets too, is the one that the client has sent if it is valid, else a new one.
+    The id, which the request log gets too, is the one that the client has sent if it is valid, else a new one. The log
+    and the engine also get the client's `traceparent`, if it is valid.
     """
-    sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    given = dict(scope["headers"])
+    traced = given.get(b"traceparent", b"").decode("latin-1")
+    traceparent.set(traced if _TRACEPARENT.fullmatch(traced) else "")
+    sent = given.get(b"x-request-id", b"").decode("latin-1")
     id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
     request_id.set(id)
 

@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...facts import ModelSpec
+from ..records import traceparent
 from ..requests import LOAD, Json, Refused, read_by_server
 from . import chat_template
 from .base import EngineFailed, cannot, require_tools, told_tools, without_tools
@@ -95,12 +96,12 @@ class HttpClient:
 
         `check()` is called when a new connection is open, before anything is sent. It raises if nothing may be sent.
         """
-        token = _check.set(check)
+        token, traced = _check.set(check), traceparent.get()
         try:
             return await self._session.post(
                 url,
                 json=body,
-                headers=headers,
+                headers={**headers, "traceparent": traced} if traced else headers,
                 allow_redirects=False,
                 proxy=_proxy_for(url) if self._proxies else None,
             )
