@@ -320,6 +320,18 @@ def _serve(args: argparse.Namespace) -> str:
     return "gpu serve has ended."
 
 
+def _mcp(args: argparse.Namespace) -> str:
+    try:
+        from gpu_panels import mcp_server
+    except ImportError as error:
+        raise GpuError(
+            f"an agent's server needs {error.name}, which is not installed.\n"
+            "  Install it:  pip install 'gpu-console[mcp]'"
+        ) from None
+    mcp_server.run(read_only=args.read_only)
+    return ""
+
+
 def _console_beside(rt: Any) -> Any:
     """The console that runs beside `gpu serve`. Without Panel, prints a line and returns None."""
     try:
@@ -337,6 +349,7 @@ def _console_beside(rt: Any) -> Any:
 SERVERS: dict[str, Callable[[argparse.Namespace], str]] = {
     "console": _console,
     "exporter": _exporter,
+    "mcp": _mcp,
     "serve": _serve,
 }
 

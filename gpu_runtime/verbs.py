@@ -943,6 +943,14 @@ _TABLE = (
         needs_runtime=False,
     ),
     Verb(
+        "mcp",
+        "what an agent may ask and do, over the Model Context Protocol on standard input and output",
+        has_own_code=True,
+        arguments=(switch("--read-only", "without the tools that act"),),
+        places=(CLI,),
+        needs_runtime=False,
+    ),
+    Verb(
         "keys",
         "keys for programs that call `gpu serve`: models, importance, limits",
         keys,

@@ -58,6 +58,7 @@ ANSWERS = {
     ("help", "plan"): "    NAME|SIZE|PATH  a model, ",
     ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("exporter", "-h"): "gpu exporter [--host HOST] [--port N] [--socket PATH]",
+    ("mcp", "-h"): "gpu mcp [--read-only]",
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("autoload", "-h"): "gpu autoload [--remove]",
     ("uninstall", "-h"): "gpu uninstall [--prefix DIR] [--yes]",
