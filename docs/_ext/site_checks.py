@@ -25,6 +25,7 @@ DOCS = Path(__file__).parents[1]
 NOTEBOOKS = DOCS.parent / "notebooks"
 COPIES = DOCS / "_notebooks"
 CLICKS = 2
+SUMMARY = "> Notebooks share the GPUs of a machine: idle memory moves to RAM, and is back before the next cell runs."
 CONTENTS = "```{toctree}\n:hidden:\n:glob:\n\n\\1```"
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "video": "src"}
 
@@ -122,6 +123,39 @@ def check_site(app: Sphinx, error: Exception | None) -> None:
             log.warning("%s is more than %d clicks from %s", missing, CLICKS, name)
 
 
+def write_for_machines(app: Sphinx, error: Exception | None) -> None:
+    """Writes each page as Markdown beside its HTML, and `llms.txt`, which lists them."""
+    if error is not None or app.builder.name != "html":
+        return
+    out, listed = Path(app.outdir), ["# gpu-console", "", SUMMARY, ""]
+    for name in sorted(app.env.found_docs):
+        source = [Path(app.env.doc2path(name)).read_text()]
+        if app.env.doc2path(name).suffix == ".ipynb":
+            source = [cells_as_markdown(json.loads(source[0]))]
+        else:
+            read_source(app, name, source)
+        (out / f"{name}.md").write_text(for_machines(source[0]))
+        listed.append(f"- [{app.env.titles[name].astext()}]({name}.md)")
+    (out / "llms.txt").write_text("\n".join([*listed, ""]))
+
+
+def for_machines(markdown: str) -> str:
+    """A page's `markdown` without the marks that only Sphinx reads, and with links that lead to Markdown."""
+    text = re.sub(r"^```\{toctree\}\n.*?^```\n?", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^:{3,}.*\n(?::[\w-]+:.*\n)*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\{\.[\w-]+\}", "", text)
+    return re.sub(r"(\]\((?!https?:)[^)\s]*)\.ipynb", r"\1.md", text)
+
+
+def cells_as_markdown(notebook: dict[str, Any]) -> str:
+    """The texts and the code of a `notebook`, without its outputs."""
+    texts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        texts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+    return "\n\n".join([*texts, ""])
+
+
 def _target(file: Path, link: str, out: Path) -> str:
     """The page that a link leads to; empty for another place."""
     path = urldefrag(link)[0]
@@ -143,4 +177,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("config-inited", copy_notebooks)
     app.connect("source-read", read_source)
     app.connect("build-finished", check_site)
+    app.connect("build-finished", write_for_machines)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -289,3 +289,19 @@ def test_what_the_pages_lack_is_noticed():
     assert reference.written(written) == written
     links = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
     assert site_checks.reached("a", links, 2) == {"a", "b", "c"}
+
+
+def test_a_page_for_machines_is_plain_markdown_with_links_to_markdown():
+    page = (
+        "# One\n\n::::{grid} 1\n:gutter: 3\n\nA [b](c/d.md), an [e](_notebooks/f.ipynb#g).\n::::\n"
+    )
+    page += "![x](y.svg){.only-light}\n\n```{toctree}\n:hidden:\n\nc\n```\nend\n"
+    plain = site_checks.for_machines(page)
+    assert plain == ("# One\n\n\nA [b](c/d.md), an [e](_notebooks/f.md#g).\n![x](y.svg)\n\nend\n")
+    cells = [
+        {"cell_type": "markdown", "source": ["# T\n", "words"]},
+        {"cell_type": "code", "source": "%gpu"},
+    ]
+    assert (
+        site_checks.cells_as_markdown({"cells": cells}) == "# T\nwords\n\n```python\n%gpu\n```\n\n"
+    )
