@@ -479,6 +479,12 @@ class Kernel:
             )
             because = stays or f"{nothing}, so nothing is parked"
             return Outcome(verb="park", name="", done=True, because=because, bytes=0)
+        if not self._may_leave:
+            raise CannotGovern(
+                "this notebook is exempt from parking.\n  To allow it again:  %gpu park asked",
+                name=KERNEL,
+                why="it is exempt from parking",
+            )
         if self._running:
             self._park_next = True
             leaves = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
