@@ -41,7 +41,7 @@ from ..units import show_bytes, show_seconds
 from .capacity import limit_of
 from .caps import drained
 from .feasibility import host_bytes_to_be_had, why_no_return
-from .placement import claimed, divide, fitting, least_room, may_split, sets_that_fit
+from .placement import claimed, divide, least_room, may_split, parts_on, sets_that_fit
 from .policies import with_uses_of_equal_models
 from .queue import Context
 from .victims import (
@@ -162,7 +162,7 @@ def multi_card_ways(
         room = _room(cards, context)
         room.own_need = claimed(footprint, cards, rules, limits)
         room.missing += least_room(footprint, len(cards), rules)
-        room.holds = fitting(footprint, cards, rules, limits)
+        room.holds = lambda usable: parts_on(footprint, usable, rules, limits) is not None
         chosen = _victims(idle, room, host_bytes, rules, host)
         if chosen is None:
             continue

@@ -12,7 +12,7 @@ claimed in the order of their index. Each layout divides in its own way:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from math import ceil, comb
@@ -50,7 +50,7 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
     if min(free) <= 0 or total < size:
         return None
     if footprint.pieces:
-        return pieces_in_proportion(running_sums(footprint), free)
+        return pieces_in_proportion(_sums(footprint.pieces, footprint.bytes), free)
     ends = [size * until // total for until in accumulate(free)]
     parts = [end - start for start, end in pairwise([0, *ends])]
     _move_excess(parts, free)
@@ -85,7 +85,7 @@ def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int,
 
     If proportional parts are not possible, each card is filled in order.
     """
-    if _filled(sums, free)[0] < len(sums):
+    if _filled(sums, free) < len(sums):
         return None
     until = list(accumulate(free))
     size, total = sums[-1], until[-1]
@@ -93,13 +93,9 @@ def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int,
     return _cut(sums, ideal, free) or _fill_in_order(sums, free)
 
 
-def running_sums(footprint: Footprint) -> Sequence[int]:
-    """The bytes up to each boundary between pieces, scaled to the total `footprint.bytes`."""
-    return _sums(footprint.pieces, footprint.bytes)
-
-
 @lru_cache(8)
 def _sums(pieces: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The bytes up to each boundary between `pieces`, scaled to the total `size`."""
     sums = tuple(accumulate(pieces))
     total = sums[-1]
     if total == size:
@@ -108,26 +104,14 @@ def _sums(pieces: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple([until * size // total for until in sums])
 
 
-def can_cut(sums: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether every card has free bytes, and `pieces_in_proportion` would find parts."""
-    reached, every_card = _filled(sums, free)
-    if reached < len(sums):
-        return False
-    # Usually every card gets a piece, and the slower search is not needed.
-    return every_card or (min(free) > 0 and pieces_in_proportion(sums, free) is not None)
-
-
-def _filled(sums: Sequence[int], free: Sequence[int]) -> tuple[int, bool]:
-    """Fills each card in order. Returns how many pieces fit, and whether every card got a piece."""
+def _filled(sums: Sequence[int], free: Sequence[int]) -> int:
+    """How many pieces fit if each card is filled in order."""
     reached = taken = 0
-    every_card = True
     for size in free:
         end = bisect_right(sums, taken + size, reached)
         if end > reached:
             reached, taken = end, sums[end - 1]
-        else:
-            every_card = False
-    return reached, every_card
+    return reached
 
 
 def _cut(
@@ -230,7 +214,6 @@ def _nearest(sums: Sequence[int], ideal: float, low: int, high: int) -> int:
 MOST_TRIED = 300
 
 Room = Mapping[str, int]  # bytes by device id
-Holds = Callable[[Room], bool]
 
 
 def split(
@@ -281,7 +264,7 @@ def _first_that_fits(
 ) -> dict[str, int] | None:
     """The parts of the model on the first of the `sets` of cards that can hold it; else None."""
     for cards in sets:
-        parts = _parts(footprint, {card: room[card] for card in cards}, rules, limits)
+        parts = parts_on(footprint, {card: room[card] for card in cards}, rules, limits)
         if parts is not None:
             return parts
     return None
@@ -299,7 +282,7 @@ def divide(
     ...        PlacementRules(layout="balanced"), {}).because
     'cuda:0,1 take 70.0 GiB + 70.0 GiB, of 160 GiB free'
     """
-    parts = _parts(footprint, room, rules, limits)
+    parts = parts_on(footprint, room, rules, limits)
     return None if parts is None else _divided(room, parts, rules, limits)
 
 
@@ -317,79 +300,46 @@ def _divided(room: Room, parts_by_card: Room, rules: PlacementRules, limits: Roo
     return Candidate(shares, True, because, filled=filled)
 
 
-def _parts(
+def parts_on(
     footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> dict[str, int] | None:
-    """The model's own bytes on each card of the `room`; None if the cards cannot hold it."""
-    if rules.layout in ("balanced", "whole") and not fitting(footprint, tuple(room), rules, limits)(
-        room
-    ):
+    """The model's own bytes on each card of the `room`; None if the cards cannot hold it.
+
+    Every card gets a part. If a card without a part were accepted, `eviction` would evict nothing from
+    that card, and the model could still not be placed.
+    """
+    if footprint.bytes < len(room):
         return None
     if rules.layout == "balanced":
-        parts = equal_parts(footprint, len(room))
+        parts = _fitting_equal_parts(footprint, room, rules)
     elif rules.layout == "whole":
+        if not all([free >= limits[card] for card, free in room.items()]):
+            return None
         parts = parts_in_proportion(footprint, [limits[card] for card in room])
-    else:
+    elif rules.card_bytes or rules.overhead:
         free = [_to_spend(size, card, rules) for card, size in room.items()]
         parts = parts_in_proportion(footprint, free)
+    else:
+        parts = parts_in_proportion(
+            footprint, [free - rules.margin_bytes for free in room.values()]
+        )
     if parts is None or 0 in parts:
         return None
     return dict(zip(room, parts, strict=True))
 
 
-# -- whether it fits -------------------------------------------------------------------------------
-
-
-def fitting(
-    footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room
-) -> Holds:
-    """Returns a function that takes the room on `cards`, and returns whether the `footprint` fits.
-
-    Every card must get a part, as in `divide`. If a card without a part were accepted,
-    `eviction` would evict nothing from that card, and the model could still not be placed.
-    `rules` and `limits` are as in `split`.
-    """
-    if footprint.bytes < len(cards):
-        return _never_holds
-    if rules.layout == "whole":
-        return _fitting_whole(footprint, cards, limits)
-    if rules.layout == "balanced":
-        return _fitting_balanced(footprint, cards, rules)
-    return _fitting_proportional(footprint, rules)
-
-
-def _never_holds(room: Room) -> bool:
-    return False
-
-
-def _fitting_whole(footprint: Footprint, cards: Sequence[str], limits: Room) -> Holds:
-    if parts_in_proportion(footprint, [limits[card] for card in cards]) is None:
-        return _never_holds
-
-    def holds(room: Room) -> bool:
-        return all([room[card] >= limits[card] for card in cards])
-
-    return holds
-
-
-def _fitting_balanced(footprint: Footprint, cards: Sequence[str], rules: PlacementRules) -> Holds:
-    if not _share_heads_equally(footprint, len(cards), rules):
-        return _never_holds
-    equal = equal_parts(footprint, len(cards))
-    if equal is None:
-        return _never_holds
+def _fitting_equal_parts(
+    footprint: Footprint, room: Room, rules: PlacementRules
+) -> tuple[int, ...] | None:
+    """Equal parts for the cards of the `room`; None if they cannot share the heads, or have no room."""
+    parts = equal_parts(footprint, len(room))
+    if parts is None or not _share_heads_equally(footprint, len(room), rules):
+        return None
     # Any card may get the largest part, so every card must have room for it.
-    part = _with_overhead(max(equal), rules)
-    if any([_held_to(part, card, rules) < part for card in cards]):
-        return _never_holds
-
-    def holds(room: Room) -> bool:
-        for card in cards:  # a plain loop, because one plan calls this some hundred times
-            if room[card] < part:
-                return False
-        return True
-
-    return holds
+    part = _with_overhead(max(parts), rules)
+    if all([_held_to(free, card, rules) >= part for card, free in room.items()]):
+        return parts
+    return None
 
 
 def _share_heads_equally(footprint: Footprint, count: int, rules: PlacementRules) -> bool:
@@ -403,25 +353,6 @@ def _share_heads_equally(footprint: Footprint, count: int, rules: PlacementRules
     if rules.least_cards == count:
         return True
     return count & (count - 1) == 0
-
-
-def _fitting_proportional(footprint: Footprint, rules: PlacementRules) -> Holds:
-    size = footprint.bytes
-    sums = running_sums(footprint) if footprint.pieces else ()
-    plain = not (rules.card_bytes or rules.overhead)
-    margin = rules.margin_bytes
-
-    def holds(room: Room) -> bool:
-        """Whether each card can hold its part. One plan calls this function some hundred times."""
-        if plain:
-            spend = [free - margin for free in room.values()]
-        else:
-            spend = [_to_spend(free, card, rules) for card, free in room.items()]
-        if sums:
-            return can_cut(sums, spend)
-        return min(spend) > 0 and sum(spend) >= size
-
-    return holds
 
 
 def claimed(footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room) -> int:
