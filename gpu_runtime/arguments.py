@@ -287,25 +287,26 @@ def _written_truth(value: Any) -> bool:
 
 
 def number_in_file(
-    kind: type, *, least: int | None = None, above: int | None = None, most: int | None = None
+    kind: type, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
 ) -> Callable[[Any], Any]:
     """A function that reads an int or a float (`kind`) within these bounds, also from text."""
     expected = "a whole number" if kind is int else "a number"
 
     def written(value: Any) -> Any:
-        if kind is int and isinstance(value, (bool, float)):
-            raise ValueError("it must be a whole number")
+        is_whole = not isinstance(value, float) or value.is_integer()
+        if isinstance(value, bool) or (kind is int and not is_whole):  # True equals 1
+            raise ValueError(f"it must be {expected}")
         try:
             number = kind(re.sub(r"\.0+$", "", value) if isinstance(value, str) else value)
         except (TypeError, ValueError, OverflowError):
             raise _unusable(value, expected) from None
         if not math.isfinite(number):
             raise _unusable(value, expected)
-        if above is not None and number <= above:
+        if number <= above:
             raise _unusable(value, f"greater than {above}")
-        if least is not None and number < least:
+        if number < least:
             raise _unusable(value, f"greater than or equal to {least}")
-        if most is not None and number > most:
+        if number > most:
             raise _unusable(value, f"less than or equal to {most}")
         return number
 

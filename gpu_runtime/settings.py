@@ -8,14 +8,12 @@ variable with the same name in capitals; else from the default. Empty variables 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .arguments import TEXT, TRUTH, Rule, plain
+from .arguments import TEXT, TRUTH, Rule, number_in_file, plain
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
 from .safe_text import MOST_QUOTED
@@ -76,23 +74,8 @@ def _choice(default: str, doc: str, expected: str) -> Any:
     return _setting(default, doc, expected, {choice: choice for choice in choices}.__getitem__)
 
 
-def _number(
-    default: float | None,
-    doc: str,
-    expected: str,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = sys.float_info.max,
-) -> Any:
-    def read(value: Any) -> float:
-        number = float(value)
-        # In Python, True equals 1. Without the first check, True would be accepted as 100 %.
-        if isinstance(value, bool) or not above < number <= most or number < least:
-            raise ValueError
-        return number
-
-    return _setting(default, doc, expected, read)
+def _number(default: float | None, doc: str, expected: str, **bounds: float) -> Any:
+    return _setting(default, doc, expected, number_in_file(float, **bounds))
 
 
 def _fraction(default: float, doc: str) -> Any:
@@ -100,13 +83,7 @@ def _fraction(default: float, doc: str) -> Any:
 
 
 def _whole(default: int | None, doc: str, expected: str, *, least: int) -> Any:
-    def read(value: Any) -> int:
-        number = int(re.sub(r"\.0+$", "", value) if isinstance(value, str) else value)
-        if isinstance(value, bool) or number < least or number != float(value):
-            raise ValueError
-        return number
-
-    return _setting(default, doc, expected, read)
+    return _setting(default, doc, expected, number_in_file(int, least=least))
 
 
 def _seconds(default: float | None, doc: str, *, above: float = -1, text: str = "2m") -> Any:
