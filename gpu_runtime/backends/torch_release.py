@@ -10,16 +10,17 @@ from importlib import metadata
 from ..version import OLDEST_TORCH, TORCH_WITH_EXCHANGE
 
 
-def why_not_moved() -> str:
+def why_not_moved() -> str | None:
     """Why nothing of this process is parked or moved; empty if torch can move it, or is not here.
 
-    More is known once torch is imported, and once the process uses a card.
+    More is known once torch is imported, and once the process uses a card. None means that torch can
+    move it, and that this will not change.
     """
     torch = sys.modules.get("torch")
     is_imported = hasattr(torch, "UntypedStorage")
     version = str(torch.__version__) if is_imported else _installed()
     if not version or _numbers(version) >= _numbers(TORCH_WITH_EXCHANGE):
-        return ""
+        return None if is_imported else ""
     if _numbers(version) < _numbers(OLDEST_TORCH):
         return f"torch {version} is older than {OLDEST_TORCH}"
     if not is_imported:

@@ -1,4 +1,4 @@
-"""The client of the fleet: what `gpu_runtime.fleet(...)` returns."""
+"""The client of the fleet: what `gpu_runtime.fleet(...)` returns, and how a host joins it or leaves it."""
 
 from __future__ import annotations
 
@@ -633,7 +633,7 @@ class FleetUse:
         return "the connection to its host broke"
 
 
-# -- A host joins or leaves the fleet here, and the controller is found or started here ------------
+# -- a host joins or leaves the fleet here, and the controller is found or started here
 
 
 CARDS_HERE = "cuda"

@@ -565,7 +565,7 @@ def _load_ungoverned(
     resident.install(handle, lease, anchor)
 
 
-# -- Blocks of the user's own code that lease memory: the lease, the cap on torch, the measured
+# -- blocks of the user's own code that lease memory: the lease, the cap on torch, the measured
 # use.
 #
 # The use is measured by torch, and only on a real card that this process uses. In other cases the

@@ -34,7 +34,7 @@ from . import requests
 from .acquire import RoomForProcess
 from .session import Session
 
-# -- The driver's checkpoint calls on another process: its state, lock, checkpoint, restore,
+# -- the driver's checkpoint calls on another process: its state, lock, checkpoint, restore,
 # unlock.
 #
 # The calls use `cuda.core.checkpoint`; they need the package cuda-core 1.0 and the driver 570, or

@@ -1,4 +1,4 @@
-"""The verbs on models and notebooks: preload, move, evict, pin, unpin, cancel, resume.
+"""The verbs on models, notebooks and cards: preload, move, evict, pin, unpin, cancel, resume, drain, defrag.
 
 A verb on a model of another owner becomes a request to the model's owner.
 """
@@ -775,7 +775,7 @@ def _require_allowed_to_end(session: Session, section: Section) -> None:
     raise NotAllowed(f"{because}.", name=str(owner.pid), because=because, user=mine)
 
 
-# -- verbs on whole cards: `drain` closes a card, and `defrag` frees the allocators' unused memory -
+# -- verbs on whole cards: `drain` closes a card, and `defrag` frees the allocators' unused memory
 #
 # A drain is a mark in the book, at which every owner moves its idle models off the card.
 

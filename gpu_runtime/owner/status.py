@@ -1,4 +1,4 @@
-"""The data that magics, command and console show: snapshots, health and history.
+"""The data that magics, command and console show: snapshots, health, history and tables.
 
 The functions here only read, except `delete`, which changes the catalogue.
 """

@@ -6,7 +6,6 @@ A new book and a verdict come out. So a decision can be made twice, or replayed 
 Parts of the decision have modules of their own:
 
 - `capacity` computes the free bytes, and `queue` the order of requests and the inputs of a decision.
-- `candidates` finds the usable cards, and explains why a request waits.
 - `victims` decides which leases may be evicted, and `eviction` how room is made.
 - `feasibility` finds requests that can never be served.
 - `caps` applies the operator's caps, and keeps leases off drained cards.
@@ -770,7 +769,7 @@ def _victim(context: Context, rank: Policy) -> Lease | None:
     return ordered[0] if ordered else None
 
 
-# -- The candidates for a request: cards, and sets of cards. Each shows whether it has the room
+# -- the candidates for a request: cards, and sets of cards. Each shows whether it has the room
 # now.
 #
 # Pure. The first candidate is the best; the order is that of `placement`. `admission` decides which

@@ -236,7 +236,7 @@ async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.E
     await asyncio.Event().wait()  # until the process ends
 
 
-# -- A Tornado handler that passes requests to an ASGI application, so that one server has both
+# -- a Tornado handler that passes requests to an ASGI application, so that one server has both
 # pages and the API.
 #
 # Tornado reads the whole request and its body, up to the server's limit, before it calls the application. Each part of

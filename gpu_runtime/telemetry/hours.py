@@ -44,7 +44,7 @@ from ..units import GIB, show_seconds
 from . import journal
 from .journal import opened
 
-# -- A SQLite file that outlives a boot: the history, and the account of hours ---------------------
+# -- a SQLite file that outlives a boot: the history, and the account of hours
 
 
 MOST_ROW_BYTES = 1 << 20

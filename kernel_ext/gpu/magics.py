@@ -343,6 +343,8 @@ class _Loaded:
 
     def open(self) -> Any:
         """The runtime of this process. The notebook's `rt` refers to it, unless the user has set `rt`."""
+        if self.opened is not None and not self.opened._closed:
+            return self.opened
         rt = gpu_runtime.runtime()
         if rt is not self.opened:
             self.opened = rt
@@ -394,8 +396,10 @@ class _Loaded:
 
     def _tell_of_torch(self) -> None:
         """Shows one quiet line, once, if this torch cannot move memory. More is known after its import."""
-        if not self._torch_was_told and (why := why_not_moved()):
-            self._torch_was_told = True
+        if self._torch_was_told or (why := why_not_moved()) == "":
+            return
+        self._torch_was_told = True
+        if why is not None:
             quiet_line(
                 f"Nothing of this notebook is parked or moved: {why}. A newer torch: {NEWER_TORCH}"
             )

@@ -361,7 +361,8 @@ class Parking:
             self._cells_here.pop()
         if not self._cells_here:
             self._cells_of.pop(threading.get_ident(), None)
-        if self._runtime is not None and gpu_runtime._opened() is None:
+        rt = self._runtime
+        if rt is not None and rt._closed and gpu_runtime._opened() is None:
             self._lease = None  # the user has closed the runtime, and may change its settings
             return
         if self._lease is None and not _holds_memory():

@@ -23,7 +23,6 @@ from IPython.core.error import InputRejected
 from IPython.core.events import EventManager, available_events
 from panel.io.notebook import JupyterCommJSBinary
 
-import gpu_runtime
 from gpu_runtime import Busy
 
 
@@ -96,14 +95,15 @@ class Kernel:
 
 
 @pytest.fixture
-def follows(monkeypatch):
+def follows():
     """A kernel that is followed, its shell and the story of its lease."""
-    monkeypatch.setattr(gpu_runtime, "_opened", object)
     lease = Lease()
     kernel = Kernel(lease.story)
     shell = SimpleNamespace(kernel=kernel, ast_transformers=[])
     shell.events = EventManager(shell, available_events)
-    parking = Parking(shell, lambda: SimpleNamespace(attach_kernel=lambda _: lease), print)
+    parking = Parking(
+        shell, lambda: SimpleNamespace(attach_kernel=lambda _: lease, _closed=False), print
+    )
     parking._attach()
 
     def callback():
@@ -184,14 +184,13 @@ def test_the_users_handlers_are_theirs_again_unless_they_have_set_others(handled
     assert signal.getsignal(signal.SIGUSR2) is other and handled.at_exit == []
 
 
-def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory(monkeypatch):
+def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory():
     """An error of another kind opens no runtime."""
-    monkeypatch.setattr(gpu_runtime, "_opened", object)
     story: list[str] = []
     lease = SimpleNamespace(make_room=lambda error: f"room after {error}")
     shell = SimpleNamespace(kernel=Kernel(story), ast_transformers=[])
     shell.events = EventManager(shell, available_events)
-    opened = SimpleNamespace(attach_kernel=lambda _: lease)
+    opened = SimpleNamespace(attach_kernel=lambda _: lease, _closed=False)
     parking = Parking(shell, lambda: story.append("opened") or opened, story.append)
     parking.after_error(ValueError("a bug"))
     assert story == []

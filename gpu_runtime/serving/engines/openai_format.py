@@ -1,4 +1,4 @@
-"""OpenAI's response format, made from the pieces that an engine writes.
+"""OpenAI's response format, made from the pieces that an engine writes, and the tool calls in these pieces.
 
 This module is pure. The names of fields and objects are from OpenAI's API reference: Chat, Completions, Embeddings.
 """
