@@ -52,6 +52,13 @@ def test_a_runbook_begins_with_when_to_use_it_and_its_links_exist(name):
 
 
 @pytest.mark.parametrize("name", RUNBOOKS)
+def test_a_runbook_ends_with_how_one_knows_that_it_is_right(name):
+    """At three in the morning one must know when to go to bed."""
+    last = RUNBOOKS[name]["cells"][-1]
+    assert "".join(last["source"]).startswith("**You know it is right when** ")
+
+
+@pytest.mark.parametrize("name", RUNBOOKS)
 def test_a_runbook_is_stored_with_the_outputs_of_one_run_from_top_to_bottom(name):
     """The outputs are shown on the web, and nbval compares new ones with them. Only cells that
     demonstrate an error may fail.

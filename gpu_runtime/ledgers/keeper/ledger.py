@@ -8,6 +8,7 @@ the same book. The methods follow the protocol in `ledgers/base.py`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -416,6 +417,9 @@ class KeeperLedger(NamesTeller):
         denied = outsider(self.directory)
         if denied:
             return denied
+        with contextlib.suppress(OSError):  # the directory is gone: that is `why`
+            if not os.statvfs(self.directory).f_bavail:
+                return access.cannot_write(self.directory, OSError(errno.ENOSPC, "it is full"))
         return LedgerUnavailable(
             f"the keeper of the ledger {self.directory} cannot be reached: {why}.\n"
             f"  What it printed is in {self.directory / 'keeper.log'}",
