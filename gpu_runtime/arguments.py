@@ -759,7 +759,10 @@ RULES: dict[str, Rule] = {
     "purpose": Rule("text for people", _one_line),
     **dict.fromkeys(("progress", "told", "arrived", "clock"), optional(CALLABLE)),
     **dict.fromkeys(
-        ("wait", "drop", "lost", "force", "replay", "oom", "checkpoint", "yes", "undo", "text"),
+        (
+            *("wait", "drop", "lost", "force", "replay", "oom"),
+            *("checkpoint", "yes", "undo", "end", "text"),
+        ),
         TRUTH,
     ),
     **dict.fromkeys(("restore_on_call", "dedicated", "retry", "monitor"), TRUTH),

@@ -10,12 +10,10 @@ import argparse
 import codecs
 import io
 import os
-import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from . import error_pages, hub, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
@@ -23,7 +21,6 @@ from .facts import Outcome, Plan
 from .verbs import CLI, Verb, fill, usage_error, with_sizes_joined
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
-WATCH_SECONDS = 1.0  # between two drawings of `gpu status --watch`
 
 
 class _NotUnderstood(Exception):
@@ -145,8 +142,11 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     if elsewhere := watching.elsewhere(rt):
         print(f"gpu: {elsewhere}", file=sys.stderr)
     try:
-        if verb.name == "status" and args.watch:
-            return watch(rt)
+        if verb.name == "top":
+            from . import top
+
+            top.run(rt)
+            return DONE
         value = verb.answer(rt, args)
         if _is_confirmed(verb, args, value):
             value = verb.answer(rt, args)
@@ -154,32 +154,6 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     finally:
         watching.close(rt)
         watching.default().close()
-
-
-def watch(rt: Any, stream: TextIO | None = None, wait: Callable[[float], None] = time.sleep) -> int:
-    """Redraws the status of `rt` on `stream`, by default standard output, until Ctrl-C.
-
-    `wait` is called with the seconds between two drawings. Raises GpuError without a terminal.
-    """
-    from gpu_runtime.rendering import text as view
-
-    stream = sys.stdout if stream is None else stream
-    if not stream.isatty():
-        raise GpuError("--watch needs a terminal. For programs:  gpu status --json")
-    stream.write("\x1b[?1049h\x1b[?25l")  # the second screen, without a cursor
-    try:
-        while True:
-            size = shutil.get_terminal_size()
-            now = time.strftime("%H:%M:%S")
-            lines = view.screen(rt.status(), size.columns, size.lines, now)
-            stream.write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
-            stream.flush()
-            wait(WATCH_SECONDS)
-    except KeyboardInterrupt:
-        return DONE
-    finally:
-        stream.write("\x1b[?25h\x1b[?1049l")
-        stream.flush()
 
 
 def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:

@@ -455,6 +455,14 @@ class Runtime:
         return operations.resume(self._session, process)
 
     @checked
+    def interrupt(self, process: str, *, end: bool = False) -> Outcome:
+        """Ends the running cell of `process`, a pid or a notebook's file name, as the stop button does.
+
+        With `end`, the process ends, and its variables are lost. Raises NotAllowed.
+        """
+        return operations.interrupt(self._session, process, end)
+
+    @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:
         """This process's kernel, for the front end that runs its cells; see owner/kernel.py."""
         return kernel.attach(self._session, stillness)

@@ -319,7 +319,9 @@ MEANINGS = {
     **dict.fromkeys(("clear", "clean", "empty", "gc", "flush"), ("free", "defrag")),
     **dict.fromkeys(("add", "adopt", "create"), ("register", "load")),
     **dict.fromkeys(("use", "get", "open", "fetch", "wake"), ("preload", "restore")),
-    **dict.fromkeys(("ps", "top", "info", "show", "smi", "list", "ls"), ("status", "models")),
+    **dict.fromkeys(
+        ("ps", "top", "watch", "info", "show", "smi", "list", "ls"), ("status", "models")
+    ),
     **dict.fromkeys(("log", "logs", "history", "explain"), ("why", "evictions")),
     **dict.fromkeys(("events", "activity", "journal"), ("evictions", "why")),
     **dict.fromkeys(("processes", "procs", "owners", "holders", "notebooks"), ("leases", "status")),
@@ -444,8 +446,6 @@ def preset(name: str) -> dict[str, str]:
 
 def status(rt: Any, args: argparse.Namespace) -> Any:
     """A snapshot of this host, or with `--all` in `args` of every host of the ledger."""
-    if args.watch:  # the command has drawn it already
-        raise GpuError("--watch works in a terminal:  gpu status --watch")
     return rt.status_all() if args.all else rt.status()
 
 
@@ -674,10 +674,13 @@ _TABLE = (
         "status",
         "how full the devices are, which process holds what, and which requests wait",
         status,
-        (
-            switch("--all", "every host that shares the ledger"),
-            switch("--watch", "in a terminal: a live view, problems first, until Ctrl-C"),
-        ),
+        (switch("--all", "every host that shares the ledger"),),
+    ),
+    Verb(
+        "top",
+        "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end",
+        places=(CLI,),
+        has_own_code=True,
     ),
     Verb("models", "models: where each one is, its size, and how long it is idle"),
     Verb("leases", "which process holds how much on which device"),

@@ -1,4 +1,4 @@
-"""The verbs on models, notebooks and cards: preload, move, evict, pin, unpin, cancel, resume, drain, defrag.
+"""The verbs on models, notebooks and cards: preload, move, evict, pin, unpin, cancel, drain, defrag; and signals.
 
 A verb on a model of another owner becomes a request to the model's owner.
 """
@@ -611,7 +611,7 @@ def _find_wait(session: Session, name: str | LeaseId) -> LeaseId:
     raise GpuError(f"nothing waits for {quoted(name)}. {these}", name=name)
 
 
-# -- resume: processes that are stopped by SIGSTOP
+# -- resume, interrupt: signals to a process
 #
 # A stopped process keeps its memory and answers no request. SIGTERM ends it only after SIGCONT.
 
@@ -646,7 +646,7 @@ def resume(session: Session, process: str) -> Outcome:
     owner = owner_named(book, process)
     if not is_stopped(session, book, owner.id):
         return Outcome("resume", process, done=True, because=f"{owner.label} is not stopped")
-    _send_sigcont(owner)
+    _send(owner, signal.SIGCONT, "continue")
     if is_stopped(session, book, owner.id):
         raise GpuError(
             f"{owner.label} is still stopped: a debugger keeps it so. Detach the debugger.",
@@ -658,20 +658,37 @@ def resume(session: Session, process: str) -> Outcome:
     return Outcome("resume", process, done=True, because=because)
 
 
-def _send_sigcont(owner: Owner) -> None:
-    """Sends SIGCONT to the process of `owner`, and to no later process with the same pid."""
+def interrupt(session: Session, process: str, end: bool) -> Outcome:
+    """Sends SIGINT to `process`, which ends its running cell as the stop button does; with `end`, SIGTERM.
+
+    `process` is an owner's id, a pid, or a notebook's file name. Raises GpuError if no process of the
+    ledger or more than one has this name, and NotAllowed if the operating system forbids the signal.
+    """
+    owner = owner_named(session.ledger.read(), process)
+    verb, number = ("end", signal.SIGTERM) if end else ("interrupt", signal.SIGINT)
+    _send(owner, number, verb)
+    because = f"{owner.label} got {number.name}: {'it ends' if end else 'its running cell ends'}"
+    session.note(Lease(session.me, ""), "interrupt", verb, because, by=requests.person(session))
+    return Outcome("interrupt", process, done=True, because=because)
+
+
+def _send(owner: Owner, number: signal.Signals, verb: str) -> None:
+    """Sends the signal to the process of `owner`, and to no later process with the same pid.
+
+    `verb` is what it does, for the error of a user who may not.
+    """
     process = end_of(owner)
     if process is None:
         raise GpuError(f"{owner.label} has ended, or is in another container.", process=owner.label)
     with process:
         try:
-            signal.pidfd_send_signal(process.fileno(), signal.SIGCONT)
+            signal.pidfd_send_signal(process.fileno(), number)
         except ProcessLookupError:
             pass  # it has ended just now
         except PermissionError:
-            because = f"only {owner.user} and root may continue {owner.label}"
+            because = f"only {owner.user} and root may {verb} {owner.label}"
             raise NotAllowed(
-                f"{because}.\n  As that user or root:  kill -CONT {owner.pid}",
+                f"{because}.\n  As that user or root:  kill -{number.name[3:]} {owner.pid}",
                 name="",
                 user=owner.user,
                 because=because,

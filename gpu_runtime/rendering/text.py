@@ -405,24 +405,39 @@ def preset(settings: Mapping[str, str]) -> str:
     return "\n".join(f"export {name}={value}" for name, value in settings.items())
 
 
-BOLD, DIM, RED, ORANGE = "1", "2", "31;1", "33"
+BOLD, DIM, REVERSE, RED, ORANGE = "1", "2", "7", "31;1", "33"
 _LEAST_WIDTH = 20
 
 
-def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
-    """The lines of a screen of this size at the time of day `now`. If the last ones do not fit, they are counted."""
-    width = max(width, _LEAST_WIDTH)
-    lines = list(_lines(snapshot, now))
-    if len(lines) > height:
-        more = len(lines) - height + 1
-        lines = [*lines[: height - 1], (DIM, f"… {more} more lines")]
-    cut = [(code, _cut(line, width)) for code, line in lines]
+def screen(
+    snapshot: Snapshot,
+    processes: Sequence[views.Process],
+    chosen: str,
+    title: str,
+    last: str,
+    size: tuple[int, int],
+    now: str,
+) -> list[str]:
+    """The lines of `gpu top` at the time of day `now`; `size` is the width and the height of the terminal.
+
+    Problems and waits are above the devices, then come the `processes` under their `title`, with the `chosen` one
+    marked, and the line `last`. What does not fit is counted.
+    """
+    width, height = max(size[0], _LEAST_WIDTH), max(size[1], 2)
+    lines = list(_lines(snapshot, processes, chosen, title, now))
+    if len(lines) > height - 1:
+        more = len(lines) - height + 2
+        lines = [*lines[: height - 2], (DIM, f"… {more} more lines")]
+    lines += [("", "")] * (height - 1 - len(lines))
+    cut = [(code, _cut(line, width)) for code, line in [*lines, (REVERSE, clean(last))]]
     return [f"\x1b[{code}m{line}\x1b[0m" if code and line else line for code, line in cut]
 
 
-def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
-    """The lines of the screen, each with its colour."""
-    yield BOLD, f"{views.device_title(snapshot)} · {now} · Ctrl-C ends"
+def _lines(
+    snapshot: Snapshot, processes: Sequence[views.Process], chosen: str, title: str, now: str
+) -> Iterator[tuple[str, str]]:
+    """The lines of the screen but the last one, each with its colour."""
+    yield BOLD, f"{views.device_title(snapshot)} · {now}"
     for problem in views.alarms(snapshot):
         yield RED, f"! {problem}"
     for request in _waiting(snapshot):
@@ -431,11 +446,23 @@ def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
     for line in _devices(snapshot, aligned=False):
         yield "", line
     yield "", ""
-    rows = sorted(views.holdings(snapshot), key=lambda row: -(row.bytes or 0))
-    header, *lines = table(_cells(rows), _HOLDERS, right=(1,))
-    yield DIM, header
-    for row, line in zip(rows, lines, strict=True):
-        yield BOLD if row.state.startswith("in use") else "", line
+    cells = [
+        (
+            one.name,
+            one.user,
+            str(one.pid),
+            one.state,
+            show_bytes(one.card_bytes) if one.card_bytes else "",
+            show_bytes(one.host_bytes) if one.host_bytes else "",
+        )
+        for one in processes
+    ]
+    header, *rows = table(
+        cells, ("NOTEBOOK", "USER", "PID", "STATE", "ON CARDS", "IN RAM"), (2, 4, 5)
+    )
+    yield DIM, f"  {header}   {clean(title)}"
+    for one, row in zip(processes, rows, strict=True):
+        yield (REVERSE, f"> {row}") if one.id == chosen else ("", f"  {row}")
 
 
 def _waiting(snapshot: Snapshot) -> Iterator[str]:

@@ -101,6 +101,20 @@ class Holding(NamedTuple):
     marks: tuple[str, ...] = ()
 
 
+class Process(NamedTuple):
+    """A notebook or another process that holds memory or waits for it, in a list of them."""
+
+    id: str  # of the owner
+    name: str
+    user: str
+    pid: int
+    state: str
+    idle_seconds: float  # since its last cell; 0: a cell runs, or it has run none
+    card_bytes: int
+    host_bytes: int
+    models: tuple[str, ...]  # on a card
+
+
 def clean(text: object) -> str:
     """The `text` with unprintable characters replaced, since they could control a terminal."""
     shown = str(text)
@@ -310,6 +324,48 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
     ]
 
 
+def processes(snapshot: Snapshot) -> list[Process]:
+    """Each notebook of the `snapshot`, and each other process that holds memory or waits for it."""
+    waits = {ticket.owner: ticket for ticket in snapshot.tickets if ticket.verb == "use"}
+    found = []
+    for id, section in snapshot.sections.items():
+        claims, owner = section.claims(), section.owner
+        if claims or id in waits or owner.notebook:
+            found.append(
+                Process(
+                    id,
+                    clean(owner.title) or f"pid {owner.pid}",
+                    clean(owner.user),
+                    owner.pid,
+                    _process_state(snapshot, section, waits.get(id)),
+                    snapshot.now - section.idle_since if section.idle_since else 0.0,
+                    sum(size for device, size in claims.items() if device != HOST),
+                    claims.get(HOST, 0),
+                    tuple(
+                        one.name for one in section.leases if one.kind == "model" and one.on_device
+                    ),
+                )
+            )
+    return found
+
+
+def _process_state(snapshot: Snapshot, section: Section, ticket: Ticket | None) -> str:
+    """What a process does. Who waits is not idle, though no cell may run."""
+    presence = snapshot.presences.get(section.owner.id)
+    if presence is not None and presence.state in UNUSUAL:
+        return presence.text(snapshot.now)
+    if ticket is not None:
+        return f"waits {show_seconds(max(0.0, snapshot.now - ticket.arrived))}"
+    if section.busy_since:
+        return f"runs {show_seconds(max(0.0, snapshot.now - section.busy_since))}"
+    if any(lease.pins for lease in section.leases):
+        return "in use"
+    if section.leases and all(lease.on_host for lease in section.leases):
+        return "parked"
+    ago = snapshot.now - section.idle_since
+    return f"idle {show_seconds(max(0.0, ago))}" if section.idle_since else "idle"
+
+
 def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
     return Holding(
         snapshot.title(lease.owner, lease.name),
@@ -440,6 +496,7 @@ _EVENT_PHRASES = {
     "restore": "was restored for another process",
     "defrag": "released its allocator's cache",
     "resume": "continued a stopped process",
+    "interrupt": "interrupted or ended a process",
     "who": "listed what its variables hold",
     "cancel": "no longer waits for memory",
     "asked": "received a request",

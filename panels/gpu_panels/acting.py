@@ -71,6 +71,7 @@ def _unpin_evict(rt: Any, proposal: Proposal) -> Outcome:
 _SPECIAL: dict[str, Callable[[Any, Proposal], Outcome]] = {
     "defrag": lambda rt, one: rt.defrag(one.owner, timeout=ANSWER_SECONDS),
     "resume": lambda rt, one: rt.resume(one.owner),
+    "interrupt": lambda rt, one: rt.interrupt(one.owner),
     "compact": lambda rt, one: rt.defrag(timeout=ANSWER_SECONDS),
     "drain": lambda rt, one: rt.drain(one.name, timeout=ANSWER_SECONDS),
     "undrain": lambda rt, one: rt.drain(one.name, undo=True),

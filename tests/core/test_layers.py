@@ -72,7 +72,8 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "hub": f"__init__ watching ledgers web {GROUND}",
     "gpu_panels": f"__init__ runtime serving.metrics watching ledgers.reader rendering web fleet hub {GROUND}",
     "gpu": f"__init__ runtime rendering verbs backends.torch_release {GROUND}",
-    "cli": f"__init__ runtime watching rendering verbs serving gpu_panels hub {GROUND}",
+    "top": f"__init__ rendering {GROUND}",
+    "cli": f"__init__ runtime watching rendering verbs serving gpu_panels hub top {GROUND}",
 }
 # A decision depends only on its arguments: no clock, device, environment, log or random numbers.
 NOT_IN_DECISIONS = {

@@ -71,6 +71,7 @@ ANSWERS = {
     ("who", "-h"): "gpu who [NOTEBOOK]",
     ("fleet", "-h"): "gpu fleet [ACTION] [HOST] [--undo] [--create NAME@HOST] [--on CARDS]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
+    ("top", "-h"): "gpu top",
     ("keys", "-h"): "gpu keys ACTION [NAME] [--role R] [--models NAMES]",
 }
 
@@ -100,9 +101,9 @@ def test_every_verb_of_the_table_is_tested_here():
 
 
 def test_every_verb_without_an_act_has_one_in_each_face():
-    """The table of verbs imports no face. So the command itself runs `console` and `serve`."""
+    """The table of verbs imports no face. So the command itself runs `console`, `serve` and `top`."""
     without = {verb.name for verb in verbs.VERBS.values() if verb.has_own_code}
-    assert without == set(cli.SERVERS)
+    assert without == {*cli.SERVERS, "top"}
     assert {name for name in without if verbs.MAGIC in verbs.VERBS[name].places} == set(IN_NOTEBOOK)
 
 

@@ -284,7 +284,7 @@ STOPPED = Presence(ProcessState.STOPPED, NOW - 60)
 
 @pytest.mark.parametrize(("leases", "more", "state", "verb", "why_not"), [
     ([own(1)], {"busy_since": NOW - 9}, "runs", "park", ""),
-    ([own(1, pins=1)], {"busy_since": NOW - 9}, "runs", "park", "runs a cell"),
+    ([own(1, pins=1)], {"busy_since": NOW - 9}, "runs", "interrupt", ""),
     ([own(1, HOST)], {"idle_since": NOW - 9}, "parked", "unpark", ""),
     ([own(1, HOST), samples.lease("m", 1)], {"idle_since": NOW - 9}, "idle", "evict", ""),
     ([samples.lease("m", 1, pins=1)], {}, "runs", "evict", "In use"),
@@ -292,7 +292,7 @@ STOPPED = Presence(ProcessState.STOPPED, NOW - 60)
     ([samples.lease("m", 1), samples.lease("n", 2, pins=1)], {}, "runs", "evict", ""),
     ([own(1)], {"tickets": [WAITS], "busy_since": NOW - 9}, "waits 5.0 s", "cancel", ""),
     ([own(1)], {"presence": STOPPED}, "stopped for 60 s", "resume", ""),
-    ([own(1)], {"presence": Presence(ProcessState.SILENT)}, "no answer", "park", ""),
+    ([own(1)], {"presence": Presence(ProcessState.SILENT)}, "no answer", "interrupt", ""),
     ([samples.lease("b", 1, kind="block", pins=1)], {}, "runs", "", ""),
     ([], {"idle_since": NOW - 9}, "idle", "", ""),
 ])  # fmt: skip

@@ -127,6 +127,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "move": {"name": "qwen", "device": "sim:1"},
     "attach_kernel": {"stillness": Still()},
     "resume": {"process": str(os.getpid())},
+    "interrupt": {"process": "nobody"},
     "drain": {"device": "sim:0"},
     "tell_waits": {"told": None, "arrived": None},
     "plan": {"name_or_size": "qwen", "source": None, "timeout": 1},

@@ -98,6 +98,29 @@ def test_a_stopped_process_is_shown_as_stopped_until_it_is_continued(kernel, con
         console.resume("99999999")
 
 
+def test_a_running_cell_is_interrupted_and_a_process_ended_by_its_user(
+    kernel, console, monkeypatch
+):
+    pid = str(kernel.process.pid)
+    kernel.say("import time; print('runs', flush=True); time.sleep(3600)")
+    assert kernel.answer() == "runs"
+
+    def forbidden(fd: int, number: int) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as another_user:
+        another_user.setattr(signal, "pidfd_send_signal", forbidden)
+        with pytest.raises(NotAllowed, match=rf"and root may interrupt .*\n.* kill -INT {pid}"):
+            console.interrupt(pid)
+    with console.on_behalf_of("ann"):
+        assert console.interrupt(pid).done
+    assert kernel.answer() == "KeyboardInterrupt:"
+    assert console.interrupt(pid, end=True).because == f"pid {pid} got SIGTERM: it ends"
+    assert kernel.process.wait(PATIENCE) == -signal.SIGTERM
+    verbs = [event for event in console.status().events if event.action == "interrupt"]
+    assert [event.reason for event in verbs] == ["interrupt", "end"] and "ann" in verbs[0].by
+
+
 def test_a_stopped_process_is_named_with_since_when_until_it_answers(kernel, console):
     """It carries out the request of another process when it runs again."""
     kernel.signal(signal.SIGSTOP)

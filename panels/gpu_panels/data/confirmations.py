@@ -36,6 +36,7 @@ VERBS = {
     "unpin": "Unpin",
     "defrag": "Compact",
     "resume": "Continue",  # a stopped process
+    "interrupt": "Interrupt",  # the running cell of a process
     "park": "Park",
     "unpark": "Unpark",
     "cancel": "End wait",  # the target is the key of a waiting request
@@ -45,13 +46,14 @@ VERBS = {
     "compact": "Compact",
     "evict_idle": "Evict all idle",
 }
+PROCESS_VERBS = ("defrag", "resume", "interrupt")
 ON_CARDS = ("drain", "undrain", "compact", "evict_idle")
 LEAVES = ("evict", "drop", "unpin_evict")  # the model leaves its card
 NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. `defrag` and `resume` act on a process, and a verb in ON_CARDS acts on a card."""
+    """One action on one lease. PROCESS_VERBS act on a process, and a verb in ON_CARDS acts on a card."""
 
     verb: str
     # Owner id / model name, as in the book; `owner id/` for a process, `/CARD` for a card
@@ -104,7 +106,7 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     if section is None:
         return proposal
     proposal = proposal._replace(pid=section.owner.pid)
-    if verb == "resume":
+    if verb in ("resume", "interrupt"):
         return proposal._replace(title=section.owner.label)
     lease = section.lease(proposal.name)
     if lease is None:
@@ -161,6 +163,12 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
             "It keeps its memory. What is idle can then be evicted.",
         )
         return Question(f"Continue {process}?", lines, label)
+    if proposal.verb == "interrupt":
+        lines = (
+            "Its running cell ends with KeyboardInterrupt, as with the stop button.",
+            "Its variables and models stay as they are.",
+        )
+        return Question(f"Interrupt {process}?", lines, label, grave=True)
     lines = (
         "Its allocator returns cached blocks that are not in use to the device.",
         "Models stay where they are. Code that runs there can be slower for a moment, until the "
@@ -338,6 +346,8 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
         return f"{asleep}."
     if proposal.verb == "defrag":
         return ""
+    if proposal.verb == "interrupt":
+        return "" if section.busy_since else f"{section.owner.label} runs no cell any more."
     if proposal.verb == "resume":
         presence = snapshot.presences.get(proposal.owner)
         is_stopped = presence is not None and presence.state is ProcessState.STOPPED

@@ -283,6 +283,8 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
         return _button("resume", f"{owner.id}/", snapshot)
     if ticket is not None:
         return _button("cancel", ticket.key, snapshot)
+    if presence is not None and presence.state is ProcessState.SILENT:
+        return _button("interrupt", f"{owner.id}/", snapshot)
     on_cards = [lease for lease in section.leases if lease.on_device and lease.kind != "block"]
     if not on_cards:
         own = section.lease(KERNEL)
@@ -292,6 +294,8 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
             else None
         )
     largest = max(on_cards, key=lambda lease: (not lease.pins, lease.card_bytes))
+    if largest.pins and section.busy_since:  # nothing of it can leave while its cell runs
+        return _button("interrupt", f"{owner.id}/", snapshot)
     if largest.kind == KERNEL:
         return _with_target(kernel_buttons(largest, owner)[0], largest, snapshot)
     evict = Button("evict", f"Evict {short(largest.name)}", _why_not_evict(largest, owner))
@@ -354,8 +358,8 @@ def _row(problem: Problem, snapshot: Snapshot, seen: Since) -> Row:
 
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
     """The button for `verb` on a lease, a waiting request or a process. It sends `VERB TARGET`; see `pressed`."""
-    if verb == "resume":
-        return Button(f"{verb} {target}", VERBS[verb], _why_not_continue(target, snapshot))
+    if verb in ("resume", "interrupt"):
+        return Button(f"{verb} {target}", VERBS[verb], _why_no_signal(verb, target, snapshot))
     if verb == "cancel":
         ticket = next(one for one in snapshot.tickets if one.key == target)
         return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
@@ -365,15 +369,11 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
     return Button(f"{verb} {target}", f"{VERBS[verb]} {short(title)}", why_not)
 
 
-def _why_not_continue(target: str, snapshot: Snapshot) -> str:
-    """Why this console cannot continue the stopped process in `target`; the system lets its user and root do that."""
-    user = snapshot.sections[target.partition("/")[0]].owner.user
-    may = snapshot.owner.user in ("root", user) or not user
-    return (
-        ""
-        if may
-        else f"Only {user} and root may continue it, and this page runs as {snapshot.owner.user}"
-    )
+def _why_no_signal(verb: str, target: str, snapshot: Snapshot) -> str:
+    """Why this console may not send a signal to the process in `target`: only its user and root may."""
+    user, me = snapshot.sections[target.partition("/")[0]].owner.user, snapshot.owner.user
+    may = me in ("root", user) or not user
+    return "" if may else f"Only {user} and root may {VERBS[verb].lower()} it; this page is {me}'s"
 
 
 def pressed(button: str) -> tuple[str, str]:

@@ -347,7 +347,7 @@ KINDS = {  # kind -> mark, actions
         "☞",
         (
             *("asked", "declined", "pin", "unpin", "drained", "undrained"),
-            *("defrag", "resume", "who", "cancel"),
+            *("defrag", "resume", "interrupt", "who", "cancel"),
         ),
     ),
 }
