@@ -220,6 +220,7 @@ def _obtain_governed(
         wanted, footprint, rules = arrivals.read_source(session, spec.name, wishes, deadline)
 
     def is_here() -> bool:
+        resident.require_known()
         if anchor is None:
             return resident.place is Place.HERE
         return resident.enter(anchor, waited=True)

@@ -229,10 +229,10 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
 def forget(session: Session, name: str) -> None:
     """Frees a model's memory and its name; see Runtime.forget."""
     resident = find(session, name)
-    if resident.training.blocks():
-        raise in_use_error(session, resident)
     arrivals.require_load_ended(session, resident.spec.name)
     lease = resident.truth()
+    if not resident.begin_forgetting():
+        raise in_use_error(session, resident)
 
     def work() -> None:
         release_calls(resident.value)

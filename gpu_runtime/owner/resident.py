@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..backends.base import Backend, Progress
+from ..errors import LoadFailed
 from ..facts import (
     Declared,
     Drop,
@@ -94,6 +95,7 @@ class Resident:
         self.work = threading.Lock()  # held while bytes move
         self._worker = 0  # the thread that holds `work`
         self.pauses = False  # whether new uses wait for a request of another process
+        self.is_forgotten = False
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
         self.training = Training(self.pins)
         self.shares_storages = False  # with other models, see `bases`
@@ -272,11 +274,15 @@ class Resident:
                 raise
 
     def install(self, handle: Any, lease: Lease, anchor: AnchorRef | None) -> None:
-        """Makes the loaded `handle` the model that `use` yields, pinned by `anchor` if given."""
+        """Makes the loaded `handle` the model that `use` yields, pinned by `anchor` if given.
+
+        Raises LoadFailed if the model was forgotten during the load.
+        """
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
         with self.gate:
+            self.require_known()
             lease = self.in_pieces(lease, handle)
             self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
             self.shares_storages = bool(getattr(handle, "bases", ()))
@@ -335,7 +341,7 @@ class Resident:
     def stay(self) -> None:
         """Allows uses again after a move that was not made."""
         with self.gate:
-            if self.handle is not None:
+            if self.handle is not None and not self.is_forgotten:
                 self.place = Place.HERE if self.lease.all_on_device else Place.AWAY
 
     def carry(self, step: Move | Drop, shadow: bool = False) -> Shares:
@@ -375,6 +381,8 @@ class Resident:
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
         """Records where the model is now. `anchor`, if given, pins the model in the same step."""
         with self.gate:
+            if self.handle is None:  # it was forgotten meanwhile
+                return
             self.lease = lease
             self.place = Place.HERE if lease.all_on_device else Place.AWAY
             if anchor is not None:
@@ -431,6 +439,23 @@ class Resident:
         govern_calls(self.value, self)
         if self.shares_storages:
             self.remeasure()
+
+    def require_known(self) -> None:
+        """Raises LoadFailed if the model was forgotten; another model may have its name since."""
+        if self.is_forgotten:
+            name = self.spec.name
+            text = f"{name} was not loaded: it was forgotten meanwhile."
+            raise LoadFailed(text, name=name, source=self.spec.source)
+
+    def begin_forgetting(self) -> bool:
+        """Refuses new uses and the end of a load for good. Returns False if the model is in use."""
+        with self.gate:
+            if self.training.blocks():
+                return False
+            self.is_forgotten = True
+            if self.handle is not None:
+                self.place = Place.MOVING
+        return True
 
     def forget(self) -> None:
         """Frees the model's bytes for good. Bytes without a source stay in the user's object."""

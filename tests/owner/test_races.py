@@ -6,6 +6,7 @@ from inspect import CO_GENERATOR
 import pytest
 
 from gpu_runtime import Runtime
+from gpu_runtime.errors import LoadFailed
 from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, until
@@ -199,3 +200,41 @@ def _used(rt: Runtime, name: str) -> None:
 def _leased(rt: Runtime) -> None:
     with rt.lease("1GiB"):
         pass
+
+
+def _forgotten_meanwhile(rt, failures):
+    try:
+        rt.preload("m")
+    except LoadFailed as error:
+        failures.append(str(error))
+
+
+def test_a_model_that_is_forgotten_while_it_loads_holds_nothing(runtime):
+    """Its bytes were held beside the ledger, and another process was granted them too."""
+    rt, begun, go = runtime(), threading.Event(), threading.Event()
+
+    def slow(verb):
+        begun.set()
+        go.wait(PATIENCE)
+
+    rt.register("m", slow, backend="fake", size="1GiB")
+    resident, failures = rt._session.residents["m"], []
+    with alongside(lambda: _forgotten_meanwhile(rt, failures)):
+        begun.wait(PATIENCE)
+        with alongside(lambda: rt.forget("m")):
+            until(lambda: resident.is_forgotten)
+            go.set()
+    assert failures == ["m was not loaded: it was forgotten meanwhile."]
+    assert rt.probe.place("sim:0").held_bytes() == 0 and not any(claims(rt).values())
+
+
+def test_who_waits_for_a_model_gets_no_later_one_of_its_name(runtime):
+    """The wait went on for ever, at full speed."""
+    rt, failures = fakes(runtime(devices="sim:8GiB,host:1GiB"), m="4GiB"), []
+    with alongside(lambda: _forgotten_meanwhile(rt, failures)):
+        with rt.lease("5GiB"):
+            until(lambda: rt.status().tickets)
+            rt.forget("m")
+            fakes(rt, m="1GiB")
+        rt.preload("m")
+    assert failures == ["m was not loaded: it was forgotten meanwhile."]
