@@ -85,6 +85,26 @@ def test_a_killed_keeper_loses_nothing(here, other):
     assert one.read().sections[one.owner.id].counts == {"n": 4}
 
 
+def test_a_write_that_a_killed_keeper_lost_is_not_taken_for_another_threads_write(
+    here, monkeypatch
+):
+    """Two threads of a process write, and the keeper has the later of the two writes only."""
+    one, ask, puts = here(), ledger.KeeperLedger._ask, []
+
+    def lost(self, message):
+        if not isinstance(message, Put) or puts:
+            return ask(self, message)
+        puts.append(message)
+        assert count(one) == 1
+        keeper_of(one).kill()
+        until(lambda: not one._wire.is_open())
+        raise ledger._Lost
+
+    monkeypatch.setattr(ledger.KeeperLedger, "_ask", lost)
+    assert count(one) == 2
+    assert one.read().sections[one.owner.id].counts == {"n": 2}
+
+
 def test_a_new_owner_finds_the_book_after_the_keeper_was_killed(here, other):
     """The process that starts the next keeper knows nothing of the book. Another one has it, and is stopped."""
     first = other()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import select
@@ -234,6 +235,8 @@ class KeeperLedger(NamesTeller):
         self.owner: Owner = describe_self(notebook=notebook, user=user)
         self._pid = os.getpid()
         self._number = 0
+        self._puts = itertools.count(1)  # the numbers of this owner's writes
+        self._last_put = 0  # the last of them that the keeper had when this owner connected to it
         self._pieces = Pieces()
         self._kept: dict[tuple[str, str], core.Keep] = {}
         self._declared: frozenset[str] = frozenset()
@@ -475,14 +478,15 @@ class KeeperLedger(NamesTeller):
                     return answer
                 write = (pieces.book, new, self.owner.id, self.dead, self.url)
                 refuse_unlawful(*write, unsent=True)
-                put = self._put(pieces, new)
+                sent = next(self._puts)
+                put = self._put(sent, pieces, new)
                 try:
                     reply, turn = self._ask(put), None
                 except _Lost as error:
                     turn, why = None, str(error)
                     with self._calling:
                         self._connected()
-                    if self._last_put == self._sent_put:
+                    if self._last_put == sent:
                         return answer
                 else:
                     if isinstance(reply, core.Written):
@@ -503,12 +507,9 @@ class KeeperLedger(NamesTeller):
                 with contextlib.suppress(_Lost):  # the turn ended with the keeper
                     self._wire.send(core.Pass(turn.number))
 
-    _sent_put = _last_put = 0
-
-    def _put(self, old: Pieces, new: Book) -> core.Put:
-        """The message for the change from the book `old` to `new`. Raises LedgerRefused."""
-        self._sent_put += 1
-        change = old.book, new, self.owner.id, self._sent_put, old.facts
+    def _put(self, number: int, old: Pieces, new: Book) -> core.Put:
+        """The message for the write `number`, from the book `old` to `new`. Raises LedgerRefused."""
+        change = old.book, new, self.owner.id, number, old.facts
         try:
             part, fields = encoded_change(*change)
         except Unwritable as error:
