@@ -1,0 +1,421 @@
+"""The simulated box: owners with real runtimes, and keepers with the real core, on sockets that cut off and delay."""
+
+import contextlib
+import itertools
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from gpu_runtime import Runtime
+from gpu_runtime.devices import allocators
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.ledgers import base
+from gpu_runtime.ledgers.keeper import core, ledger, shared_book
+from gpu_runtime.ledgers.liveness import describe_self
+from gpu_runtime.ledgers.notify import _Waiter
+from gpu_runtime.ledgers.pieces import Pieces, encode
+from gpu_runtime.owner import lifetime
+
+from .machine import Lock, Machine, Thread
+
+FIRST_PID = 1 << 23  # no process of the real machine has such a pid
+NOTICED_SECONDS = 0.01  # from the death of a process until the keeper knows of it
+
+
+class Process:
+    """A process of the box: a notebook's kernel, or a keeper."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name, self.pid = name, pid
+        self.killed = False
+        self.failures: list[BaseException] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Wire:
+    """A client's end of a socket to a keeper. It has the methods of `keeper.ledger._Wire`."""
+
+    keeper_pid, keeper_uid = 0, os.geteuid()
+
+    def __init__(self, directory: object) -> None:
+        box = Box.active
+        if box.keeper is None or box.keeper.process.killed:
+            raise ConnectionRefusedError("no keeper listens")
+        assert box.machine.current is not None
+        self.process = box.machine.current.process
+        self.socket = self
+        self.keeper = box.keeper
+        self.number = self.keeper.accept(self)
+        self.inbox: deque[tuple[float, bytes]] = deque()
+        self.descriptors: list[int] = []
+        self._open = True
+
+    def send(self, message: core.Request) -> None:
+        machine = Box.active.machine
+        machine.switch()
+        if not self.is_open():
+            raise ledger._Lost("it ended")
+        self.keeper.deliver(self, encode(message))
+
+    def receive(self, number: int, seconds: float) -> Any:
+        machine = Box.active.machine
+        deadline = machine.now + seconds
+        while True:
+            while self.readable():
+                _, content = self.inbox.popleft()
+                reply = core.decode_reply(content)
+                if reply.number == number:
+                    return reply
+            if not self.is_open():
+                raise ledger._Lost("it ended")
+            if machine.now >= deadline:
+                raise ledger._Lost(f"no answer within {seconds:g} s")
+            times = [deadline, *(at for at, _ in list(self.inbox)[:1])]
+            machine.pause(lambda: self.readable() or not self.is_open(), min(times) - machine.now)
+
+    def readable(self) -> bool:
+        return bool(self.inbox) and self.inbox[0][0] <= Box.active.machine.now
+
+    def drain(self) -> bool:
+        """Reads all rings that are here. Returns whether there was one."""
+        found = self.readable()
+        while self.readable():
+            self.inbox.popleft()
+        return found
+
+    def is_open(self) -> bool:
+        return self._open and not self.keeper.process.killed
+
+    def close_descriptors(self) -> None:
+        self.descriptors = []
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self.keeper.leave(self)
+
+    # the part of a socket that the ledger uses
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def shutdown(self, how: int) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        return 0 if self.is_open() else -1
+
+
+class KeeperBell(ledger._KeeperBell):
+    """The bell of an owner, which waits on the simulated wire."""
+
+    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+        wire: Any = self._wire
+        if wire is None or not wire.is_open():
+            seconds = min(seconds, ledger.BELL_SECONDS)
+            if self._open_again():
+                self.ring()
+                return True
+            wire = None
+        rung = waiter.poll().poll
+        machine = Box.active.machine
+        machine.pause(lambda: rung(0) or (wire and (wire.inbox or not wire.is_open())), seconds)
+        if wire is not None and wire.inbox and not wire.readable():
+            machine.pause(wire.readable, wire.inbox[0][0] - machine.now)
+        woken = rung(0)
+        waiter.reset(woken)
+        if wire is not None and (not wire.is_open() or wire.drain()):
+            if not wire.is_open():
+                wire.close()
+            self._wake_all_but(waiter)
+            return True
+        return bool(woken)
+
+
+class KeeperLedger(ledger.KeeperLedger):
+    """The real client of a keeper, on the simulated wire and without a directory."""
+
+    def __init__(self, url: str, *, notebook: str = "", user: str = "") -> None:
+        base.NamesTeller.__init__(self)
+        box = Box.active
+        assert box.machine.current is not None
+        process = box.machine.current.process
+        self.url, self.directory, self.patience_seconds = url, None, ledger.PATIENCE_SECONDS  # type: ignore[assignment]
+        me = describe_self(notebook=process.name, user="ann")
+        self.owner = replace(me, pid=process.pid, started=1, serial=0, namespaces="the box")
+        self._pid = os.getpid()
+        self._number, self._pieces, self._kept = 0, Pieces(), {}
+        self._puts, self._last_put = itertools.count(1), 0
+        self._declared: frozenset[str] = frozenset()
+        self._closed, self._secret, self._registered = False, encode(process.pid), False
+        self._calling, self._reading = ledger.threading.RLock(), Lock()  # type: ignore[assignment]
+        self._wire = self._reader = None
+        self._place = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        with self._calling:
+            self._connected()
+        self._bell = KeeperBell(self._bell_wire)
+
+    def _require_trusted(self, wire: Any) -> None: ...
+
+    def _start(self) -> str:
+        Box.active.start_keeper()
+        return ""
+
+    def _end_hanging(self, wire: Any) -> None:
+        if wire.is_open():
+            Box.active.note(f"{wire.process} ends the keeper, which hangs")
+            Box.active.kill_keeper()
+
+    def _unavailable(self, why: str) -> Any:
+        return ledger.LedgerUnavailable(f"the keeper cannot be reached: {why}", path="", why=why)
+
+
+class KeeperServer:
+    """What `keeper.server.Server` does, with messages in place of sockets."""
+
+    def __init__(self, box: "Box", process: Process) -> None:
+        self.box, self.process, self.core = box, process, core.Keeper()
+        self.thread: Thread | None = None
+        self.wires: dict[int, Wire] = {}
+        self.inbox: dict[int, deque[tuple[float, bytes]]] = {}
+        self.owners: dict[str, Process] = {}
+        self._greeted: dict[int, str] = {}
+        self._next, self._published, self.written = 0, 0, self.core.known
+        page = box.newest_page()
+        self.memory = shared_book.Writer("simulated")
+        if page is not None:
+            self.core.known.follow(page)
+            state = self.core.known.state
+            living = {id: user for id, user in state.living.items() if not box.is_dead(id)}
+            dead = {*state.dead, *(state.living.keys() - living.keys())}
+            fresh = core.Keeper()
+            fresh.adopt(page, living, dead)
+            self.core = fresh
+            self.owners = {id: box.by_id(id) for id in living}
+        self.publish()
+
+    def accept(self, wire: Wire) -> int:
+        self._next += 1
+        self.wires[self._next], self.inbox[self._next] = wire, deque()
+        return self._next
+
+    def leave(self, wire: Wire) -> None:
+        if self.wires.pop(wire.number, None) is not None and not self.process.killed:
+            self.inbox.pop(wire.number)
+            self._send(self.core.gone(wire.number, self.box.machine.now))
+
+    def deliver(self, wire: Wire, content: bytes) -> None:
+        queue = self.inbox[wire.number]
+        due = self.box.machine.now + self.box.delay()
+        queue.append((max([due, *(at for at, _ in list(queue)[-1:])]), content))
+        self.wake()
+
+    # the keeper's thread
+
+    def serve(self) -> None:
+        machine = self.box.machine
+        while True:
+            now = machine.now
+            for at, id in self.box.deaths(self):
+                if now >= at:
+                    self.owners.pop(id)
+                    self._send(self.core.died([id]))
+            ready = [number for number, queue in self.inbox.items() if queue and queue[0][0] <= now]
+            machine.random.shuffle(ready)
+            for number in ready:
+                if number in self.inbox:
+                    self._receive(number, core.decode_request(self.inbox[number].popleft()[1]))
+            self._send(self.core.tick(now))
+            self.publish()
+            machine.pause(lambda: machine.now >= self.due(), self.due() - now)
+
+    def due(self) -> float:
+        """When the keeper has something to do."""
+        times = [queue[0][0] for queue in self.inbox.values() if queue]
+        times += [at for at, _ in self.box.deaths(self)]
+        if self.core.deadline is not None:
+            times.append(self.core.deadline)
+        return min(times, default=self.box.machine.now + 3600)
+
+    def wake(self) -> None:
+        """Lets the thread look again when it has something to do, which may be earlier than it was."""
+        if self.thread is not None and self.thread.deadline is not None:
+            self.thread.deadline = min(self.thread.deadline, self.due())
+
+    def _receive(self, number: int, message: core.Request) -> None:
+        now, wire = self.box.machine.now, self.wires[number]
+        self.box.met[type(message).__name__] += 1
+        if not isinstance(message, core.Hello):
+            self._send(self.core.receive(number, message, now))
+            if isinstance(message, core.Leave):
+                self.owners.pop(self._greeted.get(number, ""), None)
+            return
+        seen = replace(message.owner, pid=wire.process.pid, started=1)
+        owner = self.core.identity(message, seen)
+        self._greeted[number] = owner.id
+        welcome = self.core.hello(number, replace(message, owner=owner), os.geteuid(), now)
+        self.owners[owner.id] = wire.process
+        self.publish()
+        wire.descriptors = [self.memory.descriptor]
+        self._post(wire, welcome)
+
+    def publish(self) -> None:
+        if self.core.known.revision != self._published:
+            self.memory.write(self.core.known.revision, self.core.pieces)
+            self._published, self.written = self.core.known.revision, self.core.known.copy()
+
+    def _send(self, answers: core.Answers) -> None:
+        if answers:
+            self.publish()
+        for number, message in answers:
+            if number in self.wires:
+                self.box.met[type(message).__name__] += 1
+                self._post(self.wires[number], message)
+
+    def _post(self, wire: Wire, message: core.Reply) -> None:
+        due = self.box.machine.now + self.box.delay()
+        due = max([due, *(at for at, _ in list(wire.inbox)[-1:])])
+        wire.inbox.append((due, encode(message)))
+
+
+class Kernel:
+    """A notebook's kernel: a process with a runtime."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.rt: Any = None
+        self.models: list[str] = []
+
+
+class Box:
+    """All processes, the devices that they share, and what has happened."""
+
+    active: "Box"
+
+    def __init__(self, machine: Machine, devices: str, trace: Callable[[str], None]) -> None:
+        self.machine, self.devices, self._trace = machine, devices, trace
+        self.keeper: KeeperServer | None = None
+        self.kernels: list[Kernel] = []
+        self.met: Counter[str] = Counter()  # how often each message, act, fault and error was met
+        self._memories: list[shared_book.Writer] = []
+        self._pids = FIRST_PID
+        self._ids: dict[int, Process] = {}
+        self._died_at: dict[int, float] = {}
+        self.slow = 0.0  # how often a message is late
+        Box.active = self
+        ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
+        lifetime.open_ledger = KeeperLedger  # type: ignore[assignment]
+        self.limits = {one.id: int(one.total_bytes) for one in open_probe(devices).devices}
+
+    def note(self, text: str) -> None:
+        """Adds a line to the trace."""
+        self._trace(f"{self.machine.now - 1000:9.3f}  {text}")
+
+    def process(self, name: str) -> Process:
+        self._pids += 1
+        made = self._ids[self._pids] = Process(name, self._pids)
+        return made
+
+    def delay(self) -> float:
+        late = self.machine.random.random() < self.slow
+        return self.machine.random.uniform(0, 0.5 if late else 0.0005)
+
+    # -- keepers
+
+    def start_keeper(self) -> None:
+        if self.keeper is not None and not self.keeper.process.killed:
+            return
+        process = self.process(f"keeper {len(self._memories) + 1}")
+        self.keeper = KeeperServer(self, process)
+        self._memories.append(self.keeper.memory)
+        self.keeper.thread = self.machine.start(self.keeper.serve, (), process, "serve")
+        self.note(f"{process} starts at revision {self.keeper.core.known.revision}")
+
+    def kill_keeper(self, torn: bool = False) -> None:
+        """Kills the keeper; if `torn`, while it writes the next page."""
+        if self.keeper is not None:
+            self.note(f"{self.keeper.process} is killed")
+            self.machine.kill(self.keeper.process)
+            if torn:
+                half = (self.keeper.core.known.revision + 1) % 2 * shared_book.MOST_BYTES
+                self.keeper.memory._memory[half : half + 64] = self.machine.random.randbytes(64)
+            self.keeper = None
+
+    def cut(self) -> None:
+        """Cuts one connection, with all messages that are under way."""
+        if self.keeper is not None and self.keeper.wires:
+            wire = self.machine.random.choice(list(self.keeper.wires.values()))
+            self.note(f"a connection of {wire.process} is cut")
+            wire.inbox.clear()
+            wire.close()
+
+    def newest_page(self) -> Any:
+        found = []
+        for memory in self._memories:
+            reader = shared_book.Reader(memory.descriptor)
+            with contextlib.suppress(shared_book.Torn):
+                found.append(reader.page())
+            reader.close()
+        return max(found, key=lambda page: page.revision, default=None)
+
+    # -- owners
+
+    def by_id(self, id: str) -> Process:
+        return self._ids[int(id.split(".")[0])]
+
+    def is_dead(self, id: str) -> bool:
+        return self.by_id(id).killed
+
+    def deaths(self, server: KeeperServer) -> list[tuple[float, str]]:
+        """When the keeper learns that owners of its have died, and their ids."""
+        return [
+            (self._died_at[process.pid] + NOTICED_SECONDS, id)
+            for id, process in server.owners.items()
+            if process.killed
+        ]
+
+    def kill(self, kernel: Kernel) -> None:
+        self.note(f"{kernel.process} is killed")
+        self.machine.kill(kernel.process)
+        self._died_at[kernel.process.pid] = self.machine.now
+        self.kernels.remove(kernel)
+        if self.keeper is not None:
+            self.keeper.wake()
+
+    def start_kernel(self, **settings: Any) -> Kernel:
+        """A new kernel, whose runtime is opened in a thread of its own."""
+        kernel = Kernel(self.process(f"kernel {self._pids - FIRST_PID}"))
+        self.kernels.append(kernel)
+
+        def work() -> None:
+            kernel.rt = Runtime(
+                devices=self.devices, ledger="keeper:///simulated", catalog="drill",
+                clock=lambda: self.machine.now, wall=lambda: 1.7e9 + self.machine.now,
+                gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0, **settings,
+            )  # fmt: skip
+
+        self.machine.start(work, (), kernel.process, "open")
+        return kernel
+
+    def physical(self, device: str) -> dict[Process, int]:
+        """The bytes that each living process holds on the `device`."""
+        held = {}
+        for kernel in self.kernels:
+            if kernel.rt is not None:
+                memory = kernel.rt.probe.place(device)
+                freed = frozenset(note.key for note in list(memory._freed))
+                held[kernel.process] = allocators.release(memory._state, freed).requested
+        return held
+
+    def book(self) -> Any:
+        """The newest page that a process has."""
+        if self.keeper is not None:
+            return self.keeper.written.book
+        pieces = Pieces()
+        if page := self.newest_page():
+            pieces.follow(page)
+        return pieces.book
