@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 _start, _lock, _ident = _thread.start_new_thread, _thread.allocate_lock, _thread.get_ident
+# Python 3.13 has no such lock any more. A seed may then be another day now and then.
+_sentinel = getattr(_thread, "_set_sentinel", lambda: None)
 SWITCH = 0.15  # how often a thread that could go on lets another one run
 BEGAN = 1000.0  # the clock at the start, in seconds
 
@@ -38,6 +40,7 @@ class Thread:
         self.ended = False
         self.frozen = False  # stopped, as by SIGSTOP
         self.calls_after_kill = 0
+        self.gone: Any = None  # a lock that is free once the thread has let go of all its objects
 
 
 class Machine:
@@ -64,6 +67,9 @@ class Machine:
         thread = Thread(process, name)
 
         def run() -> None:
+            thread.gone = _sentinel()
+            # Else a thread with the number of an ended one would be taken for that one, or not.
+            threading._active.pop(_ident(), None)  # type: ignore[attr-defined]
             thread.baton.acquire()
             try:
                 if not process.killed:
@@ -154,6 +160,8 @@ class Machine:
         self.current = None
         if thread.ended:
             self.threads.remove(thread)
+            if thread.gone is not None and not thread.calls_after_kill:
+                thread.gone.acquire()
 
     def kill(self, process: Any) -> None:
         """Ends a process between two steps: no code of it changes anything any more."""
