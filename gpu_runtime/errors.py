@@ -566,8 +566,10 @@ def _requirement(package: str, of: str = "gpu-console") -> str:
 
     try:
         lines = metadata.requires(of) or ()
-    except metadata.PackageNotFoundError:  # nothing is known about its needs
-        return ""
+    except metadata.PackageNotFoundError:
+        # In a kernel of `gpu box install` the package is not on `sys.path`.
+        beside = metadata.distributions(name=of, path=[os.path.dirname(os.path.dirname(__file__))])
+        lines = next((one.requires for one in beside), None) or ()
     needed = {re.split(r"[^\w.-]", line)[0]: line.partition(";")[0].strip() for line in lines}
     for name, line in needed.items():
         if name.lower().replace("-", "_") == package.lower():

@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+import re
 import signal
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from gpu_runtime.units import MIB
+from gpu_runtime.version import OLDEST_TORCH, TORCH_WITH_EXCHANGE
 from tests import simgpu
 from tests.backends.test_kernel_memory import Kernel
 
@@ -291,3 +294,19 @@ def test_the_installed_release_is_judged_without_an_import(monkeypatch, version,
     monkeypatch.delitem(torch_release.sys.modules, "torch")
     monkeypatch.setattr(torch_release, "_installed", lambda: version)
     assert torch_release.why_not_moved() == why
+
+
+def test_the_page_on_environments_has_the_row_of_this_torch():
+    """The rows are for ranges of releases; the newest one is first."""
+    page = (Path(__file__).parents[2] / "docs/guides/environments.md").read_text()
+    rows = re.findall(
+        r"^\| (\d+\.\d+)(?:, \d.\d| to \d\.\d+| and later) \| (.*) \| (.*)\|$", page, re.M
+    )
+    assert (rows[0][0], rows[-1][0]) == (TORCH_WITH_EXCHANGE, OLDEST_TORCH)
+    assert f"`is older than {OLDEST_TORCH}`" in page
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    how, says = next(row[1:] for row in rows if tuple(map(int, row[0].split("."))) <= release)
+    assert swap.can_swap() and ("torch's own exchange" in how) == (swap._native() is not None)
+    if torch.version.cuda:  # a build for CPUs has no guard for cards
+        why = swap.why_not([torch.device("cuda")])
+        assert ("simulated cards only" in how) == bool(why) and says.strip(" `") in why

@@ -69,6 +69,7 @@ def test_two_versions_share_a_card(first, keeper, path_of):
             assert "host memory" in (said := other.run(f"%gpu evict m@{notebook.pid}")), said
             assert "m is on sim:0" in other.run("rt.preload('m')")
         shown = later.run("%gpu status")
-        assert f"{VERSION} in {both[later].name} (pid" in shown and f"{NEXT} in this" in shown
+        assert f"Versions: {VERSION} in {both[later].name} (pid" in shown
+        assert f"{NEXT} in this process" in shown
         bus = 7 if first == NEXT else ""  # whoever comes first describes the cards
         assert later.run(FACTS) == f"{bus} 1 [(False, False), (True, True)]\n"
