@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import GpuError, OutOfMemory
@@ -16,6 +17,15 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STA
 
 class NotStill(Exception):
     """Raised when the kernel's memory was not moved. The text is the reason, such as a running cell."""
+
+
+class Damaged(Exception):
+    """Bytes in a file cannot return. The text says why, as the end of a sentence about them."""
+
+    def __init__(self, why: str, directory: Path, keys: frozenset[int], size: int) -> None:
+        """`keys` are the keys of the storages concerned, and `size` their bytes."""
+        super().__init__(why)
+        self.directory, self.keys, self.bytes = directory, keys, size
 
 
 class Stillness(Protocol):

@@ -332,7 +332,7 @@ class Parking:
         if cell.returns:
             until_the_end.enter_context(self._waiting())
         else:
-            stand_in = until_the_end.enter_context(self._lease.readable())
+            stand_in = until_the_end.enter_context(self._lease.readable(cell.saves))
             until_the_end.callback(self._forget_deleted)
             _bind(self._shell.user_ns, cell.printed, stand_in, until_the_end)
         return True

@@ -1,7 +1,9 @@
 """Random programs and training compute the same to the bit wherever their memory is parked (law 13)."""
 
 import gc
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,16 +117,22 @@ def run(deeds: list[tuple[str, int, int]], park: Park) -> list[torch.Tensor]:
     max_examples=max(1, settings().max_examples // 10),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(deeds=PROGRAM, turns=some.lists(some.booleans(), min_size=1, max_size=6))
-@example(deeds=[(name, 0, 1) for name in DEEDS * 2], turns=[True])
+@given(
+    deeds=PROGRAM, turns=some.lists(some.sampled_from(["", "ram", "disk"]), min_size=1, max_size=6)
+)
+@example(deeds=[(name, 0, 1) for name in DEEDS * 2], turns=["ram"])
+@example(deeds=[(name, 0, 1) for name in DEEDS * 2], turns=["disk"])
 def test_a_random_program_with_side_streams_is_the_same_with_parks(guards, deeds, turns):
-    """`turns` decides at which places the program is parked and returned."""
+    """`turns` decides at which places the program is parked in RAM or on a disk, and returned."""
     alone = run(deeds, lambda: None)
     kernel, places = Kernel(), iter(turns * 20)
 
     def park() -> None:
-        if next(places):
+        if place := next(places):
             kernel.park()
+            if place == "disk":
+                written = kernel.backend.write(kernel.handle, Path(tempfile.gettempdir()))
+                kernel.backend.move_on(kernel.handle, written)
             kernel.unpark()
 
     parked = run(deeds, park)

@@ -14,6 +14,10 @@ host memory, stay readable, and refuse writes. Storages that cannot be moved sta
 NumPy uses too. They are no part of the kernel's lease, and `KernelMemory.staying` lists them. On a
 real card a guard replaces offloaded bytes: memory without content, where every access raises an
 error (see `swap.py`).
+
+Offloaded bytes may move on, to a file on a local disk (`park_file.py`). On a simulated card they
+stay readable, as a mapping of the file. A return always reads the file itself and compares
+digests: a damaged piece raises Damaged, and never becomes a value.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ import gc
 import itertools
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,10 +41,11 @@ from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...torch_modes import all_outside_modes
 from ...units import MIB, show_bytes
-from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
+from ..base import Backend, Damaged, NotStill, Progress, Stillness, is_out_of_memory
+from . import park_file, streams, swap
 from . import storages as st
-from . import streams, swap
 from .host_copies import digest, every_key, forget_keys, keys_on_cards
+from .park_file import ParkFile
 from .search import FOREIGN, UNREADABLE, Found, Known, Place, counted_on, search
 from .torch_model import ending
 
@@ -51,17 +58,35 @@ COPIES = 4  # how often bytes that change meanwhile are copied
 REST_SECONDS = 10.0  # how long the work of a card may take to end
 
 
+class Stored(NamedTuple):
+    """The place of a storage's bytes in a file."""
+
+    file: ParkFile
+    start: int
+
+
 class Away(NamedTuple):
-    """A storage of the kernel whose bytes are in host memory now."""
+    """A storage of the kernel whose bytes are in host memory or in a file now."""
 
     storage: torch.UntypedStorage
-    copy: torch.Tensor | None  # on a real card its bytes, [nbytes] uint8; else the storage has them
+    # On a real card its bytes, [nbytes] uint8, if they are in host memory; else the storage has them
+    copy: torch.Tensor | None
     stream: int | None  # the stream that its block on the card belonged to
+    stored: Stored | None = None  # None: in host memory
 
     @property
     def bytes(self) -> torch.Tensor:
         """The content of the storage, as a tensor [nbytes] of uint8."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+
+class Written(NamedTuple):
+    """A file with the bytes of offloaded storages, which they may move to; see `KernelBackend.write`."""
+
+    file: ParkFile
+    starts: Mapping[int, int]  # the key of a storage -> the place of its bytes
+    exchanges: int  # what `exchanges` of the kernel's memory was
+    read_seconds: float  # what reading the file took
 
 
 class _IsRecorded(Exception):
@@ -213,8 +238,13 @@ class KernelMemory:
 
     @property
     def away_bytes(self) -> int:
-        """The bytes that are in host memory now."""
+        """The bytes that are in host memory, or in a file, now."""
         return sum(one.storage.nbytes() for one in self.away)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The part of `away_bytes` that is in a file."""
+        return sum(one.storage.nbytes() for one in self.away if one.stored)
 
 
 @all_outside_modes
@@ -467,10 +497,12 @@ class KernelBackend(Backend):
             streams.record(blocks, device, stream, model.streams.get(device, ()))
             del blocks
         fresh += [made.pop(i) for i in range(len(coming))]
-        here = iter(_bytes([one.storage for one in coming if one.copy is None]))
-        sources = [next(here) if one.copy is None else one.copy for one in coming]
+        in_ram = [i for i, one in enumerate(coming) if not one.stored]
+        here = iter(_bytes([coming[i].storage for i in in_ram if coming[i].copy is None]))
+        sources = [next(here) if (copy := coming[i].copy) is None else copy for i in in_ram]
         if sources:
-            torch._foreach_copy_(fresh, sources, non_blocking=True)
+            torch._foreach_copy_([fresh[i] for i in in_ram], sources, non_blocking=True)
+        self._read(coming, fresh)
         for one, tensor in zip(coming, fresh, strict=True):
             exchange.put(one.storage, tensor.untyped_storage())
 
@@ -526,6 +558,105 @@ class KernelBackend(Backend):
                 copied.again()
         raise NotStill(CHANGES)
 
+    # -- bytes that move on to a file
+
+    def write(self, model: KernelMemory, directory: Path) -> Written:
+        """Writes the offloaded bytes to a new file in `directory`, while they stay in host memory.
+
+        Raises OSError, Damaged of `park_file`, and NotStill if the bytes return meanwhile.
+        """
+        with model.gate:
+            exchanges = model.exchanges
+            going = [one for one in model.away if one.storage.nbytes() and not one.stored]
+        ends = [*itertools.accumulate([_aligned(one.storage.nbytes()) for one in going])]
+        starts = [0, *ends][:-1]
+        file = ParkFile(directory, ends[-1] if ends else 0)
+
+        def fill(start: int, buffer: torch.Tensor) -> None:
+            """Copies the bytes from `start` on into the `buffer`."""
+            buffer.zero_()  # the gaps between storages
+            with model.gate:  # no byte is exchanged meanwhile
+                if model.exchanges != exchanges:
+                    raise NotStill("its memory returned")
+                for i, part, inner in _overlaps(starts, going, start, len(buffer)):
+                    source = going[i].bytes if going[i].copy is None else going[i].copy
+                    buffer[inner].copy_(source[part])
+
+        seconds = file.write(fill)
+        keys = [one.storage._cdata for one in going]
+        return Written(file, dict(zip(keys, starts, strict=True)), exchanges, seconds)
+
+    def move_on(self, model: KernelMemory, written: Written) -> None:
+        """Frees the offloaded bytes that are `written`. The caller keeps other moves away.
+
+        Raises NotStill if bytes have left or returned since the write, or cannot be exchanged now.
+        """
+        mark = model.stillness.mark()
+        if model.exchanges != written.exchanges:
+            raise NotStill("its memory returned")
+        starts, exchange = written.starts, swap.Exchange()
+        away = []
+        pages = written.file.mapped() if model.memory.counted else None
+        for one in model.away:
+            start = starts.get(one.storage._cdata)
+            if start is None:
+                away.append(one)
+                continue
+            away.append(one._replace(copy=None, stored=Stored(written.file, start)))
+            if pages is not None:
+                size = one.storage.nbytes()
+                content = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=start)
+                exchange.put(one.storage, content.untyped_storage(), refuses=content)
+        self._exchange(model, mark, exchange, tuple(away), model.noted)
+
+    def _read(self, coming: Sequence[Away], fresh: Sequence[torch.Tensor | None]) -> None:
+        """Copies the bytes of those of `coming` that are in files to the tensors `fresh`.
+
+        The bytes for None are only compared. Raises Damaged.
+        """
+        rows = [row for row in zip(coming, fresh, strict=True) if row[0].stored]
+        for file in {one.stored.file for one, _ in rows if one.stored}:
+            self._read_file(file, [row for row in rows if row[0].stored.file is file])  # type: ignore[union-attr]
+
+    def _read_file(self, file: ParkFile, rows: list[tuple[Away, torch.Tensor | None]]) -> None:
+        """As `_read`, for storages in the same `file`."""
+        rows.sort(key=lambda row: row[0].stored.start)  # type: ignore[union-attr]
+        here = [one for one, _ in rows]
+        starts = [one.stored.start for one in here if one.stored]
+
+        def drain(start: int, buffer: torch.Tensor) -> None:
+            """Copies the bytes in the `buffer` to the tensors that have some of them."""
+            for i, part, inner in _overlaps(starts, here, start, len(buffer)):
+                target = rows[i][1]
+                if target is not None:
+                    with streams.current_card(str(target.device)):
+                        target[part].copy_(buffer[inner])
+
+        try:
+            sizes = [one.storage.nbytes() for one in here]
+            file.read(
+                drain, [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+            )
+        except park_file.Damaged as error:
+            found = _overlaps(starts, here, error.start, error.end - error.start)
+            lost = [here[i].storage for i, *_ in found]
+            keys = frozenset([one._cdata for one in lost])
+            size = sum([one.nbytes() for one in lost])
+            raise Damaged(f"{error}", file.directory, keys, size) from None
+
+    def _address(self, one: Away) -> int:
+        """The address of the bytes of `one` on a simulated card. Those in a file are compared."""
+        self._read([one], [None])
+        return swap.address(one.bytes)
+
+    def _content(self, one: Away) -> torch.UntypedStorage:
+        """The bytes of `one` in host memory. Those in a file are read and compared. Raises Damaged."""
+        if one.copy is not None:
+            return one.copy.untyped_storage()
+        content = torch.empty(one.storage.nbytes(), dtype=torch.uint8)
+        self._read([one], [content])
+        return content.untyped_storage()
+
     def drop(self, model: KernelMemory) -> None:
         """Returns offloaded bytes to their card, because they exist nowhere else.
 
@@ -547,27 +678,44 @@ class KernelBackend(Backend):
         return freed
 
     @contextlib.contextmanager
-    def readable(self, model: KernelMemory) -> Iterator[Callable[[Any], Any]]:
-        """While the block runs, `torch.save` reads offloaded tensors from host memory.
+    def readable(self, model: KernelMemory, saves: bool = True) -> Iterator[Callable[[Any], Any]]:
+        """While the block runs, `torch.save` reads offloaded tensors from host memory, or from their file.
 
         `torch.save` calls the methods `cpu` and `data_ptr` of each storage, and a guard raises in
         both; memory that refuses writes raises in `data_ptr`. So each storage gets its own methods
-        for this time. Yields a function that returns a CPU tensor with the same bytes for an
-        offloaded tensor, and any other object as it is.
+        for this time. Unless the block `saves`, no bytes in a file are read. Yields a function that
+        returns a CPU tensor with the same bytes for an offloaded tensor, and any other object as it is.
         """
-        guarded = {one.storage._cdata: one for one in model.away if one.copy is not None}
+        away = {one.storage._cdata: one for one in model.away}
+        stand_ins = away
+        if model.memory.counted:  # there bytes in host memory stay readable
+            stand_ins = {key: one for key, one in away.items() if one.stored}
         try:
-            for one in guarded.values():
-                content = one.copy.untyped_storage()  # type: ignore[union-attr]
-                vars(one.storage).update(cpu=partial(_same, content), data_ptr=content.data_ptr)
-            for one in model.away:
-                if one.copy is None:
+            for key, one in away.items():
+                # What is in a file is read and compared when `torch.save` comes to its storage.
+                if not model.memory.counted:
+                    address = one.copy.data_ptr() if one.copy is not None else key
+                    read = partial(self._content, one)
+                    vars(one.storage).update(cpu=read, data_ptr=partial(_same, address))
+                elif one.stored and saves:
+                    vars(one.storage)["data_ptr"] = partial(self._address, one)
+                elif not one.stored:
                     vars(one.storage)["data_ptr"] = partial(_same, swap.address(one.bytes))
-            yield partial(_stand_in, guarded)
+            yield partial(self._stand_in, stand_ins)
         finally:
-            for one in model.away:
+            for one in away.values():
                 for name in ("cpu", "data_ptr"):
                     vars(one.storage).pop(name, None)
+
+    def _stand_in(self, guarded: Mapping[int, Away], value: Any) -> Any:
+        """A CPU tensor with the bytes of the tensor `value`, if they are in `guarded`; else `value`."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        away = guarded.get(value.untyped_storage()._cdata)
+        if away is None:
+            return value
+        place = (value.storage_offset(), value.size(), value.stride())
+        return torch.empty(0, dtype=value.dtype).set_(self._content(away), *place)
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
         """The offloaded bytes of each card. Each tensor returns to the card where it was."""
@@ -731,16 +879,24 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _stand_in(guarded: Mapping[int, Away], value: Any) -> Any:
-    """A CPU tensor with the bytes of the tensor `value`, if they are in `guarded`; else `value`."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    away = guarded.get(value.untyped_storage()._cdata)
-    if away is None or away.copy is None:
-        return value
-    content = away.copy.untyped_storage()
-    place = (value.storage_offset(), value.size(), value.stride())
-    return torch.empty(0, dtype=value.dtype).set_(content, *place)
+def _aligned(size: int) -> int:
+    return -(-size // st.ALIGNED_BYTES) * st.ALIGNED_BYTES
+
+
+def _overlaps(
+    starts: Sequence[int], stored: Sequence[Away], start: int, count: int
+) -> Iterator[tuple[int, slice, slice]]:
+    """The storages with bytes among the `count` bytes from `start` of a file in which they begin at `starts`.
+
+    Yields for each its number, and where these bytes are: in the storage, and after `start`.
+    """
+    for i in range(max(0, bisect_right(starts, start) - 1), len(starts)):
+        if starts[i] >= start + count:
+            return
+        low = max(start, starts[i])
+        high = min(start + count, starts[i] + stored[i].storage.nbytes())
+        if low < high:
+            yield i, slice(low - starts[i], high - starts[i]), slice(low - start, high - start)
 
 
 def _note(model: KernelMemory, size: int) -> None:

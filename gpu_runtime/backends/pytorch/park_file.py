@@ -1,0 +1,163 @@
+"""A file on a local disk that has the bytes of parked storages, so that they take no RAM.
+
+The file has no name. No other user can open it, no cleaner of temporary files removes it, and the
+system frees its blocks when the process ends, however it ends. The space is reserved before the
+first byte is written. The file is written and read in pieces, past the page cache where the file
+system allows it. Each piece has a digest. After the write all pieces are read from the disk and
+compared, and only then may the caller free the bytes in RAM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ...threads import side_by_side
+from ...units import MIB
+
+PIECE_BYTES = 16 * MIB
+WORKERS = 3  # threads that copy, digest, write or read. Each has a buffer of one piece.
+BLOCK_BYTES = 4096  # what is written past the page cache is a multiple of it
+
+Part = Callable[
+    [int, torch.Tensor], None
+]  # the place in the file, and a buffer for its bytes there
+
+
+class Damaged(Exception):
+    """Bytes of the file are not what was written, or cannot be read."""
+
+    def __init__(self, start: int, end: int, why: str) -> None:
+        """The bytes are those from `start` to `end`. `why` is the end of a sentence about them."""
+        super().__init__(why)
+        self.start, self.end = start, end
+
+
+class ParkFile:
+    """A new file of `size` bytes in `directory`. It ends with this object and its mappings."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        """Reserves the space. Raises OSError, for example if the disk is full."""
+        self.directory, self.size = directory, size
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        self._digests: dict[int, int] = {}
+        fd = self._file.fileno()
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, _whole_blocks(size))
+            with contextlib.suppress(OSError):  # this file system has only the page cache
+                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, fill: Part) -> float:
+        """Writes the file. `fill` puts the bytes of one piece into a buffer, [n] uint8.
+
+        It is called for each piece once, in several threads. Then all pieces are read and compared.
+        Returns the seconds of this reading. Raises OSError, Damaged and the errors of `fill`.
+        """
+        fd = self._file.fileno()
+
+        def put(number: int, pages: mmap.mmap, buffer: torch.Tensor) -> None:
+            """Writes the piece `number`."""
+            start, count = number * PIECE_BYTES, self._bytes_of(number)
+            fill(start, buffer[:count])
+            with memoryview(pages) as content:
+                self._digests[number] = zlib.crc32(content[:count])
+                done, end = 0, _whole_blocks(count)
+                while done < end:
+                    done += os.pwrite(fd, content[done:end], start + done)
+
+        self._side_by_side(put, range(self._pieces))
+        os.fsync(fd)
+        began = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):  # without it, a cached page could be compared with itself
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.read(lambda start, buffer: None)
+        return time.perf_counter() - began
+
+    def read(self, drain: Part, ranges: Iterable[tuple[int, int]] | None = None) -> None:
+        """Reads and compares the pieces, and calls `drain` with each of them, in several threads.
+
+        `ranges` limits this to the pieces with bytes from a start to an end. Raises Damaged.
+        """
+        numbers: Iterable[int] = range(self._pieces)
+        if ranges is not None:
+            numbers = {
+                number
+                for start, end in ranges
+                for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES))
+            }
+        fd = self._file.fileno()
+
+        def get(number: int, pages: mmap.mmap, buffer: torch.Tensor) -> None:
+            """Reads the piece `number`."""
+            start, count = number * PIECE_BYTES, self._bytes_of(number)
+            damaged = partial(Damaged, start, start + count)
+            with memoryview(pages) as content:
+                done, end = 0, _whole_blocks(count)
+                while done < end:
+                    try:
+                        size = os.preadv(fd, [content[done:end]], start + done)
+                    except OSError as error:
+                        raise damaged(f"cannot be read: {error.strerror}") from error
+                    if not size:
+                        raise damaged("are missing: the file is too short")
+                    done += size
+                if zlib.crc32(content[:count]) != self._digests[number]:
+                    raise damaged("are not what was written")
+            drain(start, buffer[:count])
+
+        self._side_by_side(get, sorted(numbers))
+
+    def mapped(self) -> mmap.mmap:
+        """All pages of the file, mapped. A page takes RAM only while it is used."""
+        return mmap.mmap(self._file.fileno(), _whole_blocks(self.size), flags=mmap.MAP_PRIVATE)
+
+    @property
+    def _pieces(self) -> int:
+        return -(-self.size // PIECE_BYTES)
+
+    def _bytes_of(self, number: int) -> int:
+        return min(PIECE_BYTES, self.size - number * PIECE_BYTES)
+
+    def _side_by_side(
+        self, work: Callable[[int, mmap.mmap, torch.Tensor], None], numbers: Sequence[int]
+    ) -> None:
+        """Calls `work` for the pieces `numbers`, in WORKERS threads. Raises the first error."""
+        errors: list[BaseException] = []
+
+        def worker(own: Sequence[int]) -> None:
+            """Does the work for the pieces `own`, until one fails in any thread."""
+            try:
+                pages = mmap.mmap(-1, min(PIECE_BYTES, _whole_blocks(self.size)))
+                buffer = torch.frombuffer(pages, dtype=torch.uint8)
+                for number in own:
+                    if errors:
+                        return
+                    work(number, pages, buffer)
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
+                errors.append(error)
+
+        side_by_side([partial(worker, numbers[n::WORKERS]) for n in range(WORKERS)])
+        if errors:
+            try:
+                raise errors.pop(0)
+            finally:
+                del errors[:]  # the traceback has this frame
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
