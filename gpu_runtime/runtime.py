@@ -445,6 +445,14 @@ class Runtime:
         return kernel.park(self._session, who)
 
     @checked
+    def hibernate(self, who: str = "") -> Outcome:
+        """Moves a notebook's memory to its disk (`GPU_PARK_DIR`), and gives back the RAM. `who` is as in `park`.
+
+        The process stays, and the memory returns before its next cell. Raises GpuError.
+        """
+        return kernel.hibernate(self._session, who)
+
+    @checked
     def unpark(self, who: str = "", *, checkpoint: bool = False) -> Outcome:
         """Brings back the memory of the notebook `who`; with `checkpoint`, `who` is any pid."""
         return (checkpoints if checkpoint else kernel).unpark(self._session, who)

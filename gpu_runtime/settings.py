@@ -244,6 +244,23 @@ class Settings:
         "How long cells that follow one another keep the GPU while another process waits for it; never less "
         "than five times what leaving and returning takes.",
     )
+    gpu_park_dir: str | None = _text(
+        None,
+        "A directory on a local disk, to which parked memory of notebooks moves when RAM is short, or when they "
+        "are idle for long. Unset: it stays in RAM.",
+    )
+    gpu_park_disk_gb: float | None = _number(
+        None,
+        "The most GiB of parked memory on this disk, of all notebooks together. Unset: what is free but a tenth "
+        "of the disk.",
+        "a number of GiB above 0, such as 200",
+        above=0,
+        most=2**20,
+    )
+    gpu_hibernate_seconds: float = _seconds(
+        3600.0,
+        "With GPU_PARK_DIR: how long a parked notebook is idle before its memory moves to the disk.",
+    )
     gpu_who_names: str = _choice(
         "own",
         "To whom %gpu who shows the names of this process's variables: own (its own user) or all (operators too).",

@@ -328,7 +328,7 @@ MEANINGS = {
     **dict.fromkeys(("queue", "waiting", "waits"), ("status", "cancel")),
     **dict.fromkeys(("keep", "lock"), ("pin",)),
     **dict.fromkeys(("unlock", "unkeep"), ("unpin",)),
-    **dict.fromkeys(("suspend", "sleep", "hibernate", "pause"), ("park", "evict")),
+    **dict.fromkeys(("suspend", "sleep", "pause"), ("park", "hibernate")),
     **dict.fromkeys(("resume", "unsuspend"), ("unpark", "restore")),
     **dict.fromkeys(("estimate", "fit", "fits", "dryrun"), ("plan",)),
     **dict.fromkeys(("vars", "variables", "memory", "mem"), ("who", "leases")),
@@ -814,6 +814,11 @@ _TABLE = (
             BY_DRIVER,
             switch("--yes", "with --checkpoint: its hazards are known to you"),
         ),
+    ),
+    Verb(
+        "hibernate",
+        "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
+        arguments=(WHO,),
     ),
     Verb(
         "unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)

@@ -10,6 +10,7 @@ are seconds of CLOCK_BOOTTIME, unless the name contains `wall`.
 from __future__ import annotations
 
 from .base import (
+    DISK,
     HOST,
     IMPORTANCE,
     KERNEL,

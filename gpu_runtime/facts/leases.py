@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, NEVER, NORMAL, Share, Shares, Value, beside, where
+from .base import DISK, HOST, NEVER, NORMAL, Share, Shares, Value, beside, where
 
 
 class Owner(Value):
@@ -135,7 +135,7 @@ class Lease(Value):
     # means that the lease leaves as a whole. A lease with pieces is on one card.
     piece_bytes: int = 0
     settled_at: float = 0.0
-    away_since: float = 0.0  # when bytes last arrived in host memory; 0: no bytes are there
+    away_since: float = 0.0  # when bytes last left the cards; 0: all bytes are there
     # The bytes of the shadow: an unchanged copy, in host memory, of bytes that are on a card. The
     # shadow counts on the host. An offload turns the shadow into the lease's share on the host.
     shadow_bytes: int = 0
@@ -144,6 +144,11 @@ class Lease(Value):
     copy: str = ""
     copy_bytes: int = 0
     copied_bytes: int = 0
+    # Of the bytes of a notebook's own code that are in host memory: those that are in a file on a disk
+    # instead, and take no RAM (`GPU_PARK_DIR`).
+    disk_bytes: int = 0
+    disk_room: int = 0  # the bytes that the disk can take more; 0: there is none
+    stowing: bool = False  # whether the bytes in host memory are being written there now
     moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
@@ -181,8 +186,13 @@ class Lease(Value):
         if self.piece_bytes and len([share for share in measured if share.device != HOST]) > 1:
             settled = replace(settled, piece_bytes=0)
         if any(share.device == HOST for share in measured):
+            if self.disk_bytes:
+                on_disk = min(self.disk_bytes, settled.bytes_on(HOST))
+                settled = replace(settled, disk_bytes=on_disk)
             on_card = any(share.device != HOST for share in measured)
             return replace(settled, shadow_bytes=self.shadow_beyond_target if on_card else 0)
+        if self.disk_bytes or self.stowing:
+            settled = replace(settled, disk_bytes=0, stowing=False)
         claimed = self.target or self.shares
         claimed_bytes = sum(share.bytes for share in claimed)
         claims_more = claimed_bytes > self.own_bytes + self.working_bytes
@@ -291,7 +301,30 @@ class Lease(Value):
     @property
     def where(self) -> str:
         """The lease's devices (such as `cuda:0,1`), or its phase while it has no shares."""
+        if self.on_disk:
+            return DISK
         return where(self.shares) or self.phase.value
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether all bytes of the lease are in a file on a disk."""
+        return bool(self.disk_bytes) and self.on_host and self.disk_bytes >= self.bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """The bytes in host memory, without those that are on a disk."""
+        return max(0, self.bytes_on(HOST) - self.disk_bytes)
+
+    @property
+    def stow_bytes(self) -> int:
+        """The bytes that can move to the disk once they are in host memory; 0 if not all of them fit."""
+        rest = self.own_bytes - self.disk_bytes
+        return rest if rest <= self.disk_room else 0
+
+    @property
+    def shed_bytes(self) -> int:
+        """The bytes of host memory that the lease gives back for others: its shadow, or what moves to a disk."""
+        return self.shadow_bytes or (self.stow_bytes if self.on_host else 0)
 
     def bytes_on(self, device: str) -> int:
         """The bytes that are on the device with the id `device` now."""
@@ -305,9 +338,11 @@ class Lease(Value):
         """Yields every share that counts against a budget: `shares`, `target` and host memory.
 
         In host memory, the shadow (a copy of bytes on a card) and the unused bytes of shared pages
-        count. During an offload the shadow is a part of the target, so its bytes count once.
+        count, and bytes on a disk do not. During an offload the shadow is a part of the target, so
+        its bytes count once.
         """
-        yield from self.shares
+        for share in self.shares:
+            yield Share(HOST, self.ram_bytes) if self.disk_bytes and share.device == HOST else share
         yield from self.target
         if beyond := self.shadow_beyond_target:
             yield Share(HOST, beyond)
@@ -416,6 +451,8 @@ class Section(Value):
                 claimed[HOST] = claimed.get(HOST, 0) + unused
             for share in lease.shares:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
+            if lease.disk_bytes:
+                claimed[HOST] = claimed.get(HOST, 0) + lease.ram_bytes - lease.bytes_on(HOST)
             for share in lease.target:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
                 promised[share.device] = promised.get(share.device, 0) + share.bytes

@@ -15,7 +15,7 @@ import traceback
 
 from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
-from ..facts import HOST, Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
+from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
 from ..fault_texts import Fault, Kind, recognise
 from ..scheduler import explain
 from ..scheduler import transitions as books
@@ -39,7 +39,7 @@ def refused_write(session: Session, error: BaseException) -> str:
     """
     if not (isinstance(error, RuntimeError) and str(error).startswith(REFUSED)):
         return ""
-    away = [one for one in session.residents.values() if one.lease.where == HOST]
+    away = [one for one in session.residents.values() if one.lease.on_host]
     names = [one.spec.name for one in away if one.lease.kind == "model"]
     if any(one.lease.kind == "kernel" for one in away):
         return (

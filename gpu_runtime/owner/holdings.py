@@ -235,6 +235,15 @@ def _found(session: Session, limit: Any) -> Any:
     return result._replace(found=tuple(found))
 
 
+def names_of(session: Session, keys: frozenset[int]) -> str:
+    """The variables of this notebook that reach the storages `keys`, as text."""
+    from ..backends.pytorch.search import Limit
+
+    reached, _ = _reach(session, registered.current(), keys, Limit(SECONDS))
+    names = [one.name.name for one in reached if one.name.kind == VARIABLE]
+    return _listed(names) if names else "what no variable refers to"
+
+
 def _parked_keys(session: Session) -> frozenset[int]:
     """The keys of the storages whose bytes are parked in host memory."""
     kernel = session.residents.get("kernel")

@@ -31,10 +31,11 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from .. import threads
-from ..backends.base import NotStill, Stillness, is_out_of_memory
+from ..backends.base import Damaged, NotStill, Stillness, is_out_of_memory
 from ..backends.torch_release import why_not_moved
-from ..errors import CannotGovern, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
+from ..errors import CannotGovern, DoesNotFit, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
 from ..facts import (
+    DISK,
     HOST,
     KERNEL,
     Footprint,
@@ -55,7 +56,7 @@ from ..notebook import cell_key, notebook_path
 from ..scheduler import caps, relief
 from ..telemetry.measurements import Measurements, cells_of_this_user
 from ..units import MIB, show_bytes, show_seconds
-from . import acquire, failures, holdings, operations, registry, release
+from . import acquire, disk, failures, holdings, operations, registry, release
 from .out_of_memory import Freed, Runs, Telling, bytes_wanted, forget_frames, make_room
 from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place, Resident
@@ -83,6 +84,7 @@ class Kernel:
         self._handle: Any = None
         self._running: list[Anchor] = []  # one for each cell that runs; they pin the lease
         self._park_next = False  # True after a cell called `park`: the cell's end parks the kernel
+        self._hibernate_next = False  # True after it called `hibernate`: so too
         self._turn_began = session.clock()
         self._count_again_at = 0.0
         self._uncounted = False
@@ -162,7 +164,8 @@ class Kernel:
         # If the memory is on its card, the cell runs in spite of an error (an unreadable ledger,
         # say).
         if why and not (resident is None or resident.enter(pin)):
-            self._here.refusal = refusal(why, resident.lease.own_bytes)
+            place = "on a disk" if resident.lease.on_disk else "in host memory"
+            self._here.refusal = refusal(why, resident.lease.own_bytes, place)
         elif isinstance(why, WaitEnded):
             self._here.refusal = refusal(why)
         del why  # see pins.py
@@ -245,7 +248,14 @@ class Kernel:
             self._session.publish()  # other processes wait for the bytes, or read that none can leave
         if self._park_next:
             self._park_next = False
-            threads.start(lambda: self.park_quietly("It was parked by hand."))
+            threads.start(self._leave_by_hand)
+
+    def _leave_by_hand(self) -> None:
+        """After a cell that parked or hibernated its own kernel."""
+        self.park_quietly("It was parked by hand.")
+        hibernates, self._hibernate_next = self._hibernate_next, False
+        if hibernates and self.away and self.resident is not None:
+            disk.start(self._session, self.resident, "It was hibernated by hand.")
 
     def _note_use(self) -> None:
         if (resident := self.resident) is not None:
@@ -262,12 +272,14 @@ class Kernel:
 
     # -- cells that run while the memory is parked
 
-    def readable(self) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
-        """While the block runs, parked tensors can be saved; see `KernelBackend.readable`."""
+    def readable(
+        self, saves: bool = True
+    ) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+        """While the block runs, parked tensors can be read, and saved; see `KernelBackend.readable`."""
         resident = self.resident
         if resident is None or not self.away:
             return contextlib.nullcontext(lambda value: value)
-        return resident.backend.readable(resident.handle)  # type: ignore[attr-defined]
+        return resident.backend.readable(resident.handle, saves)  # type: ignore[attr-defined]
 
     def forget_deleted(self) -> str:
         """Called after a cell that ran while the memory is parked, such as `del x`.
@@ -510,6 +522,36 @@ class Kernel:
         because = f"this notebook is {'never parked' if never else 'parked when asked'}"
         return Outcome(verb="park", name="", done=True, because=because, bytes=0)
 
+    def hibernate(self, by: str = "") -> Outcome:
+        """Parks the kernel, and moves its parked bytes to the disk; see Runtime.hibernate.
+
+        `by` is the person and the process that requests it, if it is not this one. Then a running
+        cell is a reason to refuse.
+        """
+        disk.directory(self._session)
+        if by and self._running:
+            title = lease_title(Lease(self._session.me, KERNEL, kind=KERNEL), self._session.owner)
+            raise StillInUse(f"{title} runs a cell now.", name=KERNEL)
+        outcome = replace(self.park(), verb="hibernate")
+        resident = self.resident
+        if self._park_next:
+            self._hibernate_next = True
+            because = outcome.because.replace("leaves when", "leaves for the disk when")
+            return replace(outcome, because=because)
+        if resident is None or not self.away:
+            return outcome
+        if self._session.activity.running and not by:  # a cell that runs while it is parked
+            disk.start(self._session, resident, "It was hibernated by hand.")
+            moving = show_bytes(resident.lease.ram_bytes)
+            because = f"{moving} leaves RAM for the disk when this cell has ended"
+            return replace(outcome, because=because)
+        size = disk.stow(self._session, resident, "It was hibernated by hand.", by)
+        held = show_bytes(resident.lease.disk_bytes)
+        because = f"{held} is on the disk of {self._session.settings.gpu_park_dir}"
+        if size:
+            because = f"{because}; {show_bytes(size)} of RAM came free"
+        return replace(outcome, because=because, bytes=size, where=DISK)
+
     def park_quietly(self, because: str) -> None:
         """Parks the kernel, unless a recent attempt failed. A failure is logged and not raised."""
         resident, now = self.resident, self._session.clock()
@@ -541,6 +583,8 @@ def look_after(session: Session) -> None:
     if kernel is None:
         return
     kernel.catch_up()
+    if kernel.resident is not None:
+        disk.look_after(session, kernel.resident)
     _know_pieces(session, kernel)
     _relieve(session, kernel.resident)
     if settings.gpu_park != "idle":
@@ -606,6 +650,14 @@ def park(session: Session, who: str = "") -> Outcome:
     section = session.ledger.read().sections.get(target.owner)
     stays = [one.words() for one in section.staying] if section is not None else []
     return replace(outcome, because="; ".join([outcome.because, *stays]))
+
+
+def hibernate(session: Session, who: str = "") -> Outcome:
+    """Moves the memory of the kernel of `who` to its disk, or of this process; see Runtime.hibernate."""
+    if not who or registry.is_own(session, who):
+        return _own(session).hibernate()
+    target = registry.find_kernel(session, who)
+    return replace(operations.ask_owner(session, "hibernate", target, None), name=who)
 
 
 def unpark(session: Session, who: str = "") -> Outcome:
@@ -914,6 +966,11 @@ class KernelResident(Resident):
     def __init__(self, session: Session, handle: Any) -> None:
         """`handle` is the handle of the kernel's backend."""
         super().__init__(SPEC, session.backend(KERNEL), session.me, session.clock)
+        self._session = session
+        self.stowing = threading.Lock()  # held while its parked bytes move to a disk
+        self.stow_again_at = 0.0  # after a failure of the disk: when it is tried again
+        self.came_from = "RAM"  # where the bytes of the last move were
+        self.room_seen_at = 0.0  # when the room on the disk was looked up
         self.claims: Bytes = {}  # the least bytes that the lease claims for the running cell
         self.footprint = self._footprint
         handle.on_swapped = self.swapped
@@ -958,17 +1015,28 @@ class KernelResident(Resident):
         """
         if lease.all_on_device:
             lease = claiming(lease, self.claims)
+        lease = disk.with_disk(self._session, self, lease)
         super().settle_at(lease, anchor)
         if lease.on_host:
             self.claim({})
         self._moving = False
 
     def carry(self, step: Any, shadow: bool = False) -> Shares:
-        """Performs the step. Raises StillInUse if the kernel is used before or during the step."""
+        """Performs the step. Raises StillInUse if the kernel is used before or during the step.
+
+        If bytes on a disk are damaged, the GpuError names their variables.
+        """
+        self.came_from = "the disk" if self.handle and self.handle.disk_bytes else "RAM"
         try:
             return super().carry(step)
         except NotStill as error:
             raise StillInUse(f"{error}", name=KERNEL) from None
+        except Damaged as error:
+            names = holdings.names_of(self._session, error.keys)
+            raise GpuError(
+                f"{show_bytes(error.bytes)} of {names} cannot return from the file in {error.directory}: the "
+                f"bytes there {error}. Once {names} is deleted, the rest returns."
+            ) from None
 
     def remeasure(self) -> bool:
         """Measures the kernel again. Returns whether its lease has changed.
@@ -1118,10 +1186,10 @@ class Return:
         moved_seconds = lease.restore_seconds
         waited_seconds = now - self._began - moved_seconds
         size, moved = show_bytes(lease.own_bytes), show_seconds(moved_seconds)
-        came = f"{size} came back from RAM in {moved}"
+        came = f"{size} came back from {self._resident.came_from} in {moved}"
         if waited_seconds >= LEAST_TOLD_SECONDS:
             waited = show_seconds(waited_seconds)
-            came = f"{size} came back from RAM: waited {waited} for space, moved in {moved}"
+            came = f"{size} came back from {self._resident.came_from}: waited {waited} for space, moved in {moved}"
         until = self._began + max(0.0, waited_seconds)
         away_seconds, other_seconds = until - self._away_since, until - self._since
         away, other = show_seconds(away_seconds), show_seconds(other_seconds)
@@ -1163,12 +1231,12 @@ def interrupted() -> WaitEnded:
     return WaitEnded(why, name=KERNEL, by="you", because="")
 
 
-def refusal(why: Exception, parked_bytes: int = 0) -> GpuError:
+def refusal(why: Exception, parked_bytes: int = 0, place: str = "in host memory") -> GpuError:
     """The error of a cell that must not run because of `why`, with the class of `why`.
 
-    `parked_bytes` are the bytes of the notebook's memory that are in host memory.
+    `parked_bytes` are the bytes of the notebook's memory that are parked in `place`.
     """
-    parked = f": {show_bytes(parked_bytes)} of its memory is parked in host memory"
+    parked = f": {show_bytes(parked_bytes)} of its memory is parked {place}"
     message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
     if parked_bytes and not isinstance(why, WaitEnded):
         message += f"\n  These cells run while it is parked:  {WAYS_OUT}"
@@ -1203,6 +1271,10 @@ def bring_back(
             return acquire.obtain(session, resident, anchor, timeout=timeout)
         except StillInUse:  # a thread prevented the return: try again after a pause
             time.sleep(AGAIN_SECONDS)
+        except DoesNotFit:  # what must leave the card may need the RAM that these bytes take
+            if not resident.lease.shed_bytes:
+                raise
+            disk.stow(session, resident, "What leaves the card for it needs its place in RAM.")
     return acquire.obtain(session, resident, anchor, timeout=timeout)
 
 

@@ -337,6 +337,8 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.verb == "defrag":
         freed = operations.empty_cache(session)
         return Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
+    if order.verb == "hibernate" and session.kernel is not None:
+        return session.kernel.hibernate(by=order.who or order.by or order.asker)
     target = LeaseId(session.me, order.name)
     if order.verb in ("preload", "restore"):
         return operations.preload(session, target, timeout=ASK_SECONDS)

@@ -28,6 +28,7 @@ from ..errors import (
     UnknownDevice,
 )
 from ..facts import (
+    DISK,
     EVICTED,
     HOST,
     KERNEL,
@@ -58,7 +59,7 @@ from ..safe_text import quoted
 from ..scheduler import explain, recall, relief
 from ..scheduler import transitions as books
 from ..scheduler.explain import first_line
-from ..scheduler.recall import DISK, Order
+from ..scheduler.recall import Order
 from ..scheduler.victims import MOVE_FAILED, PERSON, reason_to_stay
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import acquire, registry, release, requests

@@ -39,7 +39,7 @@ from ..scheduler import admission, explain, feasibility, victims
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import MIB, show_bytes
-from . import requests
+from . import disk, requests
 from .resident import Place, Resident, Stays
 from .session import Key, Session
 
@@ -51,6 +51,7 @@ LONGEST_PAUSE_SECONDS = 60.0
 # the stage 3 ms.
 STAGE_BYTES = 256 * MIB
 SHED_SECONDS = 5.0  # the longest wait until another process has freed a model's copy in host memory
+LEAST_DISK_BYTES_PER_SECOND = 50 * MIB  # such a wait is longer by what so slow a disk takes
 
 
 def evict(
@@ -142,10 +143,16 @@ def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
     kept = set()
     for step in steps:
         target = LeaseId(*step.lease.split("/", 1))
+        resident = session.residents.get(target.name) if target.owner == session.me else None
+        if resident is not None and resident.lease.shed_bytes and not resident.shadow_bytes:
+            disk.stow(session, resident, step.because)
+            continue
         if target.owner == session.me:
             shed(session, step)
             continue
-        verdict = requests.request(session, "shed", target, timeout=SHED_SECONDS)
+        size = step.source[0].bytes
+        seconds = SHED_SECONDS + size / LEAST_DISK_BYTES_PER_SECOND
+        verdict = requests.request(session, "shed", target, timeout=seconds)
         if not isinstance(verdict, Grant):
             kept.add(step.lease)
     return kept
@@ -462,10 +469,17 @@ def free_shadow(resident: Resident) -> bool:
 
 
 def shed(session: Session, step: Shed) -> None:
-    """Frees the shadow that `step` names, and publishes the change. The model may be in use."""
+    """Frees the shadow that `step` names, and publishes the change. The model may be in use.
+
+    If `step` names parked bytes of this notebook, their move to the disk begins.
+    """
     resident = session.residents.get(step.lease.partition("/")[2])
-    if resident is not None and free_shadow(resident):
+    if resident is None:
+        return
+    if free_shadow(resident):
         session.publish()
+    elif resident.lease.shed_bytes:
+        disk.start(session, resident, step.because, step.by)
 
 
 # -- the times of a model's uses

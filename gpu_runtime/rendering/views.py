@@ -475,6 +475,7 @@ _EVENT_PHRASES = {
     "grown": "was granted {bytes} more on {device}",
     "loaded": "was loaded, {bytes} on {device}",
     "offloaded": "was offloaded from {device}, freeing {bytes}",
+    "stowed": "was moved from RAM to its disk, freeing {bytes}",
     "restored": "was restored, {bytes} on {device}",
     "unloaded": "was unloaded from {device}, freeing {bytes}",
     "moved": "was moved from {device} to another card, {bytes}",

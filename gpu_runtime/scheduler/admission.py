@@ -1094,7 +1094,9 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
         return f"is {why}"
     if why == Phase.LEAVING or lease.id in context.recalled:
         return leaves_in_words(book, lease)
-    all_fit_in_host = precious_bytes(context.leases) <= host_bytes_to_be_had(book, world)
+    all_fit_in_host = precious_bytes(context.leases) <= host_bytes_to_be_had(
+        book, world, context.request.lease.id
+    )
     if lease.droppable or (can_move(lease, world) and all_fit_in_host):
         return "would not free enough"
     why = needs_host_room(lease)

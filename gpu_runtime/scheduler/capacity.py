@@ -142,7 +142,7 @@ def _view(device: Device, claimed: int, book: Book, world: World) -> DeviceView:
 # -- the free bytes that a grant may spend ---------------------------------------------------------
 
 
-FREEING = ("offloaded", "unloaded", "moved", "lost")  # events that free device memory
+FREEING = ("offloaded", "unloaded", "moved", "lost", "stowed")  # events that free device memory
 
 Bytes = dict[str, int]  # by device id
 
@@ -280,6 +280,8 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
     """
     for share in lease.shares:
         device, size = share.device, share.bytes
+        if device == HOST and lease.disk_bytes:
+            size = lease.ram_bytes
         if device in taken_at and lease.settled_at >= taken_at[device]:
             unseen[device] = unseen.get(device, 0) + size
     for share in lease.target:

@@ -81,8 +81,8 @@ def may_be_loaded_again(context: Context) -> bool:
 
 def lacks_room(context: Context, leaving: tuple[Lease, ...]) -> bool:
     """Whether the host never has room for the requested model and the leases `leaving` for it."""
-    stays = context.old.bytes_on(HOST) if context.old else 0
-    most = host_bytes_to_be_had(context.book, context.world)
+    stays = context.old.ram_bytes if context.old else 0
+    most = host_bytes_to_be_had(context.book, context.world, context.request.lease.id)
     return precious_bytes(leaving) + stays > most
 
 
@@ -364,6 +364,8 @@ def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ..
     way = way or find()
     if way is None and any([one.shadow_bytes and not one.droppable for one in context.leases]):
         way = find(own_shadows="kept") or find(own_shadows="freed")
+    if way is None and any([one.disk_room for one in context.leases]):
+        way = find(to_disk=True)
     if way is None and may_be_loaded_again(context):
         way = find(wanted="")
         if way and not lacks_room(context, way.leaving):
@@ -378,12 +380,14 @@ def _cheapest(
     spared: frozenset[str] = frozenset(),
     wanted: str | None = None,
     own_shadows: str = "",
+    to_disk: bool = False,
 ) -> Way | None:
     """The cheapest way that evicts none of the leases whose ids are `spared`.
 
     The lease with the id `wanted` stays in host memory; None is the requested lease. Weights that
     exist nowhere else may have a shadow of some of their bytes. With `own_shadows`, all these
-    shadows are `kept` for their leases, or all are `freed`.
+    shadows are `kept` for their leases, or all are `freed`. With `to_disk`, bytes in host memory may
+    move to a disk, but not those of the requested lease.
     """
     book, request, world = context.book, context.request, context.world
     if wanted is None:
@@ -397,7 +401,8 @@ def _cheapest(
     if not all([lease.droppable for lease in idle]):
         precious = {lease.id for lease in idle if not lease.droppable}
         kept = precious if own_shadows == "kept" else set()
-        shadowed = held_shadows(book, spared=context.silent_shadows | kept)
+        out = context.silent_shadows | kept | {request.lease.id}
+        shadowed = held_shadows(book, spared=out, to_disk=to_disk)
         host_later += shadows_total(shadowed)
         host_later += warm_pool_bytes(context, wanted)
         if own_shadows == "freed":
@@ -650,15 +655,19 @@ class _Eviction:
     def free_shadow(self, lease: Lease) -> None:
         """Frees the shadow of `lease`; recalls the shadow if the requester does not own `lease`."""
         self.spared.add(lease.id)
-        self.freed_soon += lease.shadow_bytes
+        self.freed_soon += lease.shed_bytes
         copy = f"the copy of {lease.name} in host memory"
+        free = f"free {copy}"
+        if not lease.shadow_bytes:
+            free = f"move {show_bytes(lease.stow_bytes)} of its parked memory from RAM to its disk"
         if lease.owner != self.request.lease.owner:
             self.recalled_shadows.append(lease.id)
-            self.sentences.append(f"{self._owner(lease)} is asked to free {copy}.")
+            self.sentences.append(f"{self._owner(lease)} is asked to {free}.")
             return
         because = f"{self.request.lease.name} needs room on {self.at}."
         self.steps.append(shed_step(lease, because))
-        self.sentences.append(f"{copy[0].upper()}{copy[1:]} is freed.")
+        done = f"{copy[0].upper()}{copy[1:]} is freed."
+        self.sentences.append(done if lease.shadow_bytes else f"{self._owner(lease)} is to {free}.")
 
     def _title(self, lease: Lease) -> str:
         """The name of `lease` for people; the notebook's name for a kernel's own memory."""

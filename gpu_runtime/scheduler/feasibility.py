@@ -89,7 +89,9 @@ def stuck_leases(book: Book, request: Request, world: World) -> Stuck:
                 # is ignored. Otherwise its bytes would count twice: as free, and as copied already.
                 bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
                 precious.setdefault(device, []).append(bare)
-    host_bytes = host_bytes_to_be_had(book, world) if precious else 0
+    # Without a key, the request is an assumption: until it is made, its lease may move to the disk.
+    wanted = request.lease.id if request.key else ""
+    host_bytes = host_bytes_to_be_had(book, world, wanted) if precious else 0
     return Stuck(leases, precious, host_bytes, titles)
 
 
@@ -162,16 +164,26 @@ def less_pieces(staying: tuple[Lease, ...], host_bytes: int) -> Iterator[tuple[L
         yield staying
 
 
-def host_bytes_to_be_had(book: Book, world: World) -> int:
-    """Bytes of host memory that are free once every lease that can be loaded again is unloaded.
+def host_bytes_to_be_had(book: Book, world: World, wanted: str) -> int:
+    """Bytes of host memory that leases whose weights exist nowhere else can take, one after the other.
 
-    Only leases whose weights exist nowhere else, and leases marked `keep`, stay in host memory.
+    Every lease that can be loaded again is unloaded. A lease whose bytes can move to a disk makes
+    room for the next one; only `wanted`, the id of the lease for which they leave, stays meanwhile.
+    Other leases in host memory stay, and leases marked `keep`.
     """
-    taken = 0
+    taken = staying = stowable = most = 0
     for lease in book.leases():
         if lease.keep or not lease.droppable:
-            taken += lease.bytes_on(HOST)
-    return max(0, limit_of(book, world, HOST) - taken)
+            taken += lease.ram_bytes
+            if lease.id == wanted or not lease.stow_bytes:
+                staying += lease.ram_bytes
+    limit = limit_of(book, world, HOST)
+    for lease in book.leases():
+        if lease.disk_room and lease.id != wanted:
+            most = max(most, lease.disk_room)
+            if lease.on_host or lease.own_bytes <= limit - staying:
+                stowable += lease.stow_bytes
+    return max(0, limit - taken + min(stowable, most))
 
 
 # -- requests that can never fit -------------------------------------------------------------------

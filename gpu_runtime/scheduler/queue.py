@@ -378,11 +378,15 @@ def _silent(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> fro
 def _silent_shadows(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
     """Ids of the leases that still have a shadow although this `ticket` recalled the shadow.
 
-    The owner has had `answer_seconds` to free the shadow.
+    The owner has had `answer_seconds` to free it, or to begin to move the recalled bytes to a disk.
     """
     if ticket is None or not ticket.shadows or not _answers_are_late(ticket, world):
         return frozenset()
-    late = [lease.id for lease in leases if lease.shadow_bytes and lease.id in ticket.shadows]
+    late = [
+        lease.id
+        for lease in leases
+        if lease.shed_bytes and not lease.stowing and lease.id in ticket.shadows
+    ]
     return frozenset(late)
 
 

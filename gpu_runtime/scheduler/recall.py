@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from ..attribution import attributed
 from ..facts import (
+    DISK,
     HOST,
     MOST_ENTRIES,
     PASSING,
@@ -72,11 +73,23 @@ from .victims import (
     worth_less,
 )
 
-ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who", "cancel")
-DISK = "disk"  # the place of a request to evict a model that should not stay in host memory either
+ASKS = (
+    "evict",
+    "shed",
+    "restore",
+    "preload",
+    "move",
+    "pin",
+    "unpin",
+    "defrag",
+    "who",
+    "cancel",
+    "hibernate",
+)
 # The words of a request for the memory of a notebook's own code, after "the notebook was asked".
 OWN_MEMORY = {
     "evict": "to move its own memory to RAM",
+    "hibernate": "to move its own memory to its disk",
     "preload": "to bring its own memory back",
     "restore": "to bring its own memory back",
 }
@@ -217,12 +230,12 @@ def _known_result(
     lease = section.lease(name)
     if asked.verb in ("preload", "restore"):
         return _result_of_load(lease, section.owner)
-    if asked.verb in ("defrag", "who"):
+    if asked.verb in ("defrag", "who", "hibernate"):
         return None
     if asked.verb == "cancel":
         return _result_of_cancel(book, asked, section, name)
     if asked.verb == "shed":
-        if lease is not None and lease.shadow_bytes:
+        if lease is not None and lease.shed_bytes:
             return None
         free = lease or Lease(section.owner.id, name)
         return Grant(free, (), f"{name} has no copy in host memory")
@@ -301,7 +314,7 @@ def refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Re
 
 def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
     host_room = room(book, world).get(HOST, 0)
-    copies = sum([other.shadow_bytes for other in book.leases() if other.id != lease.id])
+    copies = sum([other.shed_bytes for other in book.leases() if other.id != lease.id])
     if eviction_step(lease, host_room + copies, world) is not None:
         return True
     return bool(host_victims(book, lease, host_room + copies, world))
@@ -600,8 +613,8 @@ def _unloaded_for(
 
 
 def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Shed]:
-    """The step that frees the shadow of this lease for the ticket; empty without a shadow."""
-    if not lease.shadow_bytes:
+    """The step with which this lease gives back host memory for the ticket; empty if it has none."""
+    if not lease.shed_bytes or lease.stowing:
         return []
     who, by = _names_of_asker(book, ticket, asker)
     return [shed_step(lease, f"{who} needs host memory.", "recall", by)]

@@ -251,11 +251,15 @@ def _without_claims(view: DeviceView, world: World) -> DeviceView:
 def _shadows_to_free(
     book: Book, owner: str, view: DeviceView, freed: int, world: World, rank: Policy
 ) -> list[Shed]:
-    """The steps that free shadows of this `owner` until the host is below the level HIGH."""
+    """The steps that free shadows of this `owner` until the host is below the level HIGH.
+
+    If these are too few, its parked bytes move to a disk.
+    """
     if view.level not in (Level.HIGH, Level.CRITICAL):
         return []
     excess = (view.measured_bytes or 0) - freed - world.rules.high * view.device.total_bytes
-    found = enough_shadows(held_shadows(book, owner=owner), int(excess) + 1, world, rank)
+    able = held_shadows(book, owner=owner, to_disk=True)
+    found = enough_shadows(able, int(excess) + 1, world, rank)
     because = f"{view.level} memory pressure on {HOST} ({view.pressure:.1%})."
     return [shed_step(lease, because, "memory_pressure") for lease in found]
 

@@ -150,6 +150,7 @@ def arrived(
     lease = book.lease(owner, name)
     if lease is None:
         return book
+    in_host = sum([share.bytes for share in shares if share.device == HOST])
     whole = all([share.device != HOST for share in shares])
     settled = replace(
         lease,
@@ -159,6 +160,7 @@ def arrived(
         phase=Phase.SETTLED,
         settled_at=world.now,
         away_since=0.0 if whole else lease.away_since,
+        disk_bytes=min(lease.disk_bytes, in_host),
         droppable=droppable,
         reload_seconds=reload_seconds or lease.reload_seconds,
         restore_seconds=restore_seconds or lease.restore_seconds,

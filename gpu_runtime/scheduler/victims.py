@@ -608,15 +608,19 @@ def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease
 Renewed = Callable[[int], tuple[Lease, ...]]  # host room in bytes -> leases to unload from there
 
 
-def held_shadows(book: Book, *, owner: str = "", spared: Collection[str] = ()) -> list[Lease]:
+def held_shadows(
+    book: Book, *, owner: str = "", spared: Collection[str] = (), to_disk: bool = False
+) -> list[Lease]:
     """The leases of the `book` whose shadows may be freed now.
 
     If `owner` is given, only leases of this owner are returned. A shadow may also be freed while
-    its model is in use. The leases with the ids `spared` are left out.
+    its model is in use. The leases with the ids `spared` are left out. With `to_disk`, leases are
+    found too whose bytes can move from host memory to a disk.
     """
     found = []
     for lease in book.leases():
-        if not lease.shadow_bytes or lease.phase is not Phase.SETTLED or lease.id in spared:
+        size = lease.shed_bytes if to_disk else lease.shadow_bytes
+        if not size or lease.phase is not Phase.SETTLED or lease.id in spared:
             continue
         if not owner or lease.owner == owner:
             found.append(lease)
@@ -633,8 +637,8 @@ def keeps_shadow(leaving: Lease) -> bool:
 
 
 def shadows_total(leases: Iterable[Lease]) -> int:
-    """The bytes of the shadows of all `leases` together."""
-    return sum([lease.shadow_bytes for lease in leases])
+    """The bytes of host memory that all `leases` together give back."""
+    return sum([lease.shed_bytes for lease in leases])
 
 
 def enough_shadows(
@@ -644,12 +648,14 @@ def enough_shadows(
 
     The shadows of leases in use are freed first. Of the idle leases, the lease that would leave its
     card last loses its shadow first. So a lease that leaves early keeps its shadow, which saves the
-    copy to host memory.
+    copy to host memory. Last, bytes move to a disk: first those of the lease that is worth least.
     """
 
-    def key(lease: Lease) -> tuple[bool, int, int, float, str]:
+    def key(lease: Lease) -> tuple[bool, bool, int, int, float, str]:
         importance, wished, ranked = worth(lease, world, rank)
-        return (not lease.pins, -importance, -wished, -ranked, lease.id)
+        if not lease.shadow_bytes:
+            return (True, False, importance, wished, ranked, lease.id)
+        return (False, not lease.pins, -importance, -wished, -ranked, lease.id)
 
     chosen: list[Lease] = []
     missing = shortage
@@ -657,11 +663,11 @@ def enough_shadows(
         if missing <= 0:
             break
         chosen.append(lease)
-        missing -= lease.shadow_bytes
+        missing -= lease.shed_bytes
     for lease in chosen[:-1]:  # the last shadows may have made the first ones unnecessary
-        if missing + lease.shadow_bytes <= 0:
+        if missing + lease.shed_bytes <= 0:
             chosen.remove(lease)
-            missing += lease.shadow_bytes
+            missing += lease.shed_bytes
     return chosen
 
 
@@ -678,29 +684,31 @@ def host_room_for(
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
     """Leases whose shadows are freed, and leases to unload, so that `lease` fits into host memory.
 
-    The result is None if `lease` fits as it is, or if the room cannot be made. `host_room` is the
-    host's free bytes. The function `renewed` is called if the shadows are too few. Its parameter is
-    the number of bytes that are free once all shadows are freed. It returns the leases to unload.
+    If these are not enough, leases move from host memory to a disk. The result is None if `lease`
+    fits as it is, or if the room cannot be made. `host_room` is the host's free bytes. The function
+    `renewed` is called if the shadows are too few. Its parameter is the number of bytes that are
+    free once all shadows are freed. It returns the leases to unload.
     All other parameters are as in `held` and `enough`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return None
-    able = held_shadows(
-        book, owner=owner, spared={lease.id, *spared} if keeps_shadow(lease) else spared
-    )
+    left_out = {lease.id, *spared} if keeps_shadow(lease) else spared
+    able = held_shadows(book, owner=owner, spared=left_out)
     short = shortage - shadows_total(able)
     unloaded = renewed(host_room + shadows_total(able)) if short > 0 else ()
     if short > 0 and not unloaded:
-        return None
+        able = held_shadows(book, owner=owner, spared=left_out, to_disk=True)
+        if shadows_total(able) < shortage:
+            return None
     freed = sum([other.bytes_on(HOST) for other in unloaded])
     return enough_shadows(able, shortage - freed, world, rank), unloaded
 
 
 def shed_step(lease: Lease, because: str, reason: str = "request", by: str = "") -> Shed:
-    """The step that frees the shadow of `lease`. All other arguments are fields of the step."""
-    return Shed(lease.id, (Share(HOST, lease.shadow_bytes),), because, reason, by)
+    """The step with which `lease` gives back host memory. All other arguments are fields of the step."""
+    return Shed(lease.id, (Share(HOST, lease.shed_bytes),), because, reason, by)
 
 
 def shed_steps(
@@ -764,12 +772,17 @@ def shadow_kept(book: Book, owner: str, name: str, world: World) -> tuple[Book, 
 
 
 def shadow_freed(book: Book, lease_id: str) -> Book:
-    """The book after the shadow of the lease `lease_id` was freed; the same book without a shadow.
+    """The book after the lease `lease_id` gave back its shadow, or moved from host memory to a disk.
 
-    The shadow of a lease that is leaving stays, because the shadow becomes the lease's share on the
-    host.
+    The result is the same book if the lease has nothing to give back. The shadow of a lease that is
+    leaving stays, because the shadow becomes the lease's share on the host.
     """
     lease = book.find(lease_id)
-    if lease is None or not lease.shadow_bytes or lease.phase is Phase.LEAVING:
+    if lease is None or not lease.shed_bytes or lease.phase is Phase.LEAVING:
         return book
+    if not lease.shadow_bytes:
+        left = lease.disk_room - lease.stow_bytes
+        return book.with_lease(
+            replace(lease, disk_bytes=lease.bytes, disk_room=left, stowing=False)
+        )
     return book.with_lease(replace(lease, shadow_bytes=0))

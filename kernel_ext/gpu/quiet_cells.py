@@ -30,7 +30,11 @@ READS = frozenset(
         "why", "next", "who", "catalog", "inspect", "doctor", "config", "console", "help", "park",
     )
 )  # fmt: skip
-WITH_RAM = READS | {"free", "unpark"}  # these verbs need no card either, but they change something
+WITH_RAM = READS | {
+    "free",
+    "hibernate",
+    "unpark",
+}  # these verbs need no card either, but they change something
 # Methods of tensors that give the same value on every device. A sum on the CPU may round otherwise.
 METHODS = frozenset(("item", "min", "max", "numel", "size"))
 MOST_SHOWN = 1000  # the most entries of a list that is printed
@@ -64,6 +68,7 @@ class InRam(NamedTuple):
 
     printed: frozenset[str] = frozenset()  # the names of the tensors that the cell prints
     returns: bool = False  # whether a `%gpu` line of the cell brings the memory back
+    saves: bool = False  # whether the cell calls `torch.save`
 
 
 def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
@@ -87,7 +92,7 @@ def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
     cell = _Statements(shell.user_ns)
     if returns and tree.body or not all(map(cell.allows, tree.body)) or has_hooks(shell):
         return None
-    return InRam(frozenset(cell.printed), returns)
+    return InRam(frozenset(cell.printed), returns, cell.saves)
 
 
 def frees(shell: Any, content: Mapping[str, Any]) -> bool:
@@ -107,6 +112,7 @@ class _Statements:
         self._names = names
         self._torch = sys.modules.get("torch")
         self.printed: set[str] = set()
+        self.saves = False
 
     def allows(self, node: ast.stmt) -> bool:
         """Whether the statement `node` needs only the bytes in host memory."""
@@ -142,6 +148,7 @@ class _Statements:
         if function is _PRINT:
             return all(map(self._is_small, call.args)) and all(map(_is_text, options))
         if torch and function is torch.save and function.__module__ == "torch.serialization":
+            self.saves = True
             return (
                 bool(call.args)
                 and self._may_save(call.args[0])

@@ -67,6 +67,7 @@ ANSWERS = {
         "-h",
     ): "gpu box [ACTION] [--prefix DIR] [--group G] [--pythons V] [--from FILE] [--dry-run]",
     ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",
+    ("hibernate", "-h"): "gpu hibernate [NOTEBOOK]",
     ("unpark", "-h"): "gpu unpark [NOTEBOOK] [--checkpoint]",
     ("who", "-h"): "gpu who [NOTEBOOK]",
     ("fleet", "-h"): "gpu fleet [ACTION] [HOST] [--undo] [--create NAME@HOST] [--on CARDS]",

@@ -145,7 +145,7 @@ def test_a_table_is_a_dataframe(shell, models, words):
 def test_every_verb_is_tested_here_and_no_other_word_is_taken_for_one():
     """Others: test_inline.py, fleet/test_fleet.py, owner/test_kernel.py. `plan` takes all that `load` takes."""
     tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words}
-    elsewhere = {"console", "park", "unpark", "fleet"}
+    elsewhere = {"console", "park", "hibernate", "unpark", "fleet"}
     assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"} | elsewhere
     plan, load, register = (
         {flag for one in verbs.VERBS[verb].arguments if one.is_option for flag in one.flags}

@@ -116,7 +116,7 @@ class Still:
 
 
 OF_A_MODEL = "forget spec here use preload restore evict cancel pin unpin inspect delete".split()
-BARE = "park unpark defrag free who events evictions history decisions report backtest".split()
+BARE = "park hibernate unpark defrag free who events evictions history decisions report backtest".split()
 PLAIN: dict[str, dict[str, Any]] = {
     **{method: {"name": "qwen"} for method in OF_A_MODEL},
     **{method: {} for method in BARE},

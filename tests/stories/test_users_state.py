@@ -19,7 +19,7 @@ VERBS = (  # all verbs of a notebook; each row is a cell, and the notebook is pa
     "evict m; restore m; pin m; unpin m; move q sim:0; evictions --all; fragmentation --map",
     "health; plan 20MiB; why m; drain sim:0; drain sim:0 --undo; defrag; next; who; free; cancel m",
     "apply -f {models}/models.yaml; catalog; inspect c; delete c; doctor; config",
-    "backtest --last 1h; report; park; unpark; forget q; console; fleet; help",
+    "backtest --last 1h; report; park; hibernate; unpark; forget q; console; fleet; help",
 )
 CELL = """
 for line in {lines!r}:

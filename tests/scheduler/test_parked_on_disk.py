@@ -1,0 +1,148 @@
+"""Parked bytes move to a disk when other bytes need the RAM, and only if nothing else makes the room."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Drop, Grant, Move, Refuse, Shed, Wait
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.scheduler.feasibility import why_no_return
+from gpu_runtime.scheduler.policies import lru
+from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.units import GIB
+from tests.worlds import NOW, at, book, decide, lease, owner, request, ticket, world
+
+THERE = world(sim0=7, host=8, grace_seconds=0)
+
+
+def kernel(by, disk=0, **fields):
+    """A notebook's own memory, idle since a minute. Its disk has room for `disk` GiB."""
+    fields = {"last_used": NOW - 60, "kind": "kernel", "droppable": False, **fields}
+    return lease("kernel", by=by, disk_room=int(disk * GIB), **fields)
+
+
+def wanted(page, by=1, there=THERE):
+    return decide(page, request("kernel", 6, by=by, kind="kernel"), there)
+
+
+def test_a_parked_notebook_makes_room_in_ram_for_the_one_that_leaves_the_card():
+    page = book(kernel(2, host=6, disk=9), kernel(3, sim0=6), owners=(1, 2, 3))
+    page, verdict = wanted(page)
+    assert isinstance(verdict, Wait) and verdict.shadows == (at(2, "kernel"),)
+    [ask] = page.tickets
+    _, steps, _ = obey(page, owner(2).id, THERE, "k", None, lru)
+    assert [(type(step), step.lease) for step in steps] == [(Shed, at(2, "kernel"))]
+    after = books.perform(page, steps[0], THERE)
+    stowed = after.find(at(2, "kernel"))
+    assert (stowed.where, stowed.bytes, stowed.ram_bytes, stowed.disk_room) == (
+        "disk",
+        6 * GIB,
+        0,
+        3 * GIB,
+    )
+    assert after.claims() == {HOST: 0, "sim:0": 6 * GIB} and ask.shadows
+    _, steps, _ = obey(after, owner(3).id, THERE, "k", None, lru)
+    assert not steps, "its own request recalls the other one next"
+    _, verdict = wanted(after)
+    assert verdict.recalls == {at(3, "kernel"): 0} and not verdict.shadows
+
+
+def test_without_room_on_the_disk_the_request_is_refused():
+    for disk in (0, 5.9):
+        page = book(kernel(2, host=6, disk=disk), kernel(3, sim0=6), owners=(1, 2, 3))
+        _, verdict = wanted(page)
+        assert isinstance(verdict, Refuse) and "no room" in verdict.because
+
+
+def test_models_that_can_be_loaded_again_leave_ram_before_a_notebook_goes_to_the_disk():
+    page = book(
+        kernel(2, host=2, disk=9),
+        lease("warm", by=1, host=4, last_used=NOW - 60),
+        kernel(1, sim0=6),
+    )
+    _, verdict = decide(page, request("other", 6), THERE)
+    assert Drop in {type(step) for step in verdict.steps} and not verdict.shadows
+
+
+def test_bytes_on_a_disk_claim_no_ram_and_return_whole():
+    parked = kernel(1, host=6, disk_bytes=6 * GIB)
+    page = book(parked, lease("warm", by=2, host=8))
+    assert parked.on_disk and parked.must_return and parked.own_bytes == 6 * GIB
+    assert room(page, THERE)[HOST] == 0
+    page, verdict = wanted(page)
+    assert isinstance(verdict, Grant) and page.claims() == {HOST: 8 * GIB, "sim:0": 6 * GIB}
+    page = books.arrived(page, owner(1).id, "kernel", verdict.lease.target, THERE)
+    back = page.find(at(1, "kernel"))
+    assert (back.where, back.disk_bytes, back.stow_bytes) == ("sim:0", 0, 0)
+
+
+def test_the_notebook_that_returns_is_not_asked_to_leave_ram_first():
+    """Its process decides that: two notebooks may also change places in pieces, which is faster."""
+    page = book(kernel(1, host=6, disk=9), kernel(2, sim0=6, disk=9))
+    _, verdict = wanted(page)
+    assert isinstance(verdict, Refuse)
+    page = book(kernel(1, host=6, disk_bytes=6 * GIB), kernel(2, sim0=6, disk=9))
+    _, verdict = wanted(page)
+    assert verdict.recalls == {at(2, "kernel"): 0}
+
+
+def test_a_notebook_leaves_an_overfull_card_if_the_others_can_go_on_to_the_disk():
+    """Law 16: what leaves must be able to return."""
+    for disk, leaves in ((0, False), (30, True)):
+        three = [kernel(by, sim0=6, disk=disk) for by in (1, 2, 3)]
+        assert (not why_no_return(book(*three), three[0], THERE)) is leaves
+
+
+def test_the_least_worth_goes_first_and_no_more_than_needed():
+    page = book(
+        kernel(2, host=3, disk=9),
+        kernel(3, host=4, disk=9, last_used=NOW - 600),
+        kernel(4, sim0=5),
+        owners=(1,),
+    )
+    _, verdict = decide(page, request("kernel", 5, by=1, kind="kernel"), THERE)
+    assert verdict.shadows == (at(3, "kernel"),)
+
+
+def test_an_owner_that_writes_is_not_silent_and_one_that_does_nothing_is():
+    late = NOW - 60
+    asked = ticket(
+        "kernel", by=1, sim0=6, arrived=late, recalled_since=late, shadows=(at(2, "kernel"),)
+    )
+    for stowing in (True, False):
+        first = kernel(2, host=4, disk=9, last_used=NOW - 600)
+        page = book(
+            replace(first, stowing=stowing),
+            kernel(3, host=4, disk=9),
+            kernel(4, sim0=4),
+            tickets=(asked,),
+            owners=(1,),
+        )
+        _, verdict = decide(page, request("kernel", 6, by=1, kind="kernel", key=asked.key), THERE)
+        assert verdict.shadows == (at(2 if stowing else 3, "kernel"),)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 20), st.booleans()), max_size=5))
+def test_whoever_is_granted_and_wherever_bytes_are_no_device_is_above_its_budget(rows):
+    """Law 1, with bytes on the disk."""
+    parked = []
+    for by, (gib, disk, on_disk) in enumerate(rows, 2):
+        there = {"disk_bytes": gib * GIB} if on_disk else {}
+        parked.append(kernel(by, host=gib, disk=disk, **there))
+    if sum(one.ram_bytes for one in parked) > 8 * GIB:
+        return
+    page = book(*parked, kernel(9, sim0=6, disk=9), owners=(1,))
+    for _ in range(12):
+        page, verdict = wanted(page)
+        if not isinstance(verdict, Wait):
+            break
+        for section in list(page.sections.values()):
+            page, steps, _ = obey(page, section.owner.id, THERE, "k", None, lru)
+            for step in steps:
+                assert isinstance(step, (Shed, Move))
+                page = books.perform(page, step, THERE)
+        assert all(size <= THERE.limits[id] for id, size in page.claims().items())
+    assert isinstance(verdict, (Grant, Refuse)), verdict
