@@ -407,7 +407,7 @@ class Kernel:
         """Opens the lease for the counted memory `held`."""
         session, handle = self._session, self._handle
         resident = KernelResident(session, handle)
-        now, fixed = session.clock(), why_not_moved()
+        now, fixed = session.clock(), why_not_moved() or ""
         lease = replace(
             resident.lease,
             kind=KERNEL,
