@@ -1,5 +1,6 @@
 """Engines that sleep: stand-ins that speak the recorded protocol of vLLM and SGLang, on a simulated card."""
 
+import importlib
 import os
 import signal
 import stat
@@ -11,6 +12,7 @@ import pytest
 
 from gpu_runtime.backends.base import is_out_of_memory
 from gpu_runtime.backends.engines import backend as engines
+from gpu_runtime.backends.engines import recipes
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import CannotGovern, EngineDied, NotResident
@@ -67,7 +69,7 @@ def backend(request, place, monkeypatch):
     found = open_backend(request.param, open_probe("sim:8GiB,host:8GiB"))
     monkeypatch.setattr(found.probe, "charged", charged_in(place))
     monkeypatch.setattr(type(found), "can_move", True)
-    monkeypatch.setattr(type(found.recipe), "sleeps", lambda self, simulated: True)
+    monkeypatch.setattr(type(found.recipe), "sleeps", lambda self, device: True)
     monkeypatch.setattr(found, "evidence", lambda spec: Evidence(weight_bytes=WEIGHTS))
     return found
 
@@ -207,6 +209,35 @@ def test_no_path_but_the_health_check_is_open_without_the_key(backend, loaded):
         assert status(path, b"{}", Authorization="Bearer wrong") == 401
     assert status("/v1/models") == 401 and status("/v1/models", **headers) == 200
     assert status("/health") == 200
+
+
+def test_the_middleware_protects_a_real_application(monkeypatch):
+    """As vLLM adds it: `app.add_middleware(imported)`."""
+    fastapi = pytest.importorskip("fastapi")
+    testclient = pytest.importorskip("starlette.testclient")
+    monkeypatch.syspath_prepend(str(recipes.IN_VLLM))
+    monkeypatch.setenv("VLLM_API_KEY", "k3y")
+    app = fastapi.FastAPI()
+    app.add_middleware(importlib.import_module("gpu_console_key").Keyed)
+
+    @app.get("/{path:path}")
+    def answer(path: str) -> str:
+        return path
+
+    @app.websocket("/v1/realtime")
+    async def talk(socket: fastapi.WebSocket) -> None:
+        await socket.accept()
+
+    keyed, wrong = {"Authorization": "Bearer k3y"}, {"Authorization": "Bearer k3y2"}
+    client = testclient.TestClient(app)
+    for path in ("/v1/models", "/sleep", "/health/", "//health", "/health%2f..%2fsleep", "/Health"):
+        assert [client.get(path, headers=one).status_code for one in ({}, wrong)] == [401, 401]
+        assert client.get(path, headers=keyed).status_code == 200
+    assert client.get("/health").status_code == client.get("/health?a=/sleep").status_code == 200
+    with pytest.raises(testclient.WebSocketDisconnect), client.websocket_connect("/v1/realtime"):
+        pass
+    with client.websocket_connect("/v1/realtime", headers=keyed):
+        pass
 
 
 def test_sglang_is_never_asked_for_its_health_while_it_sleeps(backend, loaded):

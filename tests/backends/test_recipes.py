@@ -77,7 +77,8 @@ def test_vllm_takes_its_share_of_one_card_or_two(installed):
 
 def test_the_routes_with_which_vllm_sleeps_exist_only_where_it_can_sleep(installed):
     """Another one of its development routes runs any method of its workers. On CPUs it refuses the flag."""
-    on_cpus = recipe("vllm").command(order("vllm")._replace(simulated=True))
+    on_cpus = order("vllm")._replace(shares=(Share("sim:0", GIB),), totals={"sim:0": 2 * GIB})
+    on_cpus = recipe("vllm").command(on_cpus._replace(simulated=True))
     for made in (on_cpus, command("vllm", sleep=False)):
         assert "--enable-sleep-mode" not in made.words and "--middleware" in made.words
         assert "VLLM_SERVER_DEV_MODE" not in made.environment

@@ -3,10 +3,11 @@
 import logging
 import os
 import signal
+import threading
 
 import pytest
 
-from gpu_runtime import Runtime
+from gpu_runtime import Runtime, samples
 from gpu_runtime.backends.engines import backend as engines
 from gpu_runtime.backends.engines.recipes import Vllm
 from gpu_runtime.facts import HOST, Evidence
@@ -16,13 +17,14 @@ from gpu_runtime.units import GIB, show_seconds
 from tests.backends.test_engine_server import alive
 from tests.backends.test_engine_sleep import WEIGHTS, charged_in
 from tests.backends.test_engine_sleep import place as place
-from tests.clock import until
+from tests.clock import PATIENCE, until
+from tests.owner.conftest import alongside
 
 
 @pytest.fixture
 def rt(keeper, place, monkeypatch):
     """A runtime whose card has room for one of the models `a` and `b`."""
-    monkeypatch.setattr(Vllm, "sleeps", lambda self, simulated: True)
+    monkeypatch.setattr(Vllm, "sleeps", lambda self, device: True)
     found = Evidence(weight_bytes=WEIGHTS, at_load=True)
     monkeypatch.setattr(Vllm, "evidence", lambda self, spec: found)
     with Runtime(devices="sim:6GiB,host:8GiB", ledger=keeper, eviction_grace_seconds=0) as rt:
@@ -128,6 +130,37 @@ def test_by_hand_it_sleeps_wakes_and_moves_to_no_other_card(rt):
     use(rt, "a")
     assert rt.evict("a").where == "host" and places(rt) == {"a": {HOST: WEIGHTS}}
     assert rt.restore("a").where == "sim:0" and places(rt) == {"a": {"sim:0": 4 * GIB}}
+
+
+def test_on_a_card_the_driver_shows_what_an_engine_has_given_back(host, driver, place):
+    """The next engine gets the room only after the driver shows it. A helper process samples the driver."""
+    model, ended = samples.causal_lm(place / "model", size="16 MiB"), threading.Event()
+
+    def show() -> None:
+        while not ended.wait(0.05):
+            held = {one.name: int(one.read_text()) for one in (place / "held").glob("*[0-9]")}
+            listed = ",".join(f"{pid}:{size}" for pid, size in held.items())
+            driver.set(_0_processes=listed, _0_total=6 * GIB, _0_free=6 * GIB - sum(held.values()))
+
+    driver.set(_0_total=6 * GIB, _0_free=6 * GIB)
+    with alongside(show):
+        try:
+            kernel = host.kernel()
+            for name in "ab":
+                words = f"{name!r}, {str(model)!r}, backend='vllm', size='4GiB'"
+                assert kernel.evaluate(f"rt.register({words}) and None") is None
+            for name in "ab":
+                assert (
+                    kernel.evaluate(f"rt.preload({name!r}, timeout={PATIENCE}).where") == "cuda:0"
+                )
+            leases = "{one.name: [one.where, one.bytes] for one in rt.status().leases()}"
+            found = kernel.evaluate(leases)
+            assert found["b"] == ["cuda:0", 4 * GIB] and found["a"][0] == HOST
+            assert 0 < found["a"][1] < 20 * 2**20, "its weights, as its files show them"
+            assert kernel.evaluate("rt.status().devices[0].residue_bytes") == GIB // 2
+            assert kernel.evaluate("rt.status().totals['unloads']") == 0
+        finally:
+            ended.set()
 
 
 def test_a_measured_size_is_that_of_the_whole_engine(rt):

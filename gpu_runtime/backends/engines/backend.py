@@ -651,7 +651,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     @property
     def can_move(self) -> bool:  # type: ignore[override]
         """Whether servers of this engine sleep. A move is the way to sleep and back, nothing else."""
-        return self.recipe.sleeps(self.probe.simulated)
+        return self.recipe.sleeps(self.probe.devices[0].id)
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """As `Recipe.evidence`. `origin` is ignored."""

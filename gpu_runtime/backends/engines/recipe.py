@@ -144,10 +144,10 @@ class Recipe:
         """
         return ""
 
-    def sleeps(self, simulated: bool) -> bool:
-        """Whether the server can give its card's bytes back and take them again without ending.
+    def sleeps(self, device: str) -> bool:
+        """Whether a server on the card `device` can give its bytes back, and take them again, without ending.
 
-        A model with the option `sleep=False` does not use it. `simulated`: as in the launch order.
+        A model with the option `sleep=False` does not use it.
         """
         return False
 

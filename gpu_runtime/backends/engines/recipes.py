@@ -275,8 +275,8 @@ class Vllm(Recipe):
             return ""
         return "there is no command vllm here.\n  Install it:  pip install vllm"
 
-    def sleeps(self, simulated: bool) -> bool:
-        return not simulated
+    def sleeps(self, device: str) -> bool:
+        return device.startswith("cuda")
 
     def sleep(self, send: SendRequest) -> str:
         if why := told(send, "/sleep?level=1"):
@@ -313,7 +313,7 @@ class Vllm(Recipe):
         words += ["--middleware", "gpu_console_key.Keyed"]
         paths = filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH")))
         environment = {"VLLM_API_KEY": order.key, "PYTHONPATH": os.pathsep.join(paths)}
-        if self.sleeps(order.simulated) and options.get("sleep", True):
+        if self.sleeps(order.shares[0].device) and options.get("sleep", True):
             words += ["--enable-sleep-mode"]
             environment["VLLM_SERVER_DEV_MODE"] = "1"
         executable = shutil.which("vllm") or "vllm"
@@ -368,8 +368,8 @@ class Sglang(Recipe):
             return ""
         return "sglang is not installed in this environment.\n  Install it:  pip install sglang"
 
-    def sleeps(self, simulated: bool) -> bool:
-        return not simulated
+    def sleeps(self, device: str) -> bool:
+        return device.startswith("cuda")
 
     def sleep(self, send: SendRequest) -> str:
         return told(send, "/release_memory_occupation", {})
@@ -403,7 +403,7 @@ class Sglang(Recipe):
             raise _refused(order, "SGLang reads a chat template from a file only", advice)
         if order.simulated and not has_flag(own, "--device"):
             words += ["--device", "cpu"]
-        if self.sleeps(order.simulated) and options.get("sleep", True):
+        if self.sleeps(order.shares[0].device) and options.get("sleep", True):
             words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         environment = {
             "GPU_ENGINE_KEY": order.key,
