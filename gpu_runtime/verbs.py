@@ -9,10 +9,12 @@ open and the verb needs none. `args` are the parsed arguments. An act returns da
 from __future__ import annotations
 
 import argparse
+import csv
 import difflib
+import io
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -463,6 +465,34 @@ def forget(rt: Any, args: argparse.Namespace) -> Outcome:
     return Outcome(verb="forget", name=args.name, done=True, because=because)
 
 
+def report(rt: Any, args: argparse.Namespace) -> Any:
+    """The account of hours that `args` describe, from `rt`: a table, or a text. Raises GpuError."""
+    if args.csv and (args.text or args.json):
+        raise GpuError("type one of --csv, --text and --json.")
+    found = rt.report(**given(args, "since", "by", "text"))
+    return as_csv(found.to_dict("records"), list(found.columns)) if args.csv else found
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """The `rows` as CSV with a line of names.
+
+    A name of a user or notebook that a spreadsheet would take for a formula gets an apostrophe in front.
+
+    >>> as_csv([{"user": "ann", "card_h": 1.5}, {"user": "=1+1", "card_h": 0.0}], ["user", "card_h"])
+    "user,card_h\\nann,1.5\\n'=1+1,0.0"
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        cells = [row[name] for name in columns]
+        writer.writerow(
+            f"'{one}" if isinstance(one, str) and one[:1] in ("=", "+", "-", "@") else one
+            for one in cells
+        )
+    return out.getvalue().rstrip("\n")
+
+
 def why(rt: Any, args: argparse.Namespace) -> Any:
     """The last decisions on what `args` name, or on this notebook. Raises GpuError."""
     if args.replay and not args.name:
@@ -696,7 +726,8 @@ _TABLE = (
     Verb(
         "report",
         "hours: who used the cards, who held them idle, and who waited",
-        arguments=(
+        report,
+        (
             option("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
             option(
                 "--by",
@@ -705,6 +736,7 @@ _TABLE = (
                 "report",
             ),
             switch("--text", "a short text, fit for a mail"),
+            switch("--csv", "the table for a spreadsheet"),
         ),
     ),
     Verb(

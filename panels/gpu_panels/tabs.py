@@ -585,6 +585,7 @@ class HoursTab(Tab):
             "<h4>Who waited for whom</h4>", margin=(12, 10, 0, 10), visible=False
         )
         self.waits = Table([], filters=False, margin=(0, 10), visible=False)
+        self.calendar = Prose(margin=(12, 10))
         hint = Prose(f'<div class="soft">{esc(hours.HINT)}</div>', margin=(10, 10))
         self.panel = pn.Column(
             pn.FlexBox(self.since, self.by, align_items="center", sizing_mode="stretch_width"),
@@ -592,6 +593,7 @@ class HoursTab(Tab):
             self.table,
             self._waits_head,
             self.waits,
+            self.calendar,
             hint,
             sizing_mode="stretch_width",
         )
@@ -603,6 +605,7 @@ class HoursTab(Tab):
         if over_time is None or found is None or waits is None:
             return
         self.chart.show(self.poller.once("hours: chart", over_time, hours.chart))
+        self.calendar.show(self.poller.once("hours: calendar", over_time, hours.calendar))
         _show_records(self.table, found)
         self.table.empty = hours.NO_HOURS
         between = [one for one in waits if one["user"] != one["waited_for"]]

@@ -49,6 +49,7 @@ ANSWERS = {
     ("leases",): "DEVICE",
     ("evictions",): "offloaded",
     ("report",): "Nothing was recorded in this time",
+    ("report", "--csv"): "user,card_h,in_use_gib_h",
     ("report", "--text"): "recorded 0 ms of 7 d",
     ("fragmentation",): "ALLOCATED BYTES",
     ("backtest", "--policy", "lru"): "WAIT VS LRU",

@@ -5,7 +5,15 @@ import json
 import re
 
 import pytest
-from gpu_panels.data.hours import FREE, IN_USE, ON_CARD, chart, report_columns, report_rows
+from gpu_panels.data.hours import (
+    FREE,
+    IN_USE,
+    ON_CARD,
+    calendar,
+    chart,
+    report_columns,
+    report_rows,
+)
 from gpu_panels.tabs import HoursTab
 
 from gpu_runtime.tables import Table
@@ -32,6 +40,18 @@ def test_a_bar_has_the_states_as_parts_of_the_fullest_time():
     assert "75 % in use, 25 % free" in drawn and "25 % in use, 75 % free" in drawn
     assert "58 % in use, 42 % free" in drawn, "of all days"
     assert chart([]) == ""
+
+
+def test_the_calendar_has_the_idle_hours_of_each_day(utc):
+    """Idle, and idle while another waited, of all cards; the hour with the most is the darkest."""
+    records = [bar(1, idle_gib_h=1.0, in_use_gib_h=9.0), bar(2, blocking_gib_h=4.0)]
+    records[1]["time"] = records[1]["time"].replace(hour=13)
+    drawn = calendar(records)
+    cells = re.findall(r'title="(\w+ \d+), (\d+):00: ([\d.]+) GiB.*?,([\d.]+)\)', drawn)
+    assert len(cells) == 2 * 24
+    shown = {cell[:2]: cell[2:] for cell in cells if float(cell[2])}
+    assert shown == {("Sun 01", "0"): ("1.0", "0.25"), ("Mon 02", "13"): ("4.0", "1.00")}
+    assert calendar([]) == calendar([bar(1, in_use_gib_h=9.0)]) == ""
 
 
 @pytest.mark.parametrize(("days", "labels"), [(1, 1), (7, 7), (8, 4), (28, 7)])

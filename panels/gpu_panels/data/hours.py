@@ -62,6 +62,47 @@ def chart(records: Sequence[Record]) -> str:
     )
 
 
+MOST_DAYS = 31  # rows of the calendar
+
+
+def calendar(records: Sequence[Record]) -> str:
+    """When cards were held idle: a row for each day and a cell for each hour, as HTML. The darker, the more.
+
+    `records` are those of `chart`. Empty unless they are of hours, and some card was idle.
+    """
+    idle: dict[tuple[datetime.date, int], float] = {}
+    for record in records:
+        local = datetime.datetime.fromtimestamp(record["time"].timestamp())
+        if local.minute:
+            return ""
+        size = float(record[IDLE]) + float(record[BLOCKING])
+        idle[local.date(), local.hour] = idle.get((local.date(), local.hour), 0.0) + size
+    most = max(idle.values(), default=0.0)
+    if not most:
+        return ""
+    heads = "".join(
+        f'<th scope="col" style="{_HEAD}">{hour if hour % 6 == 0 else ""}</th>'
+        for hour in range(24)
+    )
+    rows = []
+    for day in sorted({day for day, _ in idle})[-MOST_DAYS:]:
+        cells = "".join(_hour(day, hour, idle.get((day, hour), 0.0), most) for hour in range(24))
+        rows.append(f'<tr><th scope="row" style="{_DAY}">{day:%a %d}</th>{cells}</tr>')
+    return (
+        f'<div class="soft">Held idle, by day and hour; the darkest hour has {most:.1f} GiB-hours</div>'
+        f'<table style="{_CALENDAR}"><tr><td></td>{heads}</tr>{"".join(rows)}</table>'
+    )
+
+
+def _hour(day: datetime.date, hour: int, size: float, most: float) -> str:
+    title = f"{day:%a %d}, {hour}:00: {size:.1f} GiB-hours idle"
+    return f'<td title="{title}" style="{_HOUR};background:rgba(213,94,0,{size / most:.2f})"></td>'
+
+
+_CALENDAR = "border-spacing:1px;width:100%;max-width:760px;table-layout:fixed;font-size:12px"
+_HOUR = f"height:14px;padding:0;outline:1px solid {EDGE}40"
+_HEAD = "font-weight:400;text-align:left;padding:0"
+_DAY = f"{_HEAD};white-space:nowrap"
 _BAR = "flex:1 0 0;min-width:0;display:flex;flex-direction:column-reverse"
 _SWATCH = f"display:inline-block;width:12px;height:12px;margin-right:6px;border:1px solid {EDGE}"
 _FRAME = (
