@@ -101,6 +101,12 @@ def rebuilt(kind: type[GpuError], message: str, facts: dict[str, Any]) -> GpuErr
     return error
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the text of `error`, shortened; the class name of an error without text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
 # -- no room ---------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,15 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths}
 
 
+def stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
+    """A value that differs after each change of the file `path`; None if there is no file."""
+    try:
+        found = os.stat(path or "")
+    except OSError:  # the caller reads the file, and reports all other errors
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def make_directory(path: Path, mode: int = 0o700) -> None:
     """Makes the directory `path` with this `mode`, unless it exists, and those above it that are missing.
 

@@ -40,9 +40,16 @@ import msgspec
 from msgspec.structs import replace
 
 from ..arguments import bad_name, checked
-from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownDevice, UnknownModel
+from ..errors import (
+    BadDocument,
+    BadSetting,
+    CatalogUnavailable,
+    UnknownDevice,
+    UnknownModel,
+    first_line,
+)
 from ..facts import Applied, Device, ModelSpec
-from ..files import lock_within, make_directory, open_regular, state_home
+from ..files import lock_within, make_directory, open_regular, stamp, state_home
 from ..safe_text import quoted
 from ..settings import Settings
 from .fields import CatalogEntry, notes, problems, spec_of
@@ -94,10 +101,10 @@ class Catalog:
     def entries(self) -> Mapping[str, CatalogEntry]:
         """All models by name. Raises CatalogUnavailable and BadDocument, as all methods do."""
         files = self._files()
-        stamp = tuple((str(file), _stamp(file)) for file in files)
+        stamps = tuple((str(file), stamp(file)) for file in files)
         known = self._known  # another thread may replace it with the entries of older files
-        if known[0] != stamp:
-            known = self._known = stamp, self._read_all(files)
+        if known[0] != stamps:
+            known = self._known = stamps, self._read_all(files)
         return known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
@@ -219,7 +226,7 @@ class Catalog:
             return entries
         except _NOT_READABLE as error:
             raise _Damaged(
-                f"the catalogue {self.file} is damaged ({_first_line(error)}).\n"
+                f"the catalogue {self.file} is damaged ({first_line(error)}).\n"
                 f"  Apply your files again:  gpu apply -f FILE      "
                 f"(this sets the damaged file aside, and loses nothing in it)",
                 path=str(self.file),
@@ -505,15 +512,6 @@ def _is_ours(data: bytes) -> bool:
     return b'"gpu_console_catalog"' in data[:200]
 
 
-def _stamp(file: Path) -> tuple[int, ...] | None:
-    """A value that changes with each change of the `file`; None without a file."""
-    try:
-        found = file.stat()
-    except OSError:  # no file: a value that no file has
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
 def _free_name(path: Path) -> Path:
     """The first of `path-1`, `path-2`, … that does not exist."""
     names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
@@ -527,10 +525,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # -- the three formats ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .. import threads
 from ..backends.base import Progress, is_out_of_memory
 from ..catalog.fields import require_loadable
 from ..devices.allocators import Peak, counts_bytes
-from ..errors import NotResident
+from ..errors import NotResident, first_line
 from ..facts import (
     NORMAL,
     Book,
@@ -242,7 +242,7 @@ def _obtain_governed(
                 attempts, returned = 0, further
             except Exception as error:
                 if isinstance(step, Move) and resident.handle is None:
-                    log.warning("%s", explain.first_line(error))  # an engine that did not wake
+                    log.warning("%s", first_line(error))  # an engine that did not wake
                     lost = True
                     break
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
@@ -399,7 +399,7 @@ class _Departures:
             self._session.uninterrupted(self._key, act)
         except Exception as error:  # the request thread meets the same ledger, and raises
             level = logging.DEBUG if self._session.closed else logging.WARNING
-            log.log(level, "%s did not leave: %s", lease_id, explain.first_line(error))
+            log.log(level, "%s did not leave: %s", lease_id, first_line(error))
 
 
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from ..backends.base import Progress
-from ..errors import Busy, GpuError, LoadFailed, StillInUse
+from ..errors import Busy, GpuError, LoadFailed, StillInUse, first_line
 from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, Wait, World, beside
 from ..scheduler import admission, explain
 from ..scheduler import transitions as books
@@ -332,7 +332,7 @@ def _abandon(session: Session, name: str, key: Key, error: BaseException) -> Non
     if isinstance(error, KeyboardInterrupt):
         because = "interrupted"
     else:
-        because = f"{type(error).__name__}: {explain.first_line(error)}"
+        because = f"{type(error).__name__}: {first_line(error)}"
     abandon = partial(books.abandon, because=because)
     session.decide(lambda book, world: (abandon(book, session.me, name, key.text, world), None))
 

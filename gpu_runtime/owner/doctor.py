@@ -18,14 +18,13 @@ from typing import Any
 
 from ..backends.torch_release import why_not_moved
 from ..devices import drivers
-from ..errors import GpuError, ProbeFailed
+from ..errors import GpuError, ProbeFailed, first_line
 from ..facts import DeviceView, Value
 from ..ledgers import access, host_config
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
 from ..scheduler.capacity import views
 from ..scheduler.caps import drained
-from ..scheduler.explain import first_line
 from ..settings import Settings, masked
 from ..units import show_bytes
 from . import status

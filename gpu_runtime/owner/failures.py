@@ -14,7 +14,7 @@ import re
 import traceback
 
 from ..backends.base import is_out_of_memory
-from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
+from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost, first_line
 from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
 from ..fault_texts import Fault, Kind, recognise
 from ..scheduler import explain
@@ -320,4 +320,4 @@ def evict_anywhere(session: Session, lease: Lease, because: str) -> str:
         return "" if left else "it is used again"
     except Exception as stays:  # a failed move must not fail this load
         log.debug("%s stays: %s", lease.name, stays)
-        return explain.first_line(stays)
+        return first_line(stays)

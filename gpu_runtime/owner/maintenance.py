@@ -13,10 +13,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from .. import threads
-from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
+from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel, first_line
 from ..facts import HOST, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
 from ..ledgers.base import TICKS_A_SECOND
-from ..scheduler import caps, explain, recall, relief
+from ..scheduler import caps, recall, relief
 from ..scheduler import transitions as books
 from ..scheduler.capacity import views
 from ..scheduler.recall import Order
@@ -228,7 +228,7 @@ def _check_devices(session: Session, now: float) -> None:
     try:
         session.probe.check(now, session.rules.stale_seconds)
     except ProbeFailed as error:
-        session.breaker.failed(now, explain.first_line(error))
+        session.breaker.failed(now, first_line(error))
         return
     session.breaker.succeeded()
     relieve(session)
@@ -310,7 +310,7 @@ def carry_out_order(session: Session, order: Order) -> None:
         outcome = _perform(session, order)
         action, because, size = order.verb, outcome.because, outcome.bytes
     except Exception as error:  # every error is answered, else the requester waits for ever
-        action, because, size = "failed", explain.first_line(error), 0
+        action, because, size = "failed", first_line(error), 0
     try:
         session.decide(
             lambda book, world: (

@@ -26,6 +26,7 @@ from ..errors import (
     NotResident,
     StillInUse,
     UnknownDevice,
+    first_line,
 )
 from ..facts import (
     DISK,
@@ -58,7 +59,6 @@ from ..ledgers.liveness import Sight, end_of
 from ..safe_text import quoted
 from ..scheduler import explain, recall, relief
 from ..scheduler import transitions as books
-from ..scheduler.explain import first_line
 from ..scheduler.recall import Order
 from ..scheduler.victims import MOVE_FAILED, PERSON, reason_to_stay
 from ..units import parse_seconds, show_bytes, show_seconds

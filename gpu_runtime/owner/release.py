@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..errors import DoesNotFit, GpuError, StillInUse
+from ..errors import DoesNotFit, GpuError, StillInUse, first_line
 from ..facts import (
     HOST,
     MOST_EVENTS,
@@ -334,7 +334,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
 
 
 def _in_words(error: BaseException) -> str:
-    line = explain.first_line(error)
+    line = first_line(error)
     line = line.rstrip(".")  # the caller ends the sentence
     return line if isinstance(error, StillInUse) else f"{type(error).__name__}: {line}"
 

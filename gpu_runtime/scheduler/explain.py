@@ -22,6 +22,7 @@ from ..errors import (
     OutOfMemory,
     StillInUse,
     WaitEnded,
+    first_line,
 )
 from ..facts import (
     KERNEL,
@@ -49,12 +50,6 @@ from .victims import EXEMPT, FIXED
 MOST_HOLDERS = 8  # leases in a report, each on a line of its own
 MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 SMALLEST_STRANGER = 64 * MIB  # less unleased memory than this is not reported
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of the text of `error`, shortened; the class name of an error without text."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
 
 
 # -- the alternatives of a decision ----------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import errors
+from ..errors import first_line
 from ..facts import Value
 from .queue import LoadShared
 from .requests import Refused
@@ -168,12 +169,6 @@ class _Breaker:
 
     def _seconds_left(self, opened: float) -> float:
         return max(0.0, opened + self._seconds - self._clock())
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of `error`, without the advice that follows it."""
-    text = str(error).strip().splitlines()
-    return text[0][:500] if text else type(error).__name__
 
 
 # -- the cause of an error (the caller, the model or neither), and the refusal that the caller gets

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from ..access_keys import Keys
-from ..errors import EngineDied, GpuError, OutOfMemory, StillInUse
+from ..errors import EngineDied, GpuError, OutOfMemory, StillInUse, first_line
 from ..facts import Lease, ModelSpec
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import KeyRules
@@ -39,7 +39,6 @@ from .breaker import (
     Permit,
     blame,
     fault_of_the_call,
-    first_line,
     may_be_of_the_call,
     no_answer,
 )

@@ -36,7 +36,7 @@ from .. import files
 from ..catalog import documents
 from ..errors import BadDocument
 from ..facts import IMPORTANCE, Value, parse_importance
-from ..files import config_home
+from ..files import config_home, stamp
 from .requests import OTHER_NAMES, Call, Json, Refused, bad, check_numbers, prompts_of
 
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
@@ -129,7 +129,7 @@ class TasksFile:
         self._clock = clock
         self._doubts = doubts
         self._is_new = True  # whether the doubts have not been logged
-        self._stamp = _stamp(path)
+        self._stamp = stamp(path)
         self._checked_at = clock()
         self._content = read_serving_config(path)
 
@@ -137,8 +137,8 @@ class TasksFile:
         """The content of the file, checked once a second. If it was removed, it stays until `reload` is called."""
         if self._clock() - self._checked_at >= CHECK_SECONDS:
             self._checked_at = self._clock()
-            stamp = _stamp(self.path)
-            if stamp is not None and stamp != self._stamp:
+            found = stamp(self.path)
+            if found is not None and found != self._stamp:
                 self.reload()
         if self._is_new:
             self._is_new = False
@@ -150,7 +150,7 @@ class TasksFile:
 
     def reload(self) -> None:
         """Reads the file now, also if it was removed. If the file has a mistake, the earlier content stays."""
-        self._stamp = _stamp(self.path)
+        self._stamp = stamp(self.path)
         try:
             self._content = read_serving_config(self.path)
             self._is_new = True
@@ -159,15 +159,6 @@ class TasksFile:
             log.warning(text, self.path, error)
         else:
             log.info("%s was read again", self.path)
-
-
-def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
-    """A value that differs after each change of the file `path`; None if there is no file."""
-    try:
-        found = os.stat(path or "")
-    except OSError:  # the file is missing; `read_serving_config` reports all other errors
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:

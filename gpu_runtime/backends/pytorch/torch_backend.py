@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...devices.probe import Probe
 from ...devices.process_memory import Memory
-from ...errors import CannotGovern, LoadFailed, StillInUse
+from ...errors import CannotGovern, LoadFailed, StillInUse, first_line
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...torch_modes import all_outside_modes, with_own_modes
 from ...version import NEWER_TORCH
@@ -99,8 +99,7 @@ class TorchBackend(Backend):
             size = st.nbytes(st.grouped(st.slots(module)))
             return Evidence(size, "shapes", config=_config(module))
         except Exception as error:  # the factory is the user's code; the user reads its error
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            why = f"{type(error).__name__}: {first_line[:300]}"
+            why = f"{type(error).__name__}: {first_line(error)}"
             where = "on torch's meta device, which has shapes and no data"
             return Evidence(why_unknown=f"its factory failed {where} ({why})")
 

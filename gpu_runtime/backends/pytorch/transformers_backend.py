@@ -28,7 +28,7 @@ from torch import nn
 
 from ... import threads
 from ...devices.probe import Probe
-from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
+from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed, first_line
 from ...facts import HOST, Evidence, ModelSpec, Shares
 from ...safe_text import printable
 from ...threads import import_whole
@@ -530,7 +530,7 @@ def built_from(
                 module.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
             _attach_files(module, spec, checkpoint.directory)
     except Exception as error:  # the load from the files reports what is wrong
-        log.debug("%s is read from its files: %s", spec.name, _first_line(error))
+        log.debug("%s is read from its files: %s", spec.name, first_line(error))
         return None
     whole = not info["missing_keys"] and not info["mismatched_keys"]
     return module if whole and not info["unexpected_keys"] else None
@@ -547,7 +547,7 @@ def _trust(spec: ModelSpec) -> dict[str, bool]:
 
 def _failed(spec: ModelSpec, directory: Path, error: Exception) -> LoadFailed:
     """The error for a load of the model of `spec` that failed with `error`."""
-    why = _first_line(error)
+    why = first_line(error)
     if "trust_remote_code" in str(error):  # transformers' error about code in the directory
         why = (
             "it needs code of its own directory, and that code may not run.\n"
@@ -606,11 +606,6 @@ def _attach_files(module: nn.Module, spec: ModelSpec, directory: Path) -> None:
             recipe = recipe_of(directory, getattr(module, "tokenizer", None))
             if recipe is not None:
                 module.sentence_recipe = recipe
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 _told: set[tuple[str, str]] = set()
