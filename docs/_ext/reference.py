@@ -389,6 +389,8 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {
 def main() -> None:
     """Writes the pages whose blocks differ from the code."""
     for path in sorted(DOCS.rglob("*.md")):
+        if "_build" in path.parts:
+            continue
         text = path.read_text()
         if text != written(text):
             path.write_text(written(text))
