@@ -28,6 +28,8 @@ from ..facts import encode as encode_as_json
 
 # The limit of one owner's part, which must also fit into the owner's roster.
 MOST_PART_BYTES = 960 << 10
+# Larger facts of all owners are written without what this version does not know: somebody has filled them.
+MOST_KEPT_FACTS = 256 << 10
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 SHARED, STATE = "shared", "state"  # keys of pieces; every other key is an owner's id
 _UNENCODABLE = (TypeError, ValueError, OverflowError)
@@ -221,7 +223,8 @@ def changed(old: Book, new: Book, me: str, before: bytes = b"") -> dict[str, Any
         fields["queue"] = tuple([ticket.key for ticket in new.tickets])
     facts = _facts_of(new), _facts_of(old)
     if not _same_objects(*facts):
-        shared = _facts_after(before, *facts) if before else encode(Shared(*facts[0]))
+        is_kept = 0 < len(before) < MOST_KEPT_FACTS
+        shared = _facts_after(before, *facts) if is_kept else encode(Shared(*facts[0]))
         fields["shared"] = msgspec.Raw(shared)
     removed = old.owner_ids() - new.owner_ids() - {me}
     if removed:

@@ -262,6 +262,10 @@ def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
     assert [type(reply) for reply in replies] == [Written] * 3 + [core.Refused] * 2
     assert "are the most" in replies[-1].why
     assert isinstance(write(0, 10), Written) and isinstance(write(4, size), Written)
+    large = msgspec.Raw(core.encode({"junk": "x" * core.MOST_PART_BYTES}))
+    put = put_of(keeper, 0)
+    [(_, reply), *_] = keeper.receive(0, replace(put, shared=large), 0.0)
+    assert "facts of all owners" in reply.why
 
 
 def test_only_the_owner_fetches_an_answer_and_only_its_user_a_private_one():

@@ -243,6 +243,13 @@ def test_facts_that_do_not_change_keep_the_fields_of_a_later_version():
     ) == bytes(put)
 
 
+def test_nobody_fills_the_facts_of_all_owners_with_what_others_keep():
+    """A member of a shared ledger may write anything there. The next write leaves it out."""
+    before = pieces.encode({"seq": 1, "junk": "x" * pieces.MOST_KEPT_FACTS})
+    put = pieces.changed(Book(seq=1), Book(seq=2), "1.1.1", before)["shared"]
+    assert pieces.decode_shared(put) == Shared(seq=2) and b"junk" not in bytes(put)
+
+
 def known(page: Book, pid: int, rev: int) -> dict[str, Living]:
     """The roster of the owner `pid` of `page`, as a living owner has it."""
     id = owner(pid).id
