@@ -67,6 +67,8 @@ class Mapper:
         self.failed: set[str] = set()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if sys.gettrace() is None:  # a test with a trace function of its own has ended coverage's
+            sys.settrace(threading.gettrace())
         self.coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -66,6 +66,7 @@ def parts(found: Footprint) -> list[tuple[str, int, str]]:
     return [(part.name, part.bytes, part.source) for part in found.parts]
 
 
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(1, 900), st.integers(1, 8), st.booleans())
 def test_the_widest_layer_counts_whether_it_is_dense_or_has_experts(inner, of_expert, used, dense):
     """The first layers of some models with experts are dense, and may be wider."""
