@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.backends.base import is_out_of_memory
-from gpu_runtime.backends.engines.backend import MOST_RESTARTS, Server, ServerState, claim, ports
+from gpu_runtime.backends.engines.backend import MOST_RESTARTS, Server, ServerState, claim
 from gpu_runtime.backends.engines.recipe import LaunchOrder, recipe
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
+from gpu_runtime.errors import EngineDied, LoadFailed, NotResident
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, until
@@ -283,18 +283,6 @@ def test_a_claim_holds_for_all_processes():
     again.close()
 
 
-def test_a_port_that_another_program_listens_on_is_skipped():
-    with socket.create_server(("127.0.0.1", BASE + 40)):
-        mine = claim(range(BASE + 40, BASE + 42), "a")
-        assert mine.number == BASE + 41
-        with pytest.raises(
-            LoadFailed,
-            match=rf"all ports from {BASE + 40} to {BASE + 41} are taken.\n .*GPU_ENGINE_PORTS={BASE + 40}-",
-        ):
-            claim(range(BASE + 40, BASE + 42), "b")
-        mine.close()
-
-
 def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(server, monkeypatch):
     """It claims no ports. The engine then fails to bind that port, and gets the next one."""
     monkeypatch.setattr("gpu_runtime.backends.engines.backend._listened_on", lambda number: False)
@@ -302,12 +290,6 @@ def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(serv
         one = server()
         one.start()
         assert one.order.port == PORTS[1] and one.restarts == 0
-
-
-@pytest.mark.parametrize("text", ["", "80", "9000-8000", "8300-99999", "a-b"])
-def test_an_invalid_range_is_one_clear_error(text):
-    with pytest.raises(BadSetting, match="GPU_ENGINE_PORTS"):
-        ports(text)
 
 
 # -- the backend -----------------------------------------------------------------------------------

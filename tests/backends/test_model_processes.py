@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +12,11 @@ import psutil
 import pytest
 
 from gpu_runtime import EngineDied, Runtime
-from gpu_runtime.backends.processes import model_program
 from gpu_runtime.backends.processes.engine import MOST_RESTARTS, Child
 from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
-from gpu_runtime.backends.processes.remote_calls import MessageSocket, pack, uncopied, unpack
-from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.errors import GpuError, LoadFailed, NotResident
-from gpu_runtime.facts import HOST, ModelSpec, Share
+from gpu_runtime.backends.processes.remote_calls import pack, unpack
+from gpu_runtime.errors import LoadFailed, NotResident
+from gpu_runtime.facts import HOST
 from tests.clock import PATIENCE, scaled, until
 
 DEVICES = "sim:1x24GiB,host:48GiB"
@@ -166,49 +163,6 @@ def test_a_call_that_is_cut_off_raises_and_the_next_one_waits_for_the_restart(rt
         calling.join(PATIENCE)
         assert [type(error) for error in outcome] == [EngineDied]
         assert ask(model, (), 2) == 2
-
-
-def test_a_failed_load_leaves_no_process_and_no_bytes():
-    probe = open_probe(DEVICES)
-    backend = ProcessBackend("fake", DEVICES, probe)
-    spec = ModelSpec("bad", backend="fake", size=GIB, options={"fails": True})
-    with pytest.raises(LoadFailed, match="fails=True"):
-        backend.load(spec, (Share("sim:0", GIB),))
-    assert probe.place("sim:0").held_bytes() == 0
-
-
-def test_an_error_that_cannot_be_sent_becomes_its_text():
-    """A call may raise an error of a class that only its process knows."""
-
-    class Local(Exception):
-        """pickle finds no such class."""
-
-    ours, its = map(MessageSocket, socket.socketpair())
-    model_program._send(its, 1, "error", Local("words"))
-    number, what, error = ours.receive()
-    assert (number, what, type(error)) == (1, "error", GpuError) and "words" in str(error)
-    its.close()
-    with pytest.raises(EOFError):
-        ours.receive()
-    ours.close()
-
-
-def test_a_message_has_its_large_buffers_beside_its_pickle():
-    """So no process copies an array into a pickle, and the array that arrives can be changed."""
-    ours, its = map(MessageSocket, socket.socketpair())
-    array = numpy.arange(300_000)
-    packed = pack({"array": array, "words": "small"})
-    assert len(packed[0]) < 1000 and packed[1].raw().nbytes == array.nbytes
-    sending = threading.Thread(target=ours.send, args=((1, uncopied(packed)),))
-    sending.start()  # the socket holds less than the array
-    number, found = its.receive()
-    sending.join()
-    value = unpack(found)
-    value["array"][0] = 5
-    assert (number, value["words"], value["array"][0]) == (1, "small", 5)
-    assert (value["array"][1:] == array[1:]).all() and array[0] == 0
-    ours.close()
-    its.close()
 
 
 def test_a_stream_comes_item_by_item_beside_other_calls_and_ends_with_its_reader(rt):
