@@ -206,6 +206,7 @@ def test_the_gate_admits_whom_the_token_in_its_place_proves(name, place, path, l
     assert (asked.request.path, asked.request.query) == (path, "theme=dark&api_key=%2A%2A%2A")
     hidden = {"Authorization", "X-Api-Key", "Cookie", "Bokeh-Session-Id"}
     assert not hidden & {*asked.request.headers}, "no page and no log sees a credential"
+    assert not {"token"} & {*asked.request.arguments, *asked.request.query_arguments}
 
 
 def test_the_header_of_openai_counts_before_that_of_anthropic():

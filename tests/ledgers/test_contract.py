@@ -27,6 +27,7 @@ from gpu_runtime.facts import (
     Share,
 )
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.notify import Doorbell, _Waiter
 from gpu_runtime.ledgers.redis.page import RevisionHint
 from tests.clock import PATIENCE
 
@@ -469,8 +470,6 @@ def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
     import os
     import weakref
 
-    from gpu_runtime.ledgers.notify import _Waiter
-
     alive_at_close, close = [], os.close
     monkeypatch.setattr(
         os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd))
@@ -479,6 +478,19 @@ def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
     ref = weakref.ref(waiter)
     del waiter
     assert alive_at_close == [False]
+
+
+def test_a_bell_that_moved_has_rung(tmp_path):
+    """Its directory was deleted: rings that were sent meanwhile are lost, and the book may have changed."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    bell = Doorbell(tmp_path / "a", "1.1.0")
+    assert not bell.wait(0)
+    bell.move_to(tmp_path / "b")
+    assert bell.wait(0) and not bell.wait(0)
+    bell.ring_others(["1.1.0"])
+    assert bell.path.parent == tmp_path / "b" and bell.wait(0)
+    bell.close()
 
 
 def allocator_map(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:

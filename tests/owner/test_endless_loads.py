@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse, threads
+from gpu_runtime.facts import Outcome
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import arrivals
+from gpu_runtime.owner import arrivals, loading
 from gpu_runtime.serving.gateway import Gateway
 from tests.clock import until
 
@@ -205,6 +206,19 @@ def test_a_size_that_is_read_for_ever_ends_with_the_time_out(runtime, in_c):
     in_c.finish()
     rt.preload("m")
     rt.load("new", in_c)
+
+
+@pytest.mark.parametrize("reads", [0, 4, 10])
+def test_the_seconds_of_reading_the_source_are_part_of_the_time_out(
+    runtime, clock, monkeypatch, reads
+):
+    rt, left = runtime(clock=clock), []
+    done = Outcome(verb="preload", name="m", done=True, because="")
+    preload = lambda *_, timeout, **__: left.append(timeout) or done
+    monkeypatch.setattr(loading.operations, "preload", preload)
+    register = lambda *_, **__: clock.advance(reads)
+    loading.load(rt._session, register, "m", "source", {}, progress=None, timeout=10)
+    assert left == [10 - reads]
 
 
 def test_a_load_that_another_request_waits_for_goes_on_after_its_caller_left(runtime, in_c):

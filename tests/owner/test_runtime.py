@@ -414,6 +414,7 @@ def test_an_order_rings_the_owner_of_its_model(runtime, shared_book, monkeypatch
     with pytest.raises(Busy):
         getattr(b, verb)(LeaseId(a._session.me, "m"), timeout=0.01)
     assert a._session.me in rung[0]
+    assert a._session.ledger.read().tickets == (), "nor is it carried out later"
 
 
 def test_plan_says_what_would_happen_and_does_nothing(runtime):
@@ -614,6 +615,8 @@ def test_a_use_that_waits_for_another_process_can_time_out_and_a_nested_use_cann
         pass
     with a.use("small"), a.use("qwen", timeout=0.1), a.use("qwen", timeout=0.1):
         pass
+    a.tick()
+    assert not a._session.residents["qwen"].pauses, "the request has gone"
 
 
 def test_what_is_asked_of_another_process_is_done_by_it(runtime, shared_book):
