@@ -103,14 +103,6 @@ def test_a_lost_context_is_that_of_the_model_s_process_alone(rt):
         assert again._engine.pids == pids
 
 
-def test_a_killed_process_starts_again_where_its_model_was_moved(rt):
-    with rt.use("qwen") as model:
-        pass
-    rt.evict("qwen")
-    kill(model)
-    assert ask(model, ("__repr__",)) == "<fake qwen on host>"
-
-
 def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_has_the_card(
     rt, tmp_path
 ):

@@ -1,7 +1,5 @@
 """Histories are read from CSV files and from the journal."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.backtest import USE_SECONDS, HistoryModel, journal_history, read_history

@@ -1,7 +1,5 @@
 """The replay decides as the scheduler does, and its clock and bytes add up."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

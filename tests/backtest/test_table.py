@@ -1,7 +1,5 @@
 """The table of replays: a row for each choice, with the reference."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.backtest import CLAIRVOYANT, UseHistory, compare, split_words

@@ -1,7 +1,5 @@
 """Reading YAML and JSON of unknown authors. The result is plain values with their lines, or one clear error."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that describe models: the formats of three other projects, and the limits of every field."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """The catalogue's files: a model is written once, and no reader sees a half-changed file."""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -4,8 +4,6 @@
 also in tests/serving/test_official_clients.py.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The footprint: how many bytes a model needs, and the source of each number."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The map of a real card's allocator has torch's own figures, and defragmenting frees the bytes that the map states."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime import Runtime

@@ -1,7 +1,5 @@
 """Tests that need several real cards: which card's memory grows, and torch's limit per process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes on a real card, measured by torch and by the driver before and after each step."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The runtime on a real card. Bytes are measured before and after each step."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -4,8 +4,6 @@ The paths are below a directory, and the kernels' environments have a link to it
 installs at the real paths, in a mount namespace whose root is a copy on write.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import grp

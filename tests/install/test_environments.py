@@ -1,8 +1,6 @@
 # ruff: noqa: F811 - fixtures
 """The page on environments: each of its rows is run, or names the tests that run it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -4,8 +4,6 @@ Each installation has an environment of its own. That environment sees the libra
 not its gpu-console. So the test imports exactly the package that was installed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

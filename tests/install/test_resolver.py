@@ -4,8 +4,6 @@ pip decides with stand-ins: packages without code that have the names, versions 
 offers the newest versions of everything that is installed here, so pip could replace the user's.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import select
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -119,24 +116,6 @@ def in_a_child(act: Callable[[], object]) -> str:
     return os.read(inbox, 99).decode()
 
 
-def looping(ledger: Ledger) -> None:
-    """Starts two threads that use the ledger without pause. One reads, the other writes."""
-
-    def loop(act: Callable[[], object]) -> None:
-        while True:
-            act()
-
-    for act in (ledger.read, lambda: count(ledger)):
-        threading.Thread(target=loop, args=(act,), daemon=True).start()
-
-
-def keep_the_gil(seconds: float) -> None:
-    """Sleeps that long with the GIL, so that no other thread of this process can run. Some
-    libraries do this.
-    """
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
 @pytest.fixture
 def open_at() -> Iterator[Callable[[str], Ledger]]:
     """Opens ledgers by URL, and closes them after the test."""
@@ -197,9 +176,6 @@ class Notebook:
 
     def answer(self) -> str:
         return self.process.stdout.readline().strip()
-
-    def has_answered(self) -> bool:
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

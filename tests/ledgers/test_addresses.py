@@ -1,7 +1,5 @@
 """Which values GPU_LEDGER may have, the error for every other value, and the ledger's directory."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import stat

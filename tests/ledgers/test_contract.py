@@ -1,7 +1,5 @@
 """The contract of every ledger. Each test runs for each kind of store."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Which ledgers a process has open, by its files under /proc."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

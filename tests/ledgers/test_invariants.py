@@ -1,7 +1,5 @@
 """The laws of a write at their boundaries. That each ledger asks them is in test_contract.py."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """The keeper's core as a state machine, and the shared memory. Its process is in test_keeper_process.py."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The keeper's process under kills, stops, forks and hostile clients."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The book as pieces: what is read back, what is not decoded again, and a damaged page."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The SQL statements of the package, as newer versions of Python read them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

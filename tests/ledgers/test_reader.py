@@ -1,7 +1,5 @@
 """A reader reads the book without being an owner, and changes no file."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -4,8 +4,6 @@ The page is the stored book of a host. Each owner (a process in the book) keeps 
 section of the page in a local file, its roster. A lost page is rebuilt from the rosters.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -2,8 +2,6 @@
 anything.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

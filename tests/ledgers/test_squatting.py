@@ -5,8 +5,6 @@ If home directories are on a network, the default ledger is in /var/tmp, under a
 can guess.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """The decision tree of `admit`, branch by branch. An elder is a request that is ahead in the queue."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

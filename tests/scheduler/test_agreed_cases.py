@@ -1,7 +1,5 @@
 """The cases from the requirements, unchanged. Sizes are in GiB. A model is idle unless the case says otherwise."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """Processes at work, a book, and an auditor with the bytes really held: laws 1 to 6 and 9 after each step."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Requests that can never be served, found by reduction; then which request may pass another, for how long."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 

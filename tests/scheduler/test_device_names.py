@@ -1,7 +1,5 @@
 """A name in the book is one physical card, whichever cards a process sees and however they are numbered."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

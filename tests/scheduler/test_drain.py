@@ -1,7 +1,5 @@
 """A drained card takes no new leases. Idle models leave at once, others when they become idle."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.errors import DoesNotFit

@@ -1,7 +1,5 @@
 """A model returns in parts while other leases leave in stages to make its room."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Room is made on the card whose models are worth least, whatever their size."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.facts import Wait, encode_uses

@@ -1,7 +1,5 @@
 """The candidates that a decision did not choose, and why."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """A dead process's bytes count, as a ghost, until the card's driver shows them free (law 12)."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

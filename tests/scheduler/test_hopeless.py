@@ -1,7 +1,5 @@
 """Requests beside weights that exist nowhere else, against every set of leases that the host has room for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain, combinations
 

@@ -1,7 +1,5 @@
 """How long loads took alone and beside other models: what a load records, and what a plan says."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Event, Lease, Phase, Share

@@ -1,7 +1,5 @@
 """The laws of docs/architecture.md for single decisions on any book; sequences are in test_audited_processes.py."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

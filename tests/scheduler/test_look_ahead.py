@@ -1,7 +1,5 @@
 """A look-ahead spends free memory, and idle models of its process that are used later or never."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

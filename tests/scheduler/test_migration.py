@@ -1,7 +1,5 @@
 """A person moves a model to other cards: with free bytes only, which count on both until it is done."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Offers: what it takes to use a model on each host, and which host is the best."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choice of victims against an exact optimum: only the bounds. Figures are in tests/bench."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.scheduler.admission import admit

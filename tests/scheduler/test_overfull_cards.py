@@ -1,7 +1,5 @@
 """Plain code takes memory without a request to the ledger. Idle kernels then leave a card that holds too much."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

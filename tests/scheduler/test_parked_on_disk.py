@@ -1,7 +1,5 @@
 """Parked bytes move to a disk when other bytes need the RAM, and only if nothing else makes the room."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """Leases in parts: some bytes on a card, others in host memory. Their laws are in test_laws.py, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

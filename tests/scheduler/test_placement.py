@@ -1,7 +1,5 @@
 """Which devices a model may be placed on, and in which order."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import pytest

@@ -1,7 +1,5 @@
 """How full a device is, and which leases leave because of it. The levels are those of the Semantik governor."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

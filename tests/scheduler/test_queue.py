@@ -1,7 +1,5 @@
 """The order in which waiting requests are served."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """The operator's caps are read from one file and enforced on each user's own requests. Each cap has a test."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

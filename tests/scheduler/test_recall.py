@@ -1,7 +1,5 @@
 """How one owner requests something of another owner, and how that owner obeys."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

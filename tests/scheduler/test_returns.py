@@ -1,7 +1,5 @@
 """Law 16: what leaves must be able to return. Real decisions and the ledger's laws; `Notebooks` moves."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

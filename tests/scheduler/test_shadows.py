@@ -1,7 +1,5 @@
 """Shadows cost an eviction nothing, and are the first host memory to be given back."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

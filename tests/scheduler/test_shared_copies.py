@@ -1,7 +1,5 @@
 """Pages in host memory that several leases share are counted once, and never less than is mapped."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """How a model is divided among several cards."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """How much of a card torch may take in one process: everything that other processes have not leased."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """The changes that are made to the book after a step was done."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

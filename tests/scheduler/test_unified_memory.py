@@ -1,7 +1,5 @@
 """A card that shares the machine's memory with the host. Both spend one budget, and offloading frees nothing."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

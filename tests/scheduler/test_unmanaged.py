@@ -1,7 +1,5 @@
 """Unmanaged memory is the measured use less what the book accounts for; unmeasured it is unknown."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Drop, Sample, Stranger

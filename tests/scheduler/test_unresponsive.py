@@ -1,7 +1,5 @@
 """Which processes do not answer requests, and since when."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.facts import Phase, Snapshot

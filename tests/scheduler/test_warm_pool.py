@@ -1,7 +1,5 @@
 """Models in host memory are ranked, too: the least valuable one leaves for a victim's place."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.facts import Drop, Move, Phase, Wait

@@ -1,7 +1,5 @@
 """Processes that see different cards of one host, with NVML's binding and a fake driver of eight cards."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 

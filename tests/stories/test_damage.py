@@ -1,7 +1,5 @@
 """A crowd works while its keeper and the keeper's directory are attacked: no lease lost, no byte granted twice."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

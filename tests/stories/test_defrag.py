@@ -1,7 +1,5 @@
 """Two real processes and one book. One process sees the other's allocator map and requests a defragmentation."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Real processes that use equal models one after the other: their uses add up."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.facts import decode_uses

@@ -1,7 +1,5 @@
 """Real kernels with real engines: after any of them dies, no process runs on and no memory stays claimed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

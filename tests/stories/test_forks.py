@@ -1,7 +1,5 @@
 """A process forks while its threads use the ledger. No child hangs, and no child blocks other processes."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

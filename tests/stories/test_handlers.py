@@ -1,7 +1,5 @@
 """A signal handler and an exit function of the user run with the memory of their notebook, which was parked."""
 
-from __future__ import annotations
-
 import os
 import signal
 

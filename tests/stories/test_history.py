@@ -1,7 +1,5 @@
 """The host's helper writes the history without a console: the keeper, Redis, after a kill, after a new start."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

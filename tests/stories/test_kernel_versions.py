@@ -1,7 +1,5 @@
 """Parking and waiting cells in real kernels of ipykernel 6.30, installed beside, and of the installed version."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """ "Run All" in real kernels. The extension sees the cells that wait, and their models are loaded ahead."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

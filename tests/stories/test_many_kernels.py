@@ -1,7 +1,5 @@
 """Sixteen kernels on one book are killed, stopped and restarted: no overgrant, no lost lease, nothing left."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

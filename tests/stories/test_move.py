@@ -1,7 +1,5 @@
 """Two real processes and one book. One process requests that the other's model moves to another card."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.stories.test_move_storms MODEL INTERRUPTS KILLS SECONDS
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Notebooks of plain torch code share a simulated card that holds only one of them. No cell uses `rt`."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import signal

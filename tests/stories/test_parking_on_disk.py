@@ -1,7 +1,5 @@
 """Notebooks whose memory together is more than card and RAM take turns, because a disk has the rest."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

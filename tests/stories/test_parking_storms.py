@@ -6,8 +6,6 @@ Each storm runs in a process of its own, since interrupts and threads would dist
     python -m tests.stories.test_parking_storms interrupts URL COUNT
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

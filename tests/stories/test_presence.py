@@ -1,7 +1,5 @@
 """The status shows what each process does. It never names a dead process as a living holder."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

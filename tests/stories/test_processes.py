@@ -1,7 +1,5 @@
 """A real kernel is killed, stopped or restarted; its memory, and the next holder's. The keeper and Redis."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """vLLM (`make vllm`) and llama-server behind `gpu serve` and OpenAI's client; skipped aloud where missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

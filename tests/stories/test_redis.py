@@ -1,7 +1,5 @@
 """Kernels that share a Redis which fails. They keep their models, and no byte is granted twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The host's helper process with the real NVML binding and a fake driver. Cards are lost, hang, or report nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """`gpu serve` as programs use it: a real server, two llama.cpp models that take turns, and OpenAI's client."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """`gpu serve` with more calls than it can answer, and with engines that are killed: `make soak`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """`gpu serve` while its engines are killed and strangers flood it: all are answered, nothing is left."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -3,8 +3,6 @@
 python -m tests.stories.test_storms URL INTERRUPTS SEED
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,7 +1,5 @@
 """gpu-console is upgraded or removed under a running kernel, or its libraries do not suit: one sentence each."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

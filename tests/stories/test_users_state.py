@@ -1,7 +1,5 @@
 """Nothing of the user's changes because gpu-console is loaded: no generator, default, filter, handler, setting."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime import Runtime, samples

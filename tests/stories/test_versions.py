@@ -1,7 +1,5 @@
 """Notebooks of this version and of the next minor one share a card, and nobody has to restart anything."""
 
-from __future__ import annotations
-
 import os
 
 import psutil

@@ -1,7 +1,5 @@
 """The views of the console in a real browser: themes, tooltips, zoom, filters, files, the viewer's time zone."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import contextmanager

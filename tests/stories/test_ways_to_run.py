@@ -1,7 +1,5 @@
 """Ways in which Python can run between two cells (docs/reference/parking.md) never lose a write to a tensor."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

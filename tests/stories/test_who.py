@@ -1,7 +1,5 @@
 """A notebook that never calls the runtime: `%gpu who` lists what holds its memory, `%gpu free` releases it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
