@@ -118,8 +118,11 @@ class Handler(BaseHTTPRequestHandler):
         return self._reply(200, answer)
 
     def _turn(self, asleep: bool) -> None:
-        """Sleeps or wakes, or does what the file STAND_IN_FAULT says: answer `500`, wait (`late`), die (`dies`), or
-        say that it sleeps and keep its memory (`holds`)."""
+        """Sleeps or wakes, or does what the file STAND_IN_FAULT says.
+
+        It answers `500`, waits (`late`; `waits`: until the file is gone), dies (`dies`), or says that it sleeps and
+        keeps its memory (`holds`).
+        """
         file = Path(os.environ.get("STAND_IN_FAULT", "/nowhere"))
         fault = file.read_text() if file.exists() else ""
         if fault == "500":
@@ -128,6 +131,8 @@ class Handler(BaseHTTPRequestHandler):
             )
         if fault == "late":
             time.sleep(600)
+        while fault == "waits" and file.exists():
+            time.sleep(0.01)
         if fault == "dies":
             os._exit(1)
         type(self).asleep = asleep

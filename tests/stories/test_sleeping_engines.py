@@ -13,12 +13,18 @@ from gpu_runtime.backends.engines.recipes import Vllm
 from gpu_runtime.facts import HOST, Evidence
 from gpu_runtime.owner import registry
 from gpu_runtime.rendering import text
+from gpu_runtime.serving.api import openai
+from gpu_runtime.serving.gateway import Gateway
+from gpu_runtime.serving.tasks import ServingConfig
 from gpu_runtime.units import GIB, show_seconds
 from tests.backends.test_engine_server import alive
 from tests.backends.test_engine_sleep import WEIGHTS, charged_in
 from tests.backends.test_engine_sleep import place as place
 from tests.clock import PATIENCE, until
 from tests.owner.conftest import alongside
+from tests.serving.app_client import Exchange
+from tests.serving.harness import chat
+from tests.serving.loops import until as until_in_loop
 
 
 @pytest.fixture
@@ -124,6 +130,26 @@ def test_an_engine_without_room_in_host_memory_is_ended(keeper, rt, monkeypatch)
     pids = use(rt, "a")
     use(rt, "b")
     assert places(rt) == {"b": {"sim:0": 4 * GIB}} and not any(map(alive, pids))
+
+
+async def test_a_call_that_waits_for_a_sleeping_engine_says_that_it_wakes(rt, place, monkeypatch):
+    """The answer comes from the same process. Its time is the engine's last waking, not its start."""
+    monkeypatch.setattr(openai, "HEADERS_SECONDS", 0.0)
+    monkeypatch.setattr(openai, "COMMENT_SECONDS", 0.01)
+    pids = use(rt, "a")
+    rt.evict("a")
+    gateway = Gateway(rt, serving=ServingConfig())
+    gateway.costs.add_load("a", 40.0)
+    gateway.costs.add_load("a", 9.0, from_ram=True)
+    (place / "fault").write_text("waits")
+    try:
+        there = Exchange(rt, gateway, "/v1/chat/completions", chat("a", "hi", stream=True))
+        await until_in_loop(lambda: b"waking a, 0 of 9 s" in there.sent)
+        (place / "fault").unlink()
+        await there.done
+    finally:
+        await gateway.close()
+    assert b"data: " in there.sent and use(rt, "a") == pids
 
 
 def test_by_hand_it_sleeps_wakes_and_moves_to_no_other_card(rt):
