@@ -288,6 +288,7 @@ class Kernel:
     def __init__(self, process: Process) -> None:
         self.process = process
         self.rt: Any = None
+        self.closed = False
         self.models: list[str] = []
 
 

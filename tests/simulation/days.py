@@ -67,6 +67,8 @@ class Day:
                 return wrong
             self.over = True
             box.slow = 0.0
+            for kernel in self._open()[:1]:
+                machine.start(self._undo_drains, (kernel,), kernel.process, "undo")
             ended = machine.run(lambda: not self.asking or bool(self._wrong()), QUIET_SECONDS)
             if len(self.ranks) > 1:
                 return self._wrong()
@@ -76,10 +78,19 @@ class Day:
         except Stuck as error:
             return f"{error}: {', '.join(self.asking.values())}"
 
+    def _open(self) -> list[Kernel]:
+        return [one for one in self.box.kernels if one.rt is not None and not one.closed]
+
+    def _undo_drains(self, kernel: Kernel) -> None:
+        """Their users may have been killed."""
+        for card in self.box.limits:
+            if card != "host":
+                kernel.rt.drain(card, undo=True)
+
     def _usable(self) -> str:
         """At quiet: every living kernel can use each of its models that fits."""
-        for kernel in list(self.box.kernels):
-            for name in [spec.name for spec in kernel.rt.specs()] if kernel.rt else ():
+        for kernel in self._open():
+            for name in [spec.name for spec in kernel.rt.specs()]:
                 self.machine.start(self._use_once, (kernel, name), kernel.process, "use once")
                 if not self.machine.run(
                     lambda: bool(self._done) or bool(self._wrong()), QUIET_SECONDS
@@ -160,7 +171,7 @@ class Day:
             machine.pause(None, random.expovariate(0.5))
             if self.over:
                 return
-            act = random.choice(ACTIONS)
+            act = random.choice(RARE if random.random() < 0.02 else ACTIONS)
             token = object()
             self._asks(token, kernel, act.__name__)
             self.box.met[act.__name__] += 1
@@ -249,6 +260,19 @@ class Day:
             if name in kernel.models:
                 kernel.models.remove(name)
 
+    def move(self, kernel: Kernel, token: object) -> None:
+        name = self._a_model(kernel)
+        card = self.random.choice([device for device in self.box.limits if device != "host"])
+        self._asks(token, kernel, f"move({name}, {card})")
+        kernel.rt.move(name, card)
+
+    def drain(self, kernel: Kernel, token: object) -> None:
+        card = self.random.choice([device for device in self.box.limits if device != "host"])
+        self._asks(token, kernel, f"drain({card})")
+        kernel.rt.drain(card)
+        self.machine.pause(None, self.random.expovariate(0.5))
+        kernel.rt.drain(card, undo=True)
+
     def look(self, kernel: Kernel, token: object) -> None:
         self._asks(token, kernel, "status")
         str(kernel.rt.status())
@@ -280,12 +304,21 @@ class Day:
                 self._stop(box.keeper.process)
             elif fault == "stop kernel":
                 self._stop(random.choice(box.kernels).process)
+            elif fault == "close" and len(box.kernels) > 1:
+                self._close(random.choice(box.kernels))
             elif fault == "cut":
                 box.cut()
             elif fault == "suspend":
                 self.machine.now += random.choice((5.0, 600.0))
             elif fault == "collect":
                 gc.collect()
+
+    def _close(self, kernel: Kernel) -> None:
+        """The notebook closes its runtime, while its threads still use it."""
+        if kernel.rt is not None and not kernel.closed:
+            kernel.closed = True
+            self.box.note(f"{kernel.process} closes")
+            self.machine.start(kernel.rt.close, (), kernel.process, "close")
 
     def _forget_calls(self, kernel: Kernel) -> None:
         theirs = [token for token, call in self.asking.items() if call.process is kernel.process]
@@ -303,7 +336,16 @@ class Day:
             one.frozen = False
 
 
-ACTIONS = (Day.use,) * 6 + (Day.block, Day.evict, Day.preload, Day.keep, Day.forget, Day.look)
+ACTIONS = (Day.use,) * 6 + (
+    Day.block,
+    Day.evict,
+    Day.preload,
+    Day.keep,
+    Day.forget,
+    Day.look,
+    Day.move,
+)
+RARE = (Day.drain,)
 FAULTS = (
     "keeper",
     "kernel",
