@@ -149,6 +149,11 @@ class Cap(Value):
     importance: int | None = None  # the highest importance allowed, that is, the lowest number
     keep: bool = True
     longest_lease_seconds: float | None = None  # the limit for a block of code
+    card_hours_per_week: float | None = None  # whole cards, in use and idle, in the last seven days
+    after_quota: str = (
+        "lower"  # what happens to requests beyond these hours: lower importance, or "refuse"
+    )
+    used_card_hours: float = 0.0  # as the process has read them from the account of hours
     tables: dict[str, str] = {}  # key -> the table of the file that sets it, such as users.ann
 
     def named(self, key: str) -> str:

@@ -15,6 +15,8 @@ machine without the file has no shared ledger and no caps. An example:
     importance = "normal"             # the highest importance that her requests may have
     keep = false                      # nothing of hers is pinned to a card
     longest_lease = "4h"              # of `rt.lease` and `%%gpu`
+    card_hours_per_week = 40          # whole cards in the last seven days, in use and idle
+    after_quota = "lower"             # beyond: "lower" (all of hers is batch), or "refuse"
 
     [groups.students]                 # for each member; the most generous of their groups counts
     bytes_per_device = "8 GiB"
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import difflib
 import grp
+import math
 import os
 import pwd
 from collections.abc import Iterable, Mapping
@@ -73,8 +76,10 @@ class Machine(Value):
 
 
 def _more_generous(field: str, value: Any, than: Any) -> bool:
-    if field in ("importance", "enforce"):
-        return value < than  # a lower number is more important, and `false` enforces nothing
+    if field in ("importance", "enforce", "after_quota"):
+        return (
+            value < than
+        )  # a lower number is more important, `false` enforces nothing, "lower" refuses nothing
     return value > than
 
 
@@ -188,6 +193,18 @@ class _ConfigChecker:
         return caps
 
 
+def _hours(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError
+    return float(value)
+
+
+def _after_quota(value: Any) -> str:
+    if value not in ("lower", "refuse"):
+        raise ValueError
+    return str(value)
+
+
 _YES_OR_NO = Rule("true or false", TRUTH.read)
 _CAP_KEYS: dict[str, tuple[str, Rule]] = {  # key in the file -> the field of Cap, and its values
     "bytes_per_device": ("bytes_per_device", Rule("a size, such as '20 GiB'", parse_bytes)),
@@ -201,5 +218,7 @@ _CAP_KEYS: dict[str, tuple[str, Rule]] = {  # key in the file -> the field of Ca
         "longest_lease_seconds",
         Rule("seconds, such as 3600 or '4h'", parse_seconds),
     ),
+    "card_hours_per_week": ("card_hours_per_week", Rule("a number of hours above 0", _hours)),
+    "after_quota": ("after_quota", Rule("'lower' or 'refuse'", _after_quota)),
 }
 _KEYS = {field: name for name, (field, _) in _CAP_KEYS.items()}

@@ -52,6 +52,8 @@ ledger = "{url}"
 # importance = "normal"          # the highest importance a request may have
 # keep = false                   # nothing is pinned
 # longest_lease = "4h"           # of rt.lease and %%gpu
+# card_hours_per_week = 40       # whole cards, in the last seven days
+# after_quota = "lower"          # beyond: "lower" or "refuse"
 """
 
 SYSTEMD, UNITS = Path("/run/systemd/system"), Path("/etc/systemd/system")

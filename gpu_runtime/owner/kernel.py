@@ -62,6 +62,7 @@ from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place, Resident
 from .session import Session, log
 
+NEARLY_USED = 0.9  # of the card-hours of a week: from then on the user is told
 LEAST_BYTES = MIB  # a kernel that holds less has no lease
 LONGEST_COUNT_SECONDS = 0.05
 COUNT_SHARE = 20  # after a slow count, the next one waits this many times the count's duration
@@ -88,6 +89,7 @@ class Kernel:
         self._turn_began = session.clock()
         self._count_again_at = 0.0
         self._uncounted = False
+        self._quota_told = 0.0  # the part of the week's card-hours that the notebook showed last
         self._shown_beyond = 0  # the bytes above the cap that the notebook showed last
         self._park_again_at = 0.0
         self._may_leave = session.settings.gpu_park != "never"
@@ -194,12 +196,34 @@ class Kernel:
         return cap is not None and cap.enforce and self._session.probe.simulated
 
     def news_of_cap(self) -> str:
-        """The line below a cell that has brought the user above the cap, or higher above it."""
+        """The line below a cell that has brought the user above the cap, or higher above it; or near the hours' end."""
+        if told := self._news_of_quota():
+            return told
         words, size = self._over_cap()
         grown, self._shown_beyond = size - self._shown_beyond, size
         if grown < LEAST_BYTES:
             return ""
         return f"{words}. This memory leaves first when anybody waits, and nothing new is granted."
+
+    def _news_of_quota(self) -> str:
+        """The line, once each, when most and when all of the user's card-hours of a week are used."""
+        cap = self._session.rules.cap
+        if cap is None or cap.card_hours_per_week is None:
+            return ""
+        part, told = cap.used_card_hours / cap.card_hours_per_week, self._quota_told
+        self._quota_told = 0.0 if part < NEARLY_USED else max(told, min(part, 1.0))
+        what = (
+            "is refused" if cap.after_quota == "refuse" else "is of the lowest importance (batch)"
+        )
+        if part >= 1.0 > told:
+            return f"{caps.beyond_quota(cap)}: what you request now {what}."
+        if part >= NEARLY_USED > told:
+            left = cap.card_hours_per_week - cap.used_card_hours
+            return (
+                f"{left:.1f} of {cap.card_hours_per_week:g} card-hours are left of the last seven days "
+                f"({cap.named('card_hours_per_week')}). Beyond, what you request {what}."
+            )
+        return ""
 
     def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
         """Pins the kernel, with room for `wanted` if possible. Returns a sentence for the user."""

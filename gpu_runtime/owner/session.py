@@ -63,6 +63,7 @@ from ..scheduler.policies import policy
 from ..scheduler.recall import Ask
 from ..scheduler.transitions import Truth
 from ..settings import Settings
+from ..telemetry import hours
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements
 from ..telemetry.recorder import Record
@@ -76,6 +77,8 @@ T = TypeVar("T")
 Decision = Callable[[Book, World], tuple[Book, T]]
 
 PUBLISH_SECONDS = 0.05  # the longest wait of a cell until the book shows that it runs
+CARD_HOURS_SECONDS = 300.0  # between two reads of the account of hours
+WEEK_SECONDS = 7 * 86400.0
 POLL_SECONDS = 1.0  # between two reads of the book without a notification
 TURN_SECONDS = 2.0  # how long a thread waits for the transaction of another thread of its process
 NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
@@ -125,6 +128,7 @@ class Session:
         user = ledger.owner.user
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
+        self._card_hours_at = -math.inf  # when the account of hours was read
         self.residents: dict[str, Resident] = {}
         self.wished: Mapping[
             str, int
@@ -254,12 +258,29 @@ class Session:
         busy = self.blocks or self.activity.running
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
+    def _read_card_hours(self, now: float) -> None:
+        """Puts the card-hours of this user's last seven days into the cap on them, if the operator has set one.
+
+        The account is read every CARD_HOURS_SECONDS at most. A ledger in memory keeps none.
+        """
+        cap = self.rules.cap
+        if cap is None or cap.card_hours_per_week is None or self.record is None:
+            return
+        if now < self._card_hours_at + CARD_HOURS_SECONDS:
+            return
+        self._card_hours_at = now
+        capacity = {device.id: device.total_bytes for device in self.probe.devices}
+        account = hours.Hours(self.record.path.with_name(hours.FILE))
+        used = account.card_hours(cap.user, capacity, self.wall() - WEEK_SECONDS)
+        self.rules = replace(self.rules, cap=replace(cap, used_card_hours=used))
+
     def world(self, fresh: bool = False) -> World:
         """The devices as measured last; measured now if `fresh` is true.
 
         If the driver does not answer, the devices count as unmeasured, and nothing counts as free.
         """
         now = self.clock()
+        self._read_card_hours(now)
         try:
             samples = self.probe.samples(now, fresh)
         except ProbeFailed as error:

@@ -122,6 +122,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if request.placement.spared:
         rules = replace(world.rules, spared=request.placement.spared)
         world = replace(world, rules=rules)
+    request = caps.lowered(request, world)
     after, verdict = _decided(book, request, world, rank)
     waits = isinstance(verdict, Wait) and not verdict.steps and not verdict.asked
     refusal = never_returns(book, request, world) if waits else verdict
@@ -959,6 +960,8 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     reserved = reserved_for_elders(context, nearest)
     if reserved:
         sentences.insert(0, reserved)
+    if world.rules.cap is not None and (beyond := caps.beyond_quota(world.rules.cap)):
+        sentences.insert(0, f"{beyond}, so all others come first")
     if ahead and not sentences:
         sentences.append(f"{ahead} requests are ahead" if ahead > 1 else "1 request is ahead")
     unmeasured = [context.blind[share.device] for share in nearest if share.device in context.blind]

@@ -1,6 +1,6 @@
 """The operator's limits: caps on a user, and drained cards.
 
-Pure. A cap limits a user's bytes on each card, importance, pinning, and the time of a code block.
+Pure. A cap limits a user's bytes on each card, importance, pinning, the time of a code block, and card-hours.
 Every process checks its own requests against the cap of its own user. The memory of all processes
 of the user is added up. A block of code that is held for too long is not ended, because its memory
 is in use. Until the block ends, the user is granted nothing new. A drained card takes no new
@@ -32,6 +32,10 @@ from .capacity import limit_of
 from .placement import claim
 from .victims import permanent_reason_to_stay
 
+LOWERED = IMPORTANCE[
+    "batch"
+]  # of all leases and requests of a user beyond the card-hours of a week
+
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:
     """The refusal of `request` if the user's cap forbids it on every card; else None.
@@ -43,6 +47,8 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
         return None
     wanted = request.lease
     because = forbidden(wanted.name, wanted.importance, wanted.keep, cap)
+    if not because and cap.after_quota == "refuse" and (beyond := beyond_quota(cap)):
+        because = f"{wanted.name} is refused: {beyond}"
     overlong = next(overstaying(book, world), None)
     if not because and overlong is not None:
         because = (
@@ -52,6 +58,25 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
     if not because:
         return None
     return Refuse(because, kind="cap", need_bytes=request.footprint.bytes)
+
+
+def beyond_quota(cap: Cap) -> str:
+    """That the user has used up the card-hours of a week, with both figures; empty if not."""
+    most = cap.card_hours_per_week
+    if most is None or cap.used_card_hours < most:
+        return ""
+    return (
+        f"{cap.user} has had {cap.used_card_hours:.1f} card-hours in the last seven days, of {most:g} "
+        f"({cap.named('card_hours_per_week')})"
+    )
+
+
+def lowered(request: Request, world: World) -> Request:
+    """The `request`, of the lowest class of importance if its user has used up the card-hours of a week."""
+    cap, wanted = world.rules.cap, request.lease
+    if cap is None or wanted.importance >= LOWERED or not beyond_quota(cap):
+        return request
+    return replace(request, lease=replace(wanted, importance=LOWERED))
 
 
 def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
@@ -178,9 +203,15 @@ def over_cap_in_words(beyond: Mapping[str, int], cap: Cap) -> str:
 def as_capped(book: Book, section: Section, cap: Cap, world: World) -> Section:
     """The `section`, of a process of the user of the `cap`, as it is published.
 
-    Memory of a user above the cap leaves first when anybody waits, whatever its importance was.
+    Memory of a user above the cap leaves first when anybody waits, whatever its importance was. Beyond the card-hours
+    of a week, it is of the lowest class.
     """
-    if cap.bytes_per_device is None or section.owner.user != cap.user:
+    if section.owner.user != cap.user:
+        return section
+    if beyond_quota(cap):
+        leases = [replace(one, importance=max(one.importance, LOWERED)) for one in section.leases]
+        section = replace(section, leases=tuple(leases))
+    if cap.bytes_per_device is None:
         return section
     beyond = over_cap(book.with_section(section), world)
     if not beyond:

@@ -377,6 +377,17 @@ class Hours(StateFile):
             for row in rows
         ]
 
+    def card_hours(self, user: str, capacity: Mapping[str, int], since: float) -> float:
+        """The card-hours that `user` has had since that wall time. `capacity` has the bytes of each card."""
+        query = """SELECT device, sum(byte_seconds) FROM hours
+            WHERE user = ? AND start >= ? AND state IN (?, ?, ?) GROUP BY 1"""
+        rows = self.read(query, (user, since, IN_USE, IDLE, BLOCKING))
+        return sum(
+            float(size) / capacity[str(card)] / HOUR
+            for card, size in rows
+            if capacity.get(str(card))
+        )
+
 
 def hours_in(directory: Path) -> Hours:
     """The account of the ledger whose files of this boot are in `directory`. It survives a reboot."""

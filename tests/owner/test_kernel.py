@@ -34,6 +34,8 @@ from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import acquire, holdings, maintenance, operations
 from gpu_runtime.rendering import html, views
+from gpu_runtime.telemetry import hours
+from gpu_runtime.telemetry.hours import IN_USE, Hour, Hours, Key
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests.clock import PATIENCE, until
 
@@ -400,6 +402,35 @@ def capped(started, tmp_path):
         return started(gpu_config_file=str(tmp_path / "config.toml"), **settings)
 
     return start
+
+
+def test_a_notebook_is_told_before_and_when_its_card_hours_are_used_up(
+    started, tmp_path, clock, monkeypatch
+):
+    """Once each. The figures are those of the account of hours."""
+    me = name_of(os.geteuid())
+    file = tmp_path / "config.toml"
+    file.write_text(f"[users.{me}]\ncard_hours_per_week = 2")
+    rt, kernel = started(gpu_config_file=str(file), ledger=f"keeper://{tmp_path}/ledger")
+    session = rt._session
+    account = Hours(session.record.path.with_name(hours.FILE))
+    card, now = rt.status().devices[0].device, session.wall()
+    told = []
+    for part in (0.5, 1.4, 0.2):
+        key = Key(me, "", "m", card.id, IN_USE)
+        size = part * card.total_bytes * hours.HOUR
+        account.add([Hour(int(now) - hours.HOUR, key, size, 60.0)], now)
+        session._card_hours_at = float("-inf")
+        cell(kernel)
+        rt.status()
+        told += [kernel.news_of_cap(), kernel.news_of_cap()]
+    assert told[:2] == ["", ""] and told[3] == told[5] == ""
+    assert "0.1 of 2 card-hours are left of the last seven days" in told[2]
+    assert f"{me} has had 2.1 card-hours in the last seven days, of 2" in told[4]
+    assert "is of the lowest importance (batch)" in told[2] and "(batch)" in told[4]
+    rt.register("m", backend="fake", size="1MiB")
+    rt.preload("m")
+    assert session.ledger.read().lease(session.me, "m").importance == 30
 
 
 def test_above_the_cap_one_line_says_so_and_the_console_names_it(capped):

@@ -212,6 +212,44 @@ def test_the_longest_lease():
     assert isinstance(decide(early, request("qwen"), moment)[1], Grant)
 
 
+@given(used=st.floats(0, 100), importance=st.sampled_from([1, 10, 30, 77]))
+def test_beyond_the_card_hours_of_a_week_all_is_of_the_lowest_class(used, importance):
+    """Law: the request and the leases of this user alone are lowered, never raised, and only beyond the quota."""
+    cap = capped(card_hours_per_week=40.0)
+    cap = replace(cap, used_card_hours=used)
+    lowest = max(importance, 30) if used >= 40 else importance
+    asked = request("qwen", importance=importance)
+    assert caps.lowered(asked, there(cap)).lease.importance == lowest
+    page = of(book(lease("a", importance=importance, sim0=4), owners=(1,)), ann=(1,))
+    section = page.sections[owner(1).id]
+    assert caps.as_capped(page, section, cap, there(cap)).leases[0].importance == lowest
+    others = replace(cap, user="bob")
+    assert caps.as_capped(page, section, others, there(others)) == section
+
+
+def test_beyond_the_quota_a_request_displaces_only_the_lowest_and_says_why_it_waits():
+    cap = replace(capped(card_hours_per_week=40.0), used_card_hours=41.2)
+    page = of(book(lease("bobs", by=2, sim0=30), owners=(1, 2)), ann=(1,), bob=(2,))
+    _, verdict = decide(page, request("qwen", gib=20), there(cap))
+    said = f"ann has had 41.2 card-hours in the last seven days, of 40 (cap [users.ann] card_hours_per_week in {FILE})"
+    assert isinstance(verdict, (Wait, Refuse)) and not getattr(verdict, "recalls", {})
+    assert said in verdict.because
+    assert decide(page, request("qwen", gib=20), there(None))[1].recalls
+    _, verdict = decide(page, request("small", gib=4), there(cap))
+    assert isinstance(verdict, Grant), "free memory is hers as before"
+    assert verdict.lease.importance == 30
+
+
+def test_a_quota_may_refuse():
+    cap = capped(card_hours_per_week=40.0, after_quota="refuse")
+    _, verdict = decide(book(), request("qwen"), there(replace(cap, used_card_hours=40.0)))
+    assert isinstance(verdict, Refuse) and verdict.kind == "cap"
+    assert "qwen is refused: ann has had 40.0 card-hours" in verdict.because
+    assert isinstance(
+        decide(book(), request("qwen"), there(replace(cap, used_card_hours=39.9)))[1], Grant
+    )
+
+
 # The configuration
 
 
@@ -227,11 +265,20 @@ def test_a_users_own_table_wins_and_of_several_groups_the_most_generous():
         bytes_per_device = "20 GiB"
         importance = "low"
         longest_lease = "4h"
+        card_hours_per_week = 40
+        after_quota = "refuse"
+        [groups.guests]
+        card_hours_per_week = 8.5
+        after_quota = "lower"
     """)
     cap = said.cap("ann", ("students", "staff"))
     values = dict(importance=10, keep=False, longest_lease_seconds=14400.0)
     tables = dict(keep="users.ann", importance="groups.students")
     tables |= dict(bytes_per_device="groups.staff", longest_lease="groups.staff")
+    quota = said.cap("eve", ("staff", "guests"))
+    assert (quota.card_hours_per_week, quota.after_quota) == (40.0, "lower")
+    values |= dict(card_hours_per_week=40.0, after_quota="refuse")
+    tables |= dict(card_hours_per_week="groups.staff", after_quota="groups.staff")
     assert cap == Cap("ann", FILE, bytes_per_device=size(20), **values, tables=tables)
     assert said.cap("bob") is None
 
@@ -258,6 +305,9 @@ def test_operators_and_no_file(tmp_path):
         ("[users.a]\nimportance = 'top'", "users.a.importance", "urgent, high, normal, low, batch"),
         ("[groups.s]\nkeep = 'no'", "groups.s.keep", "true or false"),
         ("[groups.s]\nlongest_lease = true", "groups.s.longest_lease", "such as 3600 or '4h'"),
+        ("[users.a]\ncard_hours_per_week = 0", "users.a.card_hours_per_week", "hours above 0"),
+        ("[users.a]\ncard_hours_per_week = nan", "users.a.card_hours_per_week", "hours above 0"),
+        ("[users.a]\nafter_quota = 'kill'", "users.a.after_quota", "'lower' or 'refuse'"),
         ("users = 'ann'", "users", "a table, written [users]"),
         ("[operators]\nusers = 'ops'", "operators.users", "a list of names"),
     ],
