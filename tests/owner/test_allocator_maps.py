@@ -171,7 +171,7 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
     rt = fakes(runtime(ledger=shared_book, monitor=False), qwen="1GiB")
     with pytest.raises(GpuError, match=rf"no process 999999999 .*Those that do: pid {os.getpid()}"):
         rt.defrag("999999999")
-    assert rt.defrag(str(os.getpid())).done
+    assert rt.defrag(str(os.getpid())).done and rt.defrag(f"@{os.getpid()}").done
 
 
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):

@@ -1,7 +1,5 @@
 """Two real processes and one book. One process requests that the other's model moves to another card."""
 
-import signal
-
 import pytest
 
 from gpu_runtime import GpuError
@@ -37,14 +35,3 @@ def test_another_kernels_model_makes_room_by_moving_over(other, here):
             here.move("qwen", "sim:0", timeout=PATIENCE)
     assert here.evictions().empty
     assert [event.action for event in here.why("qwen")].count("moved") == 1
-
-
-def test_a_stopped_kernel_cannot_move_anything_and_the_asker_is_told(other, here):
-    """The request ends with its time-out and leaves nothing in the book."""
-    other.do(LOADED)
-    other.signal(signal.SIGSTOP)
-    with pytest.raises(GpuError, match="was asked to move qwen, and has not answered"):
-        here.move("qwen", "sim:1", timeout=1)
-    assert here.status().tickets == ()
-    other.signal(signal.SIGCONT)
-    assert claims(here) == {"sim:0": 14 * GIB}
