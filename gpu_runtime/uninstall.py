@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from . import autoload
 from .catalog.files import OURS
 from .errors import GpuError
@@ -59,7 +61,7 @@ def uninstall(yes: bool = False, prefix: str = "") -> Outcome | str:
     """
     environment = Path(prefix or sys.prefix) / "etc" / "ipython" / autoload.AUTOLOAD_FILE
     found = list(written())
-    if autoload.parts(environment)[1]:
+    if "gpu autoload" in autoload.parts(environment)[1]:  # that of gpu box stays
         found.append(Written(environment, "the lines of gpu autoload in it"))
     if not found:
         return _outcome(f"nothing of gpu-console is here. {_rest()}")
@@ -71,7 +73,7 @@ def uninstall(yes: bool = False, prefix: str = "") -> Outcome | str:
         for one in found:
             _remove(one.path)
         for directory in (*_states(), config_home()):
-            if directory.is_dir() and not any(directory.iterdir()):
+            if directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir()):
                 directory.rmdir()
     except OSError as error:
         raise GpuError(f"{error.filename} cannot be removed: {error.strerror}") from error
@@ -106,10 +108,12 @@ def written() -> Iterator[Written]:
 
 def _states() -> list[Path]:
     """The state directories that exist, and that this user has made."""
+    fallback = FALLBACK / f"gpu-console-{os.geteuid()}"
     found = []
-    for directory in (state_home(), FALLBACK / f"gpu-console-{os.geteuid()}"):
+    for directory in (state_home(), fallback):
         try:
-            status = directory.lstat()
+            # Another user could have made the fallback, also as a link. A link in the home is the user's.
+            status = directory.lstat() if directory == fallback else directory.stat()
         except OSError:  # it does not exist, or is closed to this user
             continue
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
@@ -129,7 +133,17 @@ def _rest() -> str:
 
 
 def _require_unused() -> None:
-    """Waits until the keepers of this user's ledgers have ended. Raises GpuError if one is in use."""
+    """Waits until the keepers of this user's ledgers have ended.
+
+    Raises GpuError if one is in use, or if the driver has parked a process (`gpu park --checkpoint`).
+    """
+    notes = [note for one in _states() for note in one.glob(f"parked/{boot_id()}/*.json")]
+    for pid in (note.stem.partition("-")[0] for note in notes):
+        if psutil.pid_exists(int(pid)):
+            raise GpuError(
+                f"the memory of process {pid} is parked by the driver, and its note is here.\n"
+                f"  Bring it back first:  gpu unpark --checkpoint {pid}"
+            )
     names = sorted(_users())
     if names:
         raise GpuError(

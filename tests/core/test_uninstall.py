@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import GpuError, Runtime, access_keys, cli
+from gpu_runtime import GpuError, Runtime, access_keys, box, cli
 from gpu_runtime.autoload import AUTOLOAD_FILE, write_autoload
+from gpu_runtime.ledgers.liveness import boot_id
 from gpu_runtime.uninstall import uninstall
 from tests.stories.kernels import Kernel
 
@@ -82,6 +83,16 @@ def test_a_ledger_in_use_is_not_removed(home):
         assert any("ledger" in name for name in files(home))
 
 
+def test_the_note_of_a_process_that_the_driver_has_parked_is_not_removed(home):
+    """Without the note, nobody could bring the process back."""
+    note = home / f"state/gpu-console/parked/{boot_id()}/{os.getpid()}-1.json"
+    note.parent.mkdir(parents=True)
+    note.write_text("{}")
+    with pytest.raises(GpuError, match=f"gpu unpark --checkpoint {os.getpid()}"):
+        uninstall(yes=True, prefix=str(home / "venv"))
+    assert note.exists()
+
+
 def test_a_directory_of_another_user_is_left_alone(home, monkeypatch):
     """Another user can make the fallback directory in /var/tmp first."""
     monkeypatch.setattr("gpu_runtime.uninstall.FALLBACK", home)
@@ -91,6 +102,23 @@ def test_a_directory_of_another_user_is_left_alone(home, monkeypatch):
     (home / "elsewhere" / "precious").write_text("x")
     assert "nothing of gpu-console is here" in uninstall(prefix=str(home / "venv")).because
     assert (home / "elsewhere" / "precious").exists()
+
+
+def test_a_state_directory_that_is_a_link_is_emptied(home):
+    (home / "disk/ledger").mkdir(parents=True)
+    (home / "disk/ledger/journal.db").write_text("x")
+    (home / "state").mkdir()
+    (home / "state/gpu-console").symlink_to(home / "disk")
+    assert uninstall(yes=True, prefix=str(home / "venv")).done
+    assert files(home) == set() and (home / "state/gpu-console").is_symlink()
+
+
+def test_the_block_of_gpu_box_stays(home):
+    path = home / f"venv/etc/ipython/{AUTOLOAD_FILE}"
+    path.parent.mkdir(parents=True)
+    path.write_text(box.BLOCK)
+    assert "nothing of gpu-console is here" in uninstall(prefix=str(home / "venv")).because
+    assert path.read_text() == box.BLOCK
 
 
 @pytest.mark.parametrize(("typed", "stays"), [("yes", False), ("no", True)])
