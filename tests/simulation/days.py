@@ -1,5 +1,6 @@
 """A day on the simulated box: what users, operators and faults do, and what must hold after every step."""
 
+import contextlib
 import gc
 import traceback
 from collections.abc import Callable
@@ -67,8 +68,8 @@ class Day:
                 return wrong
             self.over = True
             box.slow = 0.0
-            for kernel in self._open()[:1]:
-                machine.start(self._undo_drains, (kernel,), kernel.process, "undo")
+            for kernel in self._open():
+                machine.start(self._tidy, (kernel,), kernel.process, "tidy")
             ended = machine.run(lambda: not self.asking or bool(self._wrong()), QUIET_SECONDS)
             if len(self.ranks) > 1:
                 return self._wrong()
@@ -81,11 +82,14 @@ class Day:
     def _open(self) -> list[Kernel]:
         return [one for one in self.box.kernels if one.rt is not None and not one.closed]
 
-    def _undo_drains(self, kernel: Kernel) -> None:
-        """Their users may have been killed."""
-        for card in self.box.limits:
-            if card != "host":
-                kernel.rt.drain(card, undo=True)
+    def _tidy(self, kernel: Kernel) -> None:
+        """Undoes the pins and drains whose users have failed or were killed."""
+        with contextlib.suppress(GpuError):  # it closes just now
+            for spec in kernel.rt.specs():
+                kernel.rt.unpin(spec.name)
+            for card in self.box.limits:
+                if card != "host":
+                    kernel.rt.drain(card, undo=True)
 
     def _usable(self) -> str:
         """At quiet: every living kernel can use each of its models that fits."""
