@@ -279,6 +279,14 @@ def test_every_command_on_the_pages_can_be_typed():
         assert not unknown, command
 
 
+def test_one_thing_has_one_name():
+    """What users read says RAM. Messages and tables of the code may say host memory."""
+    guides = [name for name in PAGES if name.startswith(("docs/guides/", "README"))]
+    prose = {name: without_code(PAGES[name]).lower() for name in guides}
+    assert len(guides) > 10
+    assert [name for name, text in prose.items() if "host memory" in text] == []
+
+
 def test_what_the_pages_lack_is_noticed():
     text = "# One\n`GPU_LEDGER`\n<!-- settings\nGPU_DEVICES\n-->\n<!-- end -->\n"
     text += "<!-- verbs\nstatus = rt.status()\n-->\n| stale |\n<!-- end -->\n"
