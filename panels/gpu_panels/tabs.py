@@ -29,20 +29,17 @@ from .data.devices import Rows, device_rows, past_rows
 from .data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
 from .data.members import may_act_on
 from .data.rows import (
-    HOLDERS,
     LEASES,
     MODELS,
     NOTEBOOKS,
     QUEUE,
     Variables,
-    heading,
-    holders,
     leases,
     models,
     notebooks,
     pressed,
     queue,
-    sums,
+    variables,
 )
 from .data.timeline import Range, csv_of, lines, merged, timeline
 from .data.whatif import PlanAnswer
@@ -282,11 +279,8 @@ def read_catalogue(rt: Any) -> tuple[ModelSpec, ...]:
     )
 
 
-NO_VARIABLES = "No variable or output holds memory on a device."
-
-
 class LeasesTab(TableTab):
-    """The tab with the table of leases. Below the table are the variables of the last selected notebook."""
+    """The tab with the table of leases. The variables of the last selected notebook are below its row."""
 
     title = "Leases"
     columns = LEASES
@@ -297,19 +291,9 @@ class LeasesTab(TableTab):
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
         self.table = Table(self.columns, self._pressed, empty=self.empty, key="leases")
-        self._asked = ""  # the id of the process whose variables are shown; empty: none
+        self._row = ""  # the id of the row whose variables are shown; empty: none
         self._answers: SimpleQueue[Variables] = SimpleQueue()  # from the threads that ask
-        self._head, self._sums = Prose(margin=(18, 10, 0, 10)), Prose(margin=(4, 10, 10, 10))
-        self._variables = Table(HOLDERS, empty=NO_VARIABLES, filters=False)
-        hide = pmui.Button(label="Hide", variant="text", **BUTTONS)
-        hide.on_click(lambda _: self._hide())
-        self._parts = [
-            pn.Row(self._head, hide, sizing_mode="stretch_width"),
-            self._variables,
-            self._sums,
-        ]
-        self._below = pn.Column(sizing_mode="stretch_width")
-        self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
+        self.panel = pn.Column(self.table, sizing_mode="stretch_width")
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
         return leases(snapshot, lease_styles(snapshot))
@@ -318,12 +302,15 @@ class LeasesTab(TableTab):
         super().update(snapshot)
         while not self._answers.empty():
             answer = self._answers.get()
-            if answer.owner == self._asked:
+            if answer.owner == self._row.partition("/")[0]:
                 self._show(answer)
 
     def _pressed(self, verb: str, id: str) -> None:
         """Handles a press in the row `id`, which the browser sends and which is checked here."""
         snapshot = self.poller.result.snapshot
+        if verb == "hide":
+            self._row = self.table.detail = ""
+            return
         owner = id.partition("/")[0]
         if snapshot is None or owner not in snapshot.sections or not self.actions.may_act:
             return
@@ -332,7 +319,7 @@ class LeasesTab(TableTab):
         if verb != "who":
             self.actions.propose(verb, "/".join(id.split("/")[:2]))
             return
-        self._asked = owner
+        self._row = id
         self._show(Variables(owner, snapshot.sections[owner].owner.label))
         name, rt = self.actions.visitor.name, self.poller.rt
         threads.start(lambda: self._ask(rt, owner, name))
@@ -352,16 +339,7 @@ class LeasesTab(TableTab):
         self.poller.nudge()
 
     def _show(self, answer: Variables) -> None:
-        self._head.show(heading(answer))
-        self._variables.show(encoded(holders(answer)))
-        self._variables.visible = answer.frame is not None
-        self._sums.show(sums(answer))
-        if list(self._below) != self._parts:
-            self._below[:] = self._parts
-
-    def _hide(self) -> None:
-        self._asked = ""
-        self._below[:] = []
+        self.table.detail = as_json(variables(answer, self._row))
 
 
 # -- Timeline: the place of each model, the evictions, and all events, in one range of time

@@ -161,20 +161,21 @@ def press(tab, verb="who", owner=BOB):
     tab.update(tab.poller.result.snapshot)
 
 
-def test_the_variables_of_a_notebook_are_shown_below(tab):
+def test_the_variables_of_a_notebook_are_shown_below_its_row(tab):
     asked = []
     shown = tab(lambda owner: asked.append(owner) or TABLE)
-    assert list(shown._below) == []
+    assert shown.table.detail == ""
     press(shown)
-    assert asked == [BOB.id] and "Variables of analysis.ipynb (pid 4121)" in shown._head.html
-    rows = json.loads(shown._variables.rows)
-    assert [cell[0] for cell in rows[0][1]] == [
+    found = json.loads(shown.table.detail)
+    assert asked == [BOB.id] and found["title"] == "Variables of analysis.ipynb (pid 4121)"
+    assert found["id"] == f"{BOB.id}/kernel/sim:0"
+    assert [cell[0] for cell in found["rows"][0][1]] == [
         "optimizer", "variable", "sim:0", "4.0 GiB", "3.0 GiB", "In [4]", "Adam",
     ]  # fmt: skip
-    assert [cell[1] for cell in rows[0][1][3:5]] == [4 * GIB, 3 * GIB], "sorted by these"
-    assert "explained 5.0 GiB of 6.0 GiB" in shown._sums.html
-    shown._hide()
-    assert list(shown._below) == []
+    assert [title for title, *_ in found["columns"]][3:5] == ["Holds", "Frees"]
+    assert any("explained 5.0 GiB of 6.0 GiB" in line for line, _ in found["lines"])
+    press(shown, "hide")
+    assert shown.table.detail == ""
 
 
 def test_who_does_not_answer_in_time_is_an_alarm_and_no_table(tab):
@@ -183,16 +184,18 @@ def test_who_does_not_answer_in_time_is_an_alarm_and_no_table(tab):
 
     shown = tab(who)
     press(shown)
-    assert "&lt;is&gt; stopped" in shown._sums.html and not shown._variables.visible
+    found = json.loads(shown.table.detail)
+    alarm = ["analysis.ipynb <is> stopped, so it cannot answer.", "alarm"]
+    assert (found["rows"], found["lines"]) == ([], [alarm]), "data, which the browser shows as text"
     shown = tab(lambda owner: TABLE)
-    shown._asked = ME.id
+    shown._row = f"{ME.id}/kernel/sim:0"
     shown._ask(shown.poller.rt, BOB.id, "ann")
     shown.update(shown.poller.result.snapshot)
-    assert list(shown._below) == []
+    assert shown.table.detail == "", "another row was pressed meanwhile"
 
 
 @pytest.mark.parametrize("owner", [BOB, replace(BOB, pid=9)])
 def test_a_viewer_and_a_forged_id_ask_nobody(tab, owner):
     shown = tab(lambda owner: pytest.fail("asked"), may_act=owner is not BOB)
     press(shown, owner=owner)
-    assert list(shown._below) == []
+    assert shown.table.detail == ""

@@ -28,7 +28,6 @@ from gpu_runtime.facts import (
     problems,
 )
 from gpu_runtime.rendering import html
-from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import (
     OWN_CODE,
     RESIDUE,
@@ -766,6 +765,9 @@ HOLDERS = (
 )
 
 
+NO_VARIABLES = "No variable or output holds memory on a device."
+
+
 class Variables(NamedTuple):
     """The answer of a process to the request for its variables; without a frame and trouble, it has not answered."""
 
@@ -773,15 +775,6 @@ class Variables(NamedTuple):
     label: str
     frame: Any = None  # the DataFrame of `rt.who`
     trouble: str = ""  # why there is no answer
-
-
-def heading(answer: Variables) -> str:
-    """The line of HTML above the table of variables."""
-    state = "" if answer.frame is not None or answer.trouble else "asking …"
-    return (
-        f'<div class="head"><span class="name">Variables of {esc(clean(answer.label))}</span>'
-        f'<span class="soft">{state}</span></div>'
-    )
 
 
 def holders(answer: Variables) -> tuple[Row, ...]:
@@ -805,11 +798,18 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
     )
 
 
-def sums(answer: Variables) -> str:
-    """The sentences below the table of variables as HTML: what the names hold, or why there is no table."""
-    if answer.trouble:
-        return f'<div class="alarm">{esc(answer.trouble)}</div>'
-    if answer.frame is None:
-        return ""
-    known = {**answer.frame.attrs, "process": ""}  # the heading names the process already
-    return "".join(f'<div class="soft">{esc(line)}</div>' for line in html.sentences(known))
+def variables(answer: Variables, row: str) -> dict[str, Any]:
+    """What is shown below the row with the id `row`: a title, the table of variables, and sentences."""
+    asking = "" if answer.frame is not None or answer.trouble else ": asking …"
+    lines = [(answer.trouble, "alarm")] if answer.trouble else []
+    if answer.frame is not None:
+        known = {**answer.frame.attrs, "process": ""}  # the title names the process already
+        none = [] if len(answer.frame) else [NO_VARIABLES]
+        lines = [(line, "soft") for line in (*none, *html.sentences(known))]
+    return {
+        "id": row,
+        "title": f"Variables of {clean(answer.label)}{asking}",
+        "columns": HOLDERS,
+        "rows": holders(answer),
+        "lines": lines,
+    }

@@ -84,6 +84,7 @@ class Table(_WithButtons, JSComponent):
     empty = param.String("", doc="Shown if there are no rows; text in `backticks` is code to type.")
     key = param.String("", doc="Under this name the words of the filter are in the page's URL.")
     filters = param.Boolean(True, doc="Whether there is a filter field.")
+    detail = param.String("", doc="What is below one row as JSON, from `data.rows.variables`.")
 
     _esm = "table.js"
     _stylesheets = ["table.css"]

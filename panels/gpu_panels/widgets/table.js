@@ -52,6 +52,7 @@ export function render({model}) {
   const body = made("tbody", "", table)
   const note = made("div", "empty", root)
   const shown = new Map()  // id -> {tr, cells, row}
+  const below = made("tr", "detail")
   let sorted = {column: -1, down: false}
 
   function headers() {
@@ -107,6 +108,41 @@ export function render({model}) {
     return seen.tr
   }
 
+  // What is below one row: a title, a table without buttons, and sentences.
+  function drawDetail(order) {
+    const text = model.detail
+    if (below.drawn !== text) {
+      below.drawn = text
+      below.replaceChildren()
+      const {id, title, columns, rows, lines} = text ? JSON.parse(text) : {lines: [], rows: []}
+      below.of = id
+      const cell = made("td", "", below)
+      cell.colSpan = model.columns.length + 1
+      const top = made("div", "top", cell)
+      made("b", "", top).textContent = title
+      const hide = made("button", "act", top)
+      hide.textContent = "Hide"
+      hide.onclick = () => press(id, "hide", hide)
+      if (rows.length) {
+        const inner = made("table", "", cell)
+        const titles = made("tr", "", made("thead", "", inner))
+        for (const [name, numeric, hint] of columns) {
+          const th = made("th", numeric ? "num" : "", titles)
+          th.textContent = name
+          th.title = hint
+        }
+        const list = made("tbody", "", inner)
+        for (const [, cells] of rows) {
+          const tr = made("tr", "", list)
+          cells.forEach((one, n) => fill(made("td", "", tr), one, columns[n]))
+        }
+      }
+      for (const [words, kind] of lines) made("div", kind, cell).textContent = words
+    }
+    const at = below.of ? order.indexOf(shown.get(below.of)?.tr) : -1
+    if (at >= 0) order.splice(at + 1, 0, below)
+  }
+
   function showNote(text) {  // text between backticks is code to type
     note.replaceChildren(...text.split("`").map((part, n) => {
       const piece = document.createElement(n % 2 ? "code" : "span")
@@ -136,6 +172,7 @@ export function render({model}) {
       if (!there.has(id)) { seen.tr.remove(); shown.delete(id) }
     }
     const order = kept.map(drawn)
+    drawDetail(order)
     const wanted = new Set(order)
     for (const tr of [...body.children]) if (!wanted.has(tr)) tr.remove()
     order.forEach((tr, n) => { if (body.children[n] !== tr) body.insertBefore(tr, body.children[n] || null) })
@@ -163,6 +200,7 @@ export function render({model}) {
   draw()
   model.on("rows", draw)
   model.on("empty", draw)
+  model.on("detail", draw)
   model.on("columns", () => { shown.clear(); body.replaceChildren(); headers(); draw() })
   return root
 }
