@@ -83,7 +83,7 @@ class BrowserPage:
 
     def row(self, *words: str):
         """The table row that contains these `words`."""
-        found = self.page.locator("tbody tr")
+        found = self.page.locator("tbody tr:not(.detail)")
         for word in words:
             found = found.filter(has_text=re.compile(word))
         return found
