@@ -1,5 +1,6 @@
 """One reader serves all browser tabs of a Jupyter server, and carries out their actions."""
 
+import getpass
 import json
 import os
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import gpu_runtime
 from gpu_runtime import watching
 from gpu_runtime.errors import GpuError
 from gpu_runtime.ledgers import reader as ledger_reader
+from gpu_runtime.tables import Table
 from tests.clock import Clock
 
 KERNEL = LabKernel("k1", (41,), "train.ipynb")
@@ -68,6 +70,22 @@ def test_the_answer_has_the_figures_of_the_ledger_and_no_url_or_password(reader)
     )
     assert b"://" not in answer.body
     assert title_of("redis://ops:secret@box:6379/0?password=x") == "redis box:6379/0"
+
+
+def test_the_panel_has_a_line_about_the_own_week_which_is_read_every_five_minutes(
+    reader, rt, clock, monkeypatch
+):
+    """Nobody else's hours are in the answer."""
+    assert plain(reader.status([KERNEL]))["week"] == ""
+    me, reads = getpass.getuser(), []
+    hours = {"in_use_gib_h": 9.0, "idle_gib_h": 3.0, "blocking_gib_h": 0.5, "waited_h": 0.25}
+    rows = [{"user": user, "card_h": 4.25, **hours} for user in ("bob", me)]
+    monkeypatch.setattr(type(rt), "report", lambda *_: reads.append(1) or Table(rows))
+    for _ in range(4):
+        clock.now += 299.0
+        found = plain(reader.status([KERNEL]))
+    assert found["week"] == "Your week: 4.2 card-hours, 3.5 GiB-hours idle, waited 15 min"
+    assert len(reads) == 2 and "bob" not in json.dumps(found)
 
 
 def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):

@@ -90,13 +90,25 @@ def calendar(records: Sequence[Record]) -> str:
         rows.append(f'<tr><th scope="row" style="{_DAY}">{day:%a %d}</th>{cells}</tr>')
     return (
         f'<div class="soft">Held idle, by day and hour; the darkest hour has {most:.1f} GiB-hours</div>'
-        f'<table style="{_CALENDAR}"><tr><td></td>{heads}</tr>{"".join(rows)}</table>'
+        f'<table style="{_CALENDAR}"><tr><td style="width:4em"></td>{heads}</tr>{"".join(rows)}</table>'
     )
 
 
 def _hour(day: datetime.date, hour: int, size: float, most: float) -> str:
     title = f"{day:%a %d}, {hour}:00: {size:.1f} GiB-hours idle"
     return f'<td title="{title}" style="{_HOUR};background:rgba(213,94,0,{size / most:.2f})"></td>'
+
+
+def own_week(records: Sequence[Record], user: str) -> str:
+    """A line about the last seven days of `user`, from the report by user; empty if nothing was recorded of them."""
+    mine = next((one for one in records if one["user"] == user), None)
+    if mine is None:
+        return ""
+    idle = float(mine[IDLE]) + float(mine[BLOCKING])
+    parts = [f"{float(mine['card_h']):.1f} card-hours", f"{idle:.1f} GiB-hours idle"]
+    if mine["waited_h"]:
+        parts.append(f"waited {show_seconds(3600 * float(mine['waited_h']))}")
+    return f"Your week: {', '.join(parts)}"
 
 
 _CALENDAR = "border-spacing:1px;width:100%;max-width:760px;table-layout:fixed;font-size:12px"

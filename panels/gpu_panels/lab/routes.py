@@ -44,6 +44,7 @@ READ_SECONDS = 1.0  # an older snapshot is read again
 LOOK_SECONDS = 3.0  # for so long the list of ledgers that each kernel has open is used again
 CHOOSE_SECONDS = 30.0  # for so long the tile's ledger is kept; choosing it reads all processes
 REAP_SECONDS = 2.0  # between two checks of one ledger for dead processes
+WEEK_SECONDS = 300.0  # between two reads of the account of hours
 MOST_LEDGERS = 8  # ledgers that this reader keeps open at the same time
 MOST_QUESTIONS = 100
 
@@ -101,7 +102,9 @@ class Reader:
         known = read.answers.get(version)
         if known is not None:
             return known
-        plain = view.shown(snapshot, kernels, self._name(read), others, tile, read.first_seen)
+        name = self._name(read)
+        week = self._every(WEEK_SECONDS, f"week {name.key}", lambda: _own_week(read.rt))
+        plain = view.shown(snapshot, kernels, name, others, tile, read.first_seen, week)
         body = json.dumps(plain).encode()
         answer = Answer(body, hashlib.sha1(body, usedforsecurity=False).hexdigest())
         read.answers[version] = answer
@@ -273,6 +276,13 @@ def key_of(directory: Path | None) -> str:
 def title_of(url: str) -> str:
     """A short name of the ledger at `url`, without a password or another option."""
     return ledger_title(without_password(url).partition("?")[0])
+
+
+def _own_week(rt: Any) -> str:
+    """The line about the last seven days of the user of this server."""
+    from ..data.hours import own_week
+
+    return own_week(rt.report("7d").to_dict("records"), getpass.getuser())
 
 
 def user() -> str:

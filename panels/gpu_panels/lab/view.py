@@ -73,11 +73,13 @@ def shown(
     others: Sequence[LedgerName] = (),
     tile: LedgerName | None = None,
     first_seen: FirstSeen | None = None,
+    week: str = "",
 ) -> dict[str, Any]:
     """The content of the status bar and of the side panel, for the `kernels` of this server.
 
     `ledger` is the ledger of the snapshot, `others` are the other active ones, and `tile` is the one that the console's
     tile opens. `first_seen` has the times at which problems were first seen; the caller keeps it between calls.
+    `week` is the line about the own last seven days.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
     found = [_problem(row) for row in problem_rows(snapshot, first_seen or FirstSeen())]
@@ -95,6 +97,7 @@ def shown(
         "ledger": ledger._asdict(),
         "tile": tile.title if tile else ledger.title,
         "several": several,
+        "week": week,
         "simulated": snapshot.simulated,
         "status": " · ".join([cards_text(snapshot), *notes]),
         "problems": found,

@@ -205,7 +205,8 @@
       const several = found.several && make('div', {class: 'gpu-note'}, make('p', {},
         `${found.several}. The notebook in front uses ${found.ledger.title}. The GPU console shows ${found.tile}.`))
       return make('section', {class: 'gpu-block', 'aria-label': 'Devices'}, ...cards, several || null,
-        make('div', {class: 'gpu-soft'}, separated([found.simulated && 'simulated', `ledger ${found.ledger.title}`]).join('')))
+        make('div', {class: 'gpu-soft'}, separated([found.simulated && 'simulated', `ledger ${found.ledger.title}`]).join('')),
+        found.week ? make('div', {class: 'gpu-soft'}, found.week) : null)
     }
 
     queue(found) {
