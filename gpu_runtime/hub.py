@@ -46,6 +46,8 @@ def configure(
     operator_groups: Iterable[str] = (),
     user_names: str = NAME,
     park_after: str | float | None = "30 min",
+    park_dir: str | None = None,
+    hibernate_after: str | float = "4 h",
     cull_after: str | float | None = "24 h",
     cull_unsaved: bool = False,
     environment: Mapping[str, str] = {},
@@ -56,7 +58,9 @@ def configure(
     and the members of the hub's `operator_groups`. Every other user sees the own notebooks and the sum of every other
     user. `user_names` says how a user is called on this machine, such as `jupyter-{name}`.
 
-    A notebook that has run no cell for `park_after` is parked, also with an open tab. A server that is idle for
+    A notebook that has run no cell for `park_after` is parked, also with an open tab. With `park_dir`, a directory on
+    a local disk that every user may write to, its memory moves on to a file there after `hibernate_after`, and takes
+    no RAM; the notebook stays, and its memory returns before its next cell. A server that is idle for
     `cull_after` is stopped; None leaves parking or culling as it is. With `cull_unsaved` a server is also stopped if
     the values in the memory of its notebooks are lost with it. A culler that is configured already keeps its options.
 
@@ -84,6 +88,12 @@ def configure(
     if park_after is not None:
         idle = {"GPU_PARK": "idle", "GPU_PARK_IDLE_SECONDS": f"{parse_seconds(park_after):g}"}
         _set(c.Spawner, "environment", _value(c.Spawner, "environment", {}) | idle)
+    if park_dir is not None:
+        slow = {
+            "GPU_PARK_DIR": park_dir,
+            "GPU_HIBERNATE_SECONDS": f"{parse_seconds(hibernate_after):g}",
+        }
+        _set(c.Spawner, "environment", _value(c.Spawner, "environment", {}) | slow)
     known = _value(c.JupyterHub, "services", [])
     culling = {"environment": given | {"GPU_CONSOLE_USER_NAMES": user_names}}
     cullers = [one for one in known if _is_idle_culler(one.get("command"))]

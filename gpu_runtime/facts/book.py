@@ -419,7 +419,7 @@ def away_word(lease: Lease) -> str:
     if not lease.on_host:
         return ""
     if lease.kind == "kernel":
-        return "parked"
+        return "on disk" if lease.on_disk else "parked"
     return ASLEEP if lease.backend in ENGINES else "warm"
 
 

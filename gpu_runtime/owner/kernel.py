@@ -324,7 +324,8 @@ class Kernel:
             self._session.residents.pop(KERNEL, None)
             left = "Nothing is parked any more."
         else:
-            left = f"{show_bytes(lease.own_bytes)} is still parked in RAM."
+            place = "on a disk" if lease.on_disk else "in RAM"
+            left = f"{show_bytes(lease.own_bytes)} is still parked {place}."
         self._session.publish()
         return f"{show_bytes(freed)} came free. {left}"
 

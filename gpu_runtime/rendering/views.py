@@ -288,7 +288,7 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 def from_cards(snapshot: Snapshot) -> str:
     """What has left the cards for RAM: `1 model in RAM`, or `1 model, 1 notebook in RAM`."""
-    kinds = [lease.kind for lease in snapshot.leases() if lease.on_host]
+    kinds = [lease.kind for lease in snapshot.leases() if lease.on_host and not lease.on_disk]
     models, notebooks = kinds.count("model"), kinds.count("kernel")
     parts = [f"{models} model{'s' if models != 1 else ''}"]
     if notebooks:
@@ -361,7 +361,7 @@ def _process_state(snapshot: Snapshot, section: Section, ticket: Ticket | None) 
     if any(lease.pins for lease in section.leases):
         return "in use"
     if section.leases and all(lease.on_host for lease in section.leases):
-        return "parked"
+        return "on disk" if all(lease.on_disk for lease in section.leases) else "parked"
     ago = snapshot.now - section.idle_since
     return f"idle {show_seconds(max(0.0, ago))}" if section.idle_since else "idle"
 

@@ -44,6 +44,17 @@ def test_one_line_gives_the_console_parking_and_a_culler(monkeypatch):
     assert roles(c)["gpu-culler"]["services"] == ["gpu-culler"]
 
 
+def test_a_disk_takes_what_is_parked_for_long():
+    c = Config()
+    hub.configure(c, park_dir="/scratch/parked", hibernate_after="2 h", cull_after=None)
+    assert c.Spawner.environment == {
+        "GPU_PARK": "idle",
+        "GPU_PARK_IDLE_SECONDS": "1800",
+        "GPU_PARK_DIR": "/scratch/parked",
+        "GPU_HIBERNATE_SECONDS": "7200",
+    }
+
+
 def test_what_the_file_has_already_stays():
     c = Config()
     c.Spawner.environment = {"A": "1"}

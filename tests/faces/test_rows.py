@@ -5,7 +5,18 @@ from functools import partial
 
 import pytest
 from gpu_panels.data.cells import Button, Cell, encoded, place
-from gpu_panels.data.rows import MODELS, kernel_cell, leases, models, queue
+from gpu_panels.data.rows import (
+    MODELS,
+    NOTEBOOKS,
+    kernel_cell,
+    kernel_state,
+    leases,
+    models,
+    notebooks,
+    queue,
+)
+from gpu_panels.lab import view
+from gpu_panels.lab.view import LedgerName
 from gpu_panels.widgets import Table
 from msgspec.structs import replace
 
@@ -20,6 +31,7 @@ from gpu_runtime.facts import (
     Staying,
     Ticket,
     Unanswered,
+    lease_state,
 )
 from gpu_runtime.rendering.views import clock
 
@@ -45,6 +57,27 @@ def test_a_model_is_shown_with_its_place_and_its_owner():
     assert texts(row) == [
         "qwen", "sim:0", "14.0 GiB", "idle", "3 min", "3", "high", "pinned", "this process",
     ]  # fmt: skip
+
+
+def test_parked_memory_on_a_disk_is_shown_there_and_takes_no_ram():
+    parked = Lease(
+        ME.id, "kernel", kind="kernel", shares=(Share(HOST, 8 * GIB),), last_used=NOW - 9
+    )
+    for on_disk, shown, word, in_ram in (
+        (0, "RAM", "parked", "8.0 GiB"),
+        (8, "disk", "on disk", "–"),
+    ):
+        own = replace(parked, disk_bytes=on_disk * GIB)
+        world = snapshot(own)
+        assert place(own) == shown and kernel_state(own, world).text == word
+        assert lease_state(own, NOW).text() == f"{word}, idle 9.0 s"
+        [row] = [row for row in notebooks(world) if row.id == ME.id]
+        found = {column.title: cell.text for column, cell in zip(NOTEBOOKS, row.cells, strict=True)}
+        assert (found["State"], found["In RAM"]) == (word, in_ram)
+        groups = view.shown(world, [], LedgerName("a1", "a ledger"))["groups"]
+        [group] = [group for group in groups if group["id"] == ME.id]
+        assert group["rows"][0]["where"] == shown
+        assert group["bytes"] == ("8.0 GiB on disk" if on_disk else "8.0 GiB in RAM")
 
 
 @pytest.mark.parametrize(("backend", "shares", "words"), [

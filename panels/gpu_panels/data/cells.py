@@ -90,9 +90,11 @@ NO_ANSWER = (
 
 
 def place(lease: Lease) -> str:
-    """Where `lease` is: `cuda:0`, `cuda:0,1 (TP:2)` or `RAM`. For a lease in parts, the bytes in each place."""
+    """Where `lease` is: `cuda:0`, `cuda:0,1 (TP:2)`, `RAM` or `disk`. For a lease in parts, the bytes in each place."""
     if lease.in_parts:
         return place_label(lease)
+    if lease.on_disk:
+        return lease.where
     shares = lease.shares or lease.target
     _, bracket, degree = cards_label(shares, lease.backend).partition(" (")
     return f"{device_name(where(shares) or lease.where)}{bracket}{degree}"

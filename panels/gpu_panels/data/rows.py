@@ -24,6 +24,7 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
     Unanswered,
+    away_word,
     cards_label,
     problems,
 )
@@ -640,8 +641,9 @@ def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
     """The state of the memory of a notebook's own code, such as `parked`, and why an attempt to park it has failed."""
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
-        hint = "In RAM{}. It returns before the notebook's next cell"
-        return Cell("parked", hint=hint.format(since if lease.away_since else ""))
+        place = "On a disk, and not in RAM" if lease.on_disk else "In RAM"
+        hint = f"{place}{since if lease.away_since else ''}. It returns before the notebook's next cell"
+        return Cell(away_word(lease), hint=hint)
     state = state_cell(lease, snapshot.now)
     if lease.pins or lease.moves_again_at <= snapshot.now:
         return state
