@@ -4,7 +4,9 @@ All cards are simulated. So a copy "into memory obtained the same way" is a copy
 work of one thread is measured in its processor time, which other programs on the machine disturb little.
 """
 
+import fcntl
 import gc
+import mmap
 import os
 import statistics
 import tempfile
@@ -19,7 +21,7 @@ from tests.owner.kernels import Quiet
 
 from .bench_crowd import Child, Say, Told, book, ended, runtime
 from .results import Row
-from .timing import Waits, medians, seconds
+from .timing import Waits, alternately, medians, seconds
 
 CELLS = 200
 STARTS = 8
@@ -163,6 +165,10 @@ class Parkable:
     def unpark(self) -> None:
         self._move(self._card)
 
+    def to_disk(self, directory: Path) -> None:
+        """Moves the parked bytes on to a file in `directory`."""
+        self._backend.move_on(self._handle, self._backend.write(self._handle, directory))
+
     def _move(self, device: str) -> None:
         from gpu_runtime.facts import Share
 
@@ -247,6 +253,56 @@ def swap() -> Iterator[Row]:
     )  # fmt: skip
 
 
+class BareFile:
+    """A new file of 1 GiB without a name. It is written and read past the page cache, 16 MiB at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._pages = directory, mmap.mmap(-1, 16 * MIB)
+        self._pages.write(os.urandom(len(self._pages)))
+
+    def write(self) -> None:
+        self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115
+        fd = self._file.fileno()
+        os.posix_fallocate(fd, 0, GIB)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        for start in range(0, GIB, len(self._pages)):
+            os.pwrite(fd, self._pages, start)
+        os.fsync(fd)
+
+    def read(self) -> None:
+        for start in range(0, GIB, len(self._pages)):
+            os.preadv(self._file.fileno(), [self._pages], start)
+
+
+def disk() -> Iterator[Row]:
+    """1 GiB to a disk and back, against the same bytes written, synced and read back without a copy or a digest."""
+    directory = Path(os.environ.get("GPU_PARK_DIR", "/var/tmp"))
+    kept, kernel = _held_gib(), Parkable()
+    bare = BareFile(directory)
+    kernel.park()
+
+    writes, reads, out, back = alternately(
+        4,
+        bare.write,
+        bare.read,
+        lambda: kernel.to_disk(directory),
+        kernel.unpark,
+        kernel.park,
+        warm=1,
+    )[:4]
+    del kept
+    written, read, away, returned = map(statistics.median, (writes, reads, out, back))
+    yield _rate("parked memory to a disk, read back and compared", away, written + read)
+    yield _rate("its return from the disk", returned, read)
+
+
+def _rate(what: str, mine: float, bare: float) -> Row:
+    return Row(
+        f"{what}, as a part of the disk's own sequential rate (1 GiB)",
+        f"{mine:.2f} s, the disk alone {bare:.2f} s = {bare / mine:.2f}", "≥ 0.8", bare / mine >= 0.8
+    )  # fmt: skip
+
+
 # -- a notebook that waits -------------------------------------------------------------------------
 
 
@@ -300,4 +356,5 @@ def rows() -> Iterator[Row]:
     yield search_before_park()
     yield small_storages()
     yield from swap()
+    yield from disk()
     yield recall()

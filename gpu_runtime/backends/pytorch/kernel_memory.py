@@ -23,6 +23,7 @@ digests: a damaged piece raises Damaged, and never becomes a value.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import sys
@@ -574,13 +575,12 @@ class KernelBackend(Backend):
 
         def fill(start: int, buffer: torch.Tensor) -> None:
             """Copies the bytes from `start` on into the `buffer`."""
-            buffer.zero_()  # the gaps between storages
             with model.gate:  # no byte is exchanged meanwhile
                 if model.exchanges != exchanges:
                     raise NotStill("its memory returned")
                 for i, part, inner in _overlaps(starts, going, start, len(buffer)):
                     source = going[i].bytes if going[i].copy is None else going[i].copy
-                    buffer[inner].copy_(source[part])
+                    _copy_bytes(buffer[inner], source[part])
 
         seconds = file.write(fill)
         keys = [one.storage._cdata for one in going]
@@ -629,8 +629,7 @@ class KernelBackend(Backend):
             for i, part, inner in _overlaps(starts, here, start, len(buffer)):
                 target = rows[i][1]
                 if target is not None:
-                    with streams.current_card(str(target.device)):
-                        target[part].copy_(buffer[inner])
+                    _copy_bytes(target[part], buffer[inner])
 
         try:
             sizes = [one.storage.nbytes() for one in here]
@@ -877,6 +876,19 @@ def _is_used(one: Away) -> bool:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies `source`, uint8 on the CPU, to `target`. Between CPU tensors torch's own threads take no part.
+
+    They wait for one another. On busy cores, several copies at a time took ten times as long.
+    """
+    if target.device.type == "cpu":
+        start = torch._C._data_address(source) + source.storage_offset()  # it may refuse writes
+        ctypes.memmove(target.data_ptr(), start, source.nbytes)
+        return
+    with streams.current_card(str(target.device)):
+        target.copy_(source)
 
 
 def _aligned(size: int) -> int:
