@@ -23,6 +23,7 @@ from ..catalog.fields import require_loadable
 from ..devices.allocators import Peak, counts_bytes
 from ..errors import NotResident, first_line
 from ..facts import (
+    ASLEEP,
     NORMAL,
     Book,
     Candidate,
@@ -41,6 +42,7 @@ from ..facts import (
     Verdict,
     Wait,
     World,
+    away_word,
     encode_uses,
     parse_importance,
 )
@@ -205,6 +207,7 @@ def _obtain_governed(
     with_load: bool,
 ) -> None:
     began = session.clock()
+    _end_if_stranded(session, resident)
     deadline = began + timeout if with_load and timeout is not None else None
     attempts, returned, spec = 0, arrivals.NONE_RETURNED, resident.spec
 
@@ -260,6 +263,19 @@ def _obtain_governed(
         _obtain_governed(
             session, resident, anchor, importance, keep_alive, for_wish, left, progress, with_load
         )
+
+
+def _end_if_stranded(session: Session, resident: Resident) -> None:
+    """Ends an engine that sleeps while its card is drained: it wakes nowhere else, but can be started there."""
+    if resident.place is not Place.AWAY or resident.lease.keep:
+        return
+    if away_word(resident.lease) != ASLEEP:
+        return
+    keys = {device.id: device.key for device in session.probe.devices}
+    drained = session.ledger.read().drained
+    if any(keys.get(card) in drained for card in resident.must_return_to()):
+        because = f"{resident.spec.name} slept, and its card was drained meanwhile."
+        release.evict(session, resident, because, drop=True)
 
 
 # -- waiting for a grant

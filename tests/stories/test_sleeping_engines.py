@@ -124,6 +124,22 @@ def test_an_engine_that_dies_asleep_gives_its_host_memory_back(rt):
     assert use(rt, "a")
 
 
+def test_an_engine_that_sleeps_while_its_card_is_drained_is_started_on_another_one(
+    keeper, place, rt
+):
+    """It wakes on its own card only, which takes no leases."""
+    with Runtime(devices="sim:2x6GiB,host:8GiB", ledger=f"{keeper}2") as two:
+        two.register("a", "org/name", backend="vllm", size="4GiB")
+        pids = use(two, "a")
+        [home] = places(two)["a"]
+        two.evict("a")
+        two.drain(home)
+        assert use(two, "a") != pids and not any(map(alive, pids))
+        [card] = places(two)["a"]
+        assert {home, card} == {"sim:0", "sim:1"}
+        assert "its card was drained" in " ".join(event.because for event in two.why("a"))
+
+
 def test_an_engine_without_room_in_host_memory_is_ended(keeper, rt, monkeypatch):
     """It is loaded again from its source. No room is reserved for the cache that it loses."""
     rt._session.limits[HOST] = WEIGHTS - 1
