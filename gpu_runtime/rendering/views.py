@@ -443,7 +443,7 @@ def owners(snapshot: Snapshot) -> list[Owner]:
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
 GOVERNOR_OFF = "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
 MOST_CONSIDERED = 8  # alternatives that a plan lists
-MOST_NAMED = 3  # processes of each version
+MOST_NAMED, LONGEST_VERSION = 3, 20  # processes of each version; characters
 
 # -- the queue and the past ----------------------------------------------------------------------
 
@@ -580,7 +580,8 @@ def versions(snapshot: Snapshot) -> str:
         owners[snapshot.owner.id] = snapshot.owner
     found: dict[str, list[str]] = {}
     for owner in filter(lambda owner: owner.version, owners.values()):
-        found.setdefault(owner.version, []).append(holder_label(owner, snapshot.owner))
+        version = owner.version[:LONGEST_VERSION]  # as the process says it
+        found.setdefault(version, []).append(holder_label(owner, snapshot.owner))
     if len(found) < 2:
         return ""
     parts = [f"{version} in {_first_of(sorted(found[version]))}" for version in sorted(found)]

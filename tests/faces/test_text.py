@@ -160,6 +160,8 @@ def test_the_versions_of_the_processes_are_shown_if_they_differ():
 
     assert views.versions(seen(me, bob)) == ""
     assert views.versions(seen(me, replace(bob, version=""))) == "", "that version does not say it"
+    long = views.versions(seen(me, replace(bob, version="9" * 9999)))
+    assert "9" * 20 in long and len(long) < 200
     newer = [replace(bob, pid=pid, version="0.4.0\x1b") for pid in range(1, 6)]
     names = "; ".join(f"analysis.ipynb (pid {pid}), bob" for pid in (1, 2, 3))
     expected = f"Versions: 0.3.0 in this process · 0.4.0\ufffd in {names} and 2 more"
