@@ -321,9 +321,7 @@ MEANINGS = {
     **dict.fromkeys(("clear", "clean", "empty", "gc", "flush"), ("free", "defrag")),
     **dict.fromkeys(("add", "adopt", "create"), ("register", "load")),
     **dict.fromkeys(("use", "get", "open", "fetch", "wake"), ("preload", "restore")),
-    **dict.fromkeys(
-        ("ps", "top", "watch", "info", "show", "smi", "list", "ls"), ("status", "models")
-    ),
+    **dict.fromkeys(("ps", "watch", "info", "show", "smi", "list", "ls"), ("status", "models")),
     **dict.fromkeys(("log", "logs", "history", "explain"), ("why", "evictions")),
     **dict.fromkeys(("events", "activity", "journal"), ("evictions", "why")),
     **dict.fromkeys(("processes", "procs", "owners", "holders", "notebooks"), ("leases", "status")),
