@@ -3,9 +3,11 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub old-torch
+.PHONY: help run demo llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub old-torch
 
 VENV := .venv
+LAB = jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. $$([ "$$(id -u)" = 0 ] && echo --allow-root) \
+	$$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
 BIN := $(VENV)/bin
 PORT ?= 8888
 # An index that carries the CPU build of torch, for package indexes that do not (see "Install" in the README).
@@ -56,6 +58,7 @@ endef
 
 help:
 	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
+	@echo "make demo    JupyterLab with two notebooks that share a simulated card"
 	@echo "make llama   builds llama.cpp, for GGUF models: some minutes, once"
 	@echo "make lint    ruff (rules and format) and mypy"
 	@echo "make check   lint, and the tests without real processes, browsers and notebooks: about a minute"
@@ -78,8 +81,14 @@ help:
 run: $(RUNBOOKS_STAMP)
 	@echo "JupyterLab on the runbooks; the URL to open follows. Stop it with Ctrl-C."
 	@# With this environment first on the PATH, `gpu` works in JupyterLab's terminals too.
-	@export PATH="$(abspath $(BIN)):$$PATH"; exec jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
-		$$([ "$$(id -u)" = 0 ] && echo --allow-root) $$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
+	@export PATH="$(abspath $(BIN)):$$PATH"; exec $(LAB) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+
+# A card that holds one of the two notebooks, and a ledger of its own, so that the demo moves nobody else's memory.
+demo: $(RUNBOOKS_STAMP)
+	@echo "Two notebooks that share a simulated card; the URL to open follows. Stop it with Ctrl-C."
+	@place=$$(mktemp -d); export PATH="$(abspath $(BIN)):$$PATH" JUPYTERLAB_WORKSPACES_DIR=$$place/workspaces \
+		GPU_DEVICES=sim:192MiB,host:2GiB GPU_LEDGER=keeper://$$place/ledger EVICTION_GRACE_SECONDS=0; \
+		jupyter lab workspaces import notebooks/demo/workspace.json >/dev/null; exec $(LAB) --LabApp.default_url=/lab/workspaces/demo
 
 # Also the runbooks of GGUF models call it, for the environment of their kernel: VENV is then another one.
 llama: $(LLAMA_WHEEL)

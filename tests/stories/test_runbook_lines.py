@@ -88,3 +88,27 @@ def test_a_line_of_root_is_accepted(line, tmp_path):
         timeout=scaled(60),
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_two_notebooks_of_the_demo_do_not_fit_together(tmp_path):
+    """`make demo` sets the size of the card. With the sizes of a machine without settings, both would fit."""
+    words = re.search(r"(GPU_DEVICES=.*?);", (ROOT / "Makefile").read_text())[1].split()
+    settings = dict(word.split("=", 1) for word in words if "ledger" not in word)
+    cells = {
+        name: [
+            "".join(cell["source"])
+            for cell in json.loads((ROOT / f"notebooks/demo/{name}").read_text())["cells"]
+            if cell["cell_type"] == "code"
+        ][:3]
+        for name in ("train.ipynb", "tune.ipynb")
+    }
+    shown = {name: "" for name in cells}
+    url = f"keeper://{tmp_path}/ledger"
+    with (
+        Notebook("train.ipynb", url, **settings) as train,
+        Notebook("tune.ipynb", url, **settings) as tune,
+    ):
+        for pair in zip(*cells.values(), strict=True):
+            for notebook, code in zip((train, tune), pair, strict=True):
+                shown[notebook.name] += notebook.run(code)
+    assert all("came back from RAM" in text and "Error" not in text for text in shown.values())
