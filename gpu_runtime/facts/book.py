@@ -489,7 +489,7 @@ def place_label(lease: Lease) -> str:
     '24.0 of 40.0 GiB on cuda:0, 16.0 GiB in RAM'
     """
     if not lease.in_parts:
-        return "RAM" if lease.on_host else lease.where
+        return "RAM" if lease.on_host and not lease.on_disk else lease.where
     in_ram = lease.bytes_on(HOST)
     here, whole = show_bytes(lease.bytes - in_ram), show_bytes(lease.bytes)
     number, _, unit = here.partition(" ")

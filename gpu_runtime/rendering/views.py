@@ -157,8 +157,9 @@ def lease_parts(snapshot: Snapshot, view: DeviceView) -> Iterator[LeasePart]:
             leaving = 0
             if lease.phase is Phase.LEAVING:
                 leaving = _bytes_on(lease.freed_by(lease.target), device)
+            on_disk = lease.disk_bytes if view.device.is_host else 0
             sizes = {
-                "settled": _bytes_on(lease.shares, device) - leaving,
+                "settled": _bytes_on(lease.shares, device) - leaving - on_disk,
                 "leaving": leaving,
                 "arriving": _bytes_on(lease.target, device),
             }

@@ -32,8 +32,9 @@ from gpu_runtime.facts import (
     Ticket,
     Unanswered,
     lease_state,
+    place_label,
 )
-from gpu_runtime.rendering.views import clock
+from gpu_runtime.rendering.views import bars, clock
 
 from . import samples
 from .samples import BOB, GIB, ME, NOW, lease, snapshot
@@ -69,7 +70,10 @@ def test_parked_memory_on_a_disk_is_shown_there_and_takes_no_ram():
     ):
         own = replace(parked, disk_bytes=on_disk * GIB)
         world = snapshot(own)
-        assert place(own) == shown and kernel_state(own, world).text == word
+        assert place(own) == place_label(own) == shown
+        [ram] = [bar for bar in bars(world) if bar.device.is_host]
+        assert sum(one.bytes for one in ram.segments) == (8 - on_disk) * GIB
+        assert kernel_state(own, world).text == word
         assert lease_state(own, NOW).text() == f"{word}, idle 9.0 s"
         [row] = [row for row in notebooks(world) if row.id == ME.id]
         found = {column.title: cell.text for column, cell in zip(NOTEBOOKS, row.cells, strict=True)}
