@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import gc
 import re
-import sys
 import traceback
 from collections.abc import Mapping
 from types import FrameType
@@ -33,6 +32,7 @@ from ..names import (
 from ..scheduler.capacity import room, views
 from ..scheduler.explain import SMALLEST_STRANGER
 from ..scheduler.victims import reason_to_stay
+from ..threads import imported
 from ..units import parse_bytes, show_bytes
 from ..user_frames import user_lines
 from . import failures, holdings
@@ -372,10 +372,9 @@ class Telling:
 
     def _record(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What torch has recorded about the allocations of a real card since this kernel's first such error."""
-        if "torch" not in sys.modules:
+        torch = imported("torch")
+        if torch is None:
             return (), ()
-        import torch
-
         from ..backends.pytorch import memory_history
 
         card = torch.device(self._session.probe.place(self.card).torch)
