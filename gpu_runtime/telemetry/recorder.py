@@ -37,12 +37,15 @@ from .hours import Account, StateFile, held_now, hours_in
 def moments_of(
     views: Iterable[DeviceView], sections: Iterable[Section], wall: float
 ) -> tuple[Moment, ...]:
-    """A moment of each device in `views` at the time `wall`, with the leases' claims."""
+    """A moment of each device in `views` at the time `wall`, with the bytes of the leases there, or on their way there.
+
+    A copy in RAM of a model on a card is left out: the timeline would show the model in both places.
+    """
     claims: dict[str, dict[str, int]] = {}
     for section in sections:
         for lease in section.leases:
             label = f"{lease.name}@{section.owner.pid}"
-            for share in lease.claims():
+            for share in (*lease.shares, *lease.target):
                 on_device = claims.setdefault(share.device, {})
                 on_device[label] = on_device.get(label, 0) + share.bytes
     return tuple(_moment(view, claims.get(view.device.id, {}), wall) for view in views)

@@ -31,7 +31,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.rendering.views import clean, event_phrase
 from gpu_runtime.units import show_bytes, show_seconds
 
-from ..palette import COLOURS, label_of
+from ..palette import SHARED, label_of
 from .cells import natural, notebook_name, process_name
 
 MARKED = ("offloaded", "unloaded")  # the evictions
@@ -120,6 +120,7 @@ class ModelRow(msgspec.Struct, frozen=True):
     title: str
     bars: tuple[Stay, ...]
     words: str  # for screen readers
+    colour: str  # of its process, as in every chart
 
 
 class Arrow(msgspec.Struct, frozen=True):
@@ -150,7 +151,9 @@ class Drawing(msgspec.Struct, frozen=True):
     arrows: tuple[Arrow, ...] = ()
     figures: tuple[CardFigures, ...] = ()
     gaps: tuple[tuple[float, float], ...] = ()  # times in which nothing was recorded
-    colours: dict[str, str] = {}  # of the devices; the host has none and is hatched
+    cards: tuple[
+        str, ...
+    ] = ()  # a bar has the name of its card if there are several; RAM is hatched
     note: str = ""
 
 
@@ -165,7 +168,10 @@ def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
     held = _held(spans)
     kept = held.most_common(MOST_ROWS)
     titles = lease_titles((label for label, _ in kept), snapshot, history.events)
-    rows = tuple(_row(label, titles[label], spans, shown) for label, _ in kept)
+    styles = SHARED.styles(sorted(label for label, _ in kept))
+    rows = tuple(
+        _row(label, titles[label], spans, shown, styles[label].colour) for label, _ in kept
+    )
     cards = [device for device in devices if device != HOST]
     more = len(held) - len(kept)
     note = f"{more} more held less, and have no row." if more > 0 else ""
@@ -178,7 +184,7 @@ def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
         arrows(history.events, {label for label, _ in kept}, shown),
         tuple(_figures(device, spans[device], shown) for device in cards),
         _gaps(spans, shown),
-        {device: COLOURS[n % len(COLOURS)] for n, device in enumerate(cards)},
+        tuple(cards),
         note,
     )
 
@@ -205,7 +211,9 @@ def _held(spans: Mapping[str, Sequence[Span]]) -> Counter[str]:
 # -- the rows --------------------------------------------------------------------------------------
 
 
-def _row(label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Range) -> ModelRow:
+def _row(
+    label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Range, colour: str
+) -> ModelRow:
     bars = [bar for device in spans for bar in _bars(label, device, spans[device], shown)]
     bars.sort(key=lambda bar: (bar.start, bar.device))
     seconds: Counter[str] = Counter()
@@ -216,7 +224,7 @@ def _row(label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Ran
         f"{show_seconds(lasted)} {'in RAM' if device == HOST else f'on {device}'}"
         for device, lasted in seconds.items()
     ]
-    return ModelRow(label, title, tuple(bars), f"{title}: {', '.join(places)}")
+    return ModelRow(label, title, tuple(bars), f"{title}: {', '.join(places)}", colour)
 
 
 def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[Stay]:

@@ -68,7 +68,7 @@ export function render({model}) {
   chips.setAttribute("aria-label", "Kinds of events")
   const list = made("div", "lines", root)
   const empty = made("div", "empty", root)
-  let data = {rows: [], arrows: [], figures: [], gaps: [], colours: {}}
+  let data = {rows: [], arrows: [], figures: [], gaps: [], cards: []}
   const known = new Map()
   const isOurs = document.querySelector("html[data-gpu-console]")
   const address = (name) => (isOurs && new URL(location.href).searchParams.get(name)) || ""
@@ -144,10 +144,15 @@ export function render({model}) {
     svg("line", {x1: 0, x2: width, y1: y + ROW, y2: y + ROW, class: "line"}, sheet)
     const group = svg("g", {role: "img", "aria-label": row.words}, sheet)
     for (const [start, end, device, hint] of row.bars) {
-      const inRam = !(device in data.colours)
+      const inRam = !data.cards.includes(device)
       const box = {x: x(start), y: y + (inRam ? 9 : 4), width: Math.max(1.5, x(end - start)), height: inRam ? ROW - 18 : ROW - 8}
-      svg("rect", {...box, class: inRam ? "ram" : "card", fill: inRam ? "url(#ram)" : data.colours[device]}, group,
-        `${row.title}\n${hint}, from ${stamp(data.start + start / 1000 * (data.end - data.start))}`)
+      const words = `${row.title}\n${hint}, from ${stamp(data.start + start / 1000 * (data.end - data.start))}`
+      svg("rect", {...box, class: inRam ? "ram" : "card", fill: row.colour}, group, words)
+      if (inRam) svg("rect", {...box, fill: "url(#ram)"}, group, words)
+      else if (data.cards.length > 1 && box.width > 60) {  // a card is a position: its name stands in the bar
+        const text = svg("text", {x: box.x + 5, y: box.y + 13, class: "of-card"}, group)
+        text.textContent = device
+      }
     }
   }
 
@@ -185,11 +190,10 @@ export function render({model}) {
 
   function drawLegend() {
     legend.replaceChildren()
-    for (const [device, colour] of Object.entries(data.colours)) {
-      const item = made("span", "", legend)
-      made("i", "", item).style.backgroundColor = colour
-      item.append(device)
-    }
+    made("span", "", legend, "A colour is a process.")
+    const card = made("span", "", legend)
+    made("i", "", card)
+    card.append("on a card")
     const ram = made("span", "", legend)
     made("i", "hatched", ram)
     ram.append("in RAM")
