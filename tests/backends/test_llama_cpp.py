@@ -235,7 +235,7 @@ def test_a_worker_sees_only_its_own_cards_by_uuid():
     cards = (
         Device("cuda:0", GIB, uuid="GPU-a", index=0),
         Device("cuda:1", GIB, uuid="GPU-b", index=1),
-        Device("rocm:0", GIB, index=0),
+        Device("rocm:0", GIB, uuid="GPU-r", index=0),
         Device("sim:0", GIB, simulated=True),
         Device(HOST, GIB),
     )

@@ -202,16 +202,20 @@ async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog
     writer.close()
 
 
-def test_the_limit_on_files_is_raised_as_far_as_allowed():
+WANTED, NONE = connections.WANTED_FILES, resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(("soft", "hard", "limit"), [
+    (256, 4096, 4096), (256, WANTED + 1, WANTED), (256, NONE, WANTED), (NONE, NONE, WANTED),
+    (WANTED, WANTED, WANTED), (WANTED + 1, NONE, WANTED + 1),
+])  # fmt: skip
+def test_the_limit_on_files_is_raised_as_far_as_allowed(monkeypatch, soft, hard, limit):
     """With the usual soft limit of 1,024 the server would end at about a thousand connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        most = min(hard, connections.WANTED_FILES)
-        assert connections.raise_file_limit() == most
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: raised.append(both))
+    assert connections.raise_file_limit() == limit
+    assert raised == ([] if soft in (NONE, limit) else [(limit, hard)])
 
 
 @needs_root
