@@ -33,6 +33,7 @@ class Lease:
         self.story: list[str] = []
         self.reading, self.refusal, self.away = self, None, False
         self.raises: type[BaseException] | None = None
+        self.looks_at_cap = 0
 
     def hold(self):
         self.story.append("back")
@@ -44,6 +45,7 @@ class Lease:
         return 0
 
     def news_of_cap(self):
+        self.looks_at_cap += 1
         return ""
 
     def begin(self, text, outermost=True, frees=False):
@@ -237,8 +239,10 @@ def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
 
         follows.kernel.handle("execute_request", cell, code="x")
         assert follows.parking.why_not() == "a cell runs" and follows.story.count("end") == 1
+        assert not follows.lease.looks_at_cap, "it is told at the end of the last cell"
         subshell.submit(follows.trigger, "post_execute").result()
         assert follows.parking.why_not() != "a cell runs" and follows.story.count("end") == 2
+        assert follows.lease.looks_at_cap == 1
 
 
 def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypatch):
