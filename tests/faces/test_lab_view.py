@@ -9,7 +9,7 @@ from gpu_panels.lab import view
 from gpu_panels.lab.view import LabKernel, LedgerName
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Presence, ProcessState, Staying, Ticket
+from gpu_runtime.facts import HOST, Presence, ProcessState, Share, Staying, Ticket
 
 from .samples import BOB, GIB, ME, NOW, WALL, lease, snapshot
 
@@ -65,6 +65,16 @@ def test_memory_without_a_lease_counts_as_used_and_what_cannot_be_parked_has_its
 def test_each_card_has_its_level(held, level):
     ram, card = sorted(shown(snapshot(lease("m", held)))["devices"], key=lambda one: one["id"])
     assert (card["level"], ram["level"]) == (level, "")
+
+
+def test_a_card_has_its_utilisation_and_who_waits_is_not_idle():
+    """The driver's figures stand beside the memory. A simulated card has none."""
+    world = snapshot(lease("kernel", 4, "cuda:0", kind="kernel"), simulated=False)
+    waits = Ticket("k", ME.id, "use", "qwen", NOW - 7, NOW, need=(Share("cuda:0", GIB),))
+    found = shown(replace(world, tickets=(waits,)))
+    assert [one["busy"] for one in found["devices"]] == ["37 %", ""]
+    assert found["groups"][0]["waits"] == round(world.wall - 7)
+    assert shown(snapshot())["devices"][0]["busy"] == ""
 
 
 def test_waiting_requests_are_counted_and_listed():

@@ -34,7 +34,7 @@ from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import ticket_title
-from ..data.devices import level
+from ..data.devices import figures, level
 from ..data.rows import (
     FirstSeen,
     end_wait,
@@ -188,6 +188,7 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
     is_other_user = owner.user and owner.user != snapshot.owner.user
     leases = sorted(section.leases, key=lambda lease: (lease.on_host, -lease.bytes, lease.name))
     rows = [_row(lease, section, snapshot) for lease in leases]
+    waits = [one.arrived for one in snapshot.tickets if (one.owner, one.verb) == (owner.id, "use")]
     residue = sum(section.residue.values())
     for number, one in enumerate(section.staying):
         found = {"where": one.device, "state": f"stays: {clean(one.why)}"}
@@ -200,6 +201,7 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
         "pid": owner.pid,
         "user": clean(owner.user) if is_other_user else "",
         "trouble": presence.state.value if is_unusual and presence else "",
+        "waits": _epoch(min(waits, default=0.0), snapshot),
         "busy": _epoch(section.busy_since, snapshot),
         "idle": _epoch(section.idle_since, snapshot),
         "bytes": _sum_words(leases, residue),
@@ -271,7 +273,8 @@ def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
         for one in snapshot.strangers
     ]
     group: dict[str, Any] = {"id": "strangers", "title": "programs without gpu-console"}
-    group |= {"bytes": show_bytes(unleased), "rows": rows, "pid": 0, "busy": None, "idle": None}
+    group |= {"bytes": show_bytes(unleased), "rows": rows, "pid": 0}
+    group |= dict.fromkeys(("waits", "busy", "idle"))
     return group | dict.fromkeys(("user", "trouble", "kernel", "why_not", "path"), "")
 
 
@@ -286,6 +289,7 @@ def _device(view: DeviceView) -> dict[str, Any]:
         "title": device_name(view.device.id),
         "name": "" if view.device.simulated else clean(view.device.name),
         "level": level(view)[0],
+        "busy": " · ".join(filter(None, figures(view)[:2])),
         "fill": words,
         "part": round(min(1.0, used / max(1, view.limit_bytes)), 3),
         "drained": clean(view.drained.by) if view.drained else "",

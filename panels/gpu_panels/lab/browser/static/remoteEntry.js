@@ -198,6 +198,7 @@
     cards(found) {
       const cards = found.devices.map(card => make('div', {},
         make('div', {class: 'gpu-line'}, make('span', {}, card.title), card.level ? make('span', {class: 'gpu-soft'}, card.level) : null,
+          card.busy ? make('span', {class: 'gpu-soft', title: 'busy · temperature'}, card.busy) : null,
           card.drained ? make('span', {class: 'gpu-soft'}, `drained by ${card.drained}`) : null,
           make('span', {class: 'gpu-size'}, card.fill)),
         make('div', {class: 'gpu-bar', role: 'img', 'aria-label': `${card.title}: ${card.fill}`, title: card.name},
@@ -226,7 +227,7 @@
 
     group(group) {
       const state = group.trouble ? make('span', {class: 'gpu-trouble gpu-problem'}, group.trouble)
-        : group.busy ? lasting('runs a cell,', group.busy) : group.idle ? lasting('idle', group.idle) : ''
+        : group.waits ? lasting('waits', group.waits) : group.busy ? lasting('runs a cell,', group.busy) : group.idle ? lasting('idle', group.idle) : ''
       const buttons = []
       const button = (verb, label, act, whyNot) => buttons.push(this.button(`${group.id} ${verb}`, label, `${label}: ${group.title}`, act, whyNot))
       if (group.path) button('open', 'Open notebook', () => this.does.open(group.path))
