@@ -3,8 +3,6 @@
 As in a real later version, nothing but the new field is there where an earlier version has written a fact.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The model `chat` repeats the last message, and calls the tool that the message n
 client raises, or reads something else. This file imports nothing of gpu-console, which is not installed there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

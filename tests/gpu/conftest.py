@@ -1,7 +1,5 @@
 """Fixtures of the tests on a real card: a warm card."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

@@ -6,8 +6,6 @@
 It needs no package itself. The facts are part of the report of a run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

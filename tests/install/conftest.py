@@ -1,7 +1,5 @@
 """New environments, the built wheel, and stand-ins of packages that have the names, versions and needs of real ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@ vLLM looks for its version, so its metadata is copied. Triton is removed: withou
 it finds Triton.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Builders for the tests of the ledgers: owners, decisions, and other processes with a ledger."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 removed after it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

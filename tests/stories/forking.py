@@ -4,8 +4,6 @@ The threads of the parent read the book and the journal, write and lease without
 ends. The parent prints the results of its children as JSON.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing

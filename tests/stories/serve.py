@@ -1,7 +1,5 @@
 """`gpu serve` in a process of its own, with small models of llama.cpp, and OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping
