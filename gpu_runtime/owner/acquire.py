@@ -267,7 +267,7 @@ def _obtain_governed(
 
 def _end_if_stranded(session: Session, resident: Resident) -> None:
     """Ends an engine that sleeps while its card is drained: it wakes nowhere else, but can be started there."""
-    if resident.place is not Place.AWAY or resident.lease.keep:
+    if resident.place is not Place.AWAY or resident.spec.keep:
         return
     if away_word(resident.lease) != ASLEEP:
         return

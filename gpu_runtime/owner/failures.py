@@ -266,7 +266,7 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
     left: list[Lease] = []
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
     for resident in list(session.residents.values()):
-        if resident.place is not Place.HERE or resident.in_use() or resident.lease.keep:
+        if resident.place is not Place.HERE or resident.in_use() or resident.spec.keep:
             continue
         try:
             because = "the device ran out of memory while another model was in use."

@@ -201,7 +201,6 @@ def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     keep = verb == "pin"
     requests.require_within_cap(session, target.name, resident.spec.importance, keep)
     resident.spec = replace(resident.spec, keep=keep)
-    resident.lease = replace(resident.lease, keep=keep)
     session.publish()
     because = _keep_sentence(resident, keep)
     requests.note_action(session, verb, target.name, because)

@@ -215,6 +215,7 @@ class Resident:
             source=self.content,
             moves_again_at=self.moves_again_at,
             shadow_bytes=self.shadow_bytes,
+            keep=self.spec.keep,
             **(part.claim if part is not None else _NOT_SHARED),
             importance=self.lease.importance if pins else self.spec.importance,
         )

@@ -103,6 +103,16 @@ def test_a_write_that_a_killed_keeper_lost_is_not_taken_for_another_threads_writ
     assert one.read().sections[one.owner.id].counts == {"n": 2}
 
 
+def test_only_owners_of_the_given_book_are_silent(here):
+    """A status failed if an owner came between its read of the book and that of the silences."""
+    one, two = here(), here()
+    put(one, "a")
+    before = one.read()
+    put(two, "b")
+    assert one.silences(before).keys() == {one.owner.id}
+    assert one.silences(one.read()).keys() == {one.owner.id, two.owner.id}
+
+
 def test_a_new_owner_finds_the_book_after_the_keeper_was_killed(here, other):
     """The process that starts the next keeper knows nothing of the book. Another one has it, and is stopped."""
     first = other()

@@ -238,3 +238,15 @@ def test_who_waits_for_a_model_gets_no_later_one_of_its_name(runtime):
             fakes(rt, m="1GiB")
         rt.preload("m")
     assert failures == ["m was not loaded: it was forgotten meanwhile."]
+
+
+def test_an_unpin_during_a_move_is_not_undone_by_its_end(runtime):
+    """The move's end wrote the lease as it was before, and the model was kept for ever."""
+    rt = loaded(runtime(), m="3GiB")
+    rt.pin("m")
+    before = rt._session.residents["m"].lease
+    rt.unpin("m")
+    rt._session.residents["m"].settle_at(before)
+    rt._session.publish()
+    [lease] = rt._session.ledger.read().leases()
+    assert not lease.keep

@@ -553,7 +553,8 @@ class KeeperLedger(NamesTeller):
 
     def silences(self, book: Book) -> dict[str, float]:
         """The seconds since the last sign of each owner, by owner id. See base.py."""
-        return self._fetched("silences", _decode_seconds)
+        found = self._fetched("silences", _decode_seconds)
+        return {id: seconds for id, seconds in found.items() if id in book.sections}
 
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive."""
