@@ -4,6 +4,7 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
@@ -84,12 +85,13 @@ class Day:
 
     def _tidy(self, kernel: Kernel) -> None:
         """Undoes the pins and drains whose users have failed or were killed."""
-        with contextlib.suppress(GpuError):  # it closes just now
-            for spec in kernel.rt.specs():
-                kernel.rt.unpin(spec.name)
-            for card in self.box.limits:
-                if card != "host":
-                    kernel.rt.drain(card, undo=True)
+        undo = [partial(kernel.rt.unpin, spec.name) for spec in kernel.rt.specs()]
+        undo += [
+            partial(kernel.rt.drain, card, undo=True) for card in self.box.limits if card != "host"
+        ]
+        for act in undo:
+            with contextlib.suppress(GpuError):  # it closes just now, or the model is not loaded
+                act()
 
     def _usable(self) -> str:
         """At quiet: every living kernel can use each of its models that fits."""
