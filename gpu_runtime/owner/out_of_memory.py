@@ -236,7 +236,7 @@ def numbers_in(text: str) -> tuple[str, dict[str, int]]:
     A number is named by the variable or the argument that it is given to, or by its line. The values of variables
     that the code only reads are numbers too. Code that is not Python has none.
 
-    >>> numbers_in("batch = 64\nx = torch.randn(batch, 8)")[1]
+    >>> numbers_in("batch = 64\\nx = torch.randn(batch, 8)")[1]
     {'batch': 64, 'in line 2': 8}
     """
     lines = ["" if one.lstrip().startswith(("%", "!")) else one for one in text.splitlines()]

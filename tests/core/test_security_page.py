@@ -42,6 +42,10 @@ read the token in a log, on a command line or in a file
     test_only_a_terminal_gets_the_url_with_the_token
 request an eviction of another user's idle model, and nothing else
     test_another_user_may_request_an_eviction_and_nothing_else
+read, replace or remove what a notebook has parked on a disk: the file has no name, and its directory is
+one that only the user and root can replace
+    test_a_directory_that_another_user_can_replace_is_refused
+    test_a_removed_directory_is_an_error_and_one_removed_later_is_not
 remove the keeper's socket, or send it anything. It makes the socket again; the book is in memory that only
 the keeper writes
     test_a_crowd_outlives_attacks_on_its_keeper
