@@ -191,7 +191,6 @@ class Rules(Value):
     idle_high_seconds: float = 30.0
     relief: str = "auto"  # or "always", or "never"
     offload: bool = True  # False: evicted models are dropped
-    reserve_bytes: int = 0  # measured free memory that stays free
     stale_seconds: float = 5.0  # no grant is based on a sample older than this
     passing_seconds: float = 30.0  # a request blocked by a model in use may be passed for so long
     # An owner is unresponsive if it could act on a request, and has not done so for this long.

@@ -161,16 +161,15 @@ def filled_to_size(book: Book, world: World, devices: Collection[str]) -> tuple[
     """
     sizes = {one.id: one.total_bytes for one in world.devices if one.id in devices}
     book = replace(book, limits={**book.limits, **sizes})
-    rules = replace(world.rules, reserve_bytes=0) if HOST not in devices else world.rules
-    return book, replace(world, limits={**world.limits, **sizes}, rules=rules)
+    return book, replace(world, limits={**world.limits, **sizes})
 
 
 def room(book: Book, world: World) -> dict[str, int]:
     """Bytes that a grant may spend on each device of the `world`; negative in an overdraft.
 
     The room is the smaller of two numbers. The first is the device's limit less the claims in the
-    `book`. The second is the measured free bytes, less the reserve, and less the claimed bytes that
-    the measurement cannot have counted. A simulated device has no measurement, so only the first
+    `book`. The second is the measured free bytes, less the claimed bytes that the measurement cannot
+    have counted. A simulated device has no measurement, so only the first
     number counts. The same holds for a device whose measurement is missing or too old.
     """
     return room_and_blind(book, world)[0]
@@ -202,8 +201,7 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
             blind[id] = reason
         else:
             assert sample is not None and sample.free_bytes is not None  # else it is blind
-            measured = sample.free_bytes - world.rules.reserve_bytes - unseen.get(id, 0)
-            free[id] = min(free[id], measured)
+            free[id] = min(free[id], sample.free_bytes - unseen.get(id, 0))
 
     shared = one_memory(world.devices)
     if shared:
@@ -238,8 +236,8 @@ def _left_of_one_memory(
     """The bytes left in the machine's RAM, if the host and some cards (`shared`) use it together.
 
     The result is the smaller of two numbers. The first is the largest of the devices' budgets, less
-    all claims on these devices. The second is the measured free bytes, less the reserve and the
-    `unseen` bytes. The second number is left out if no device has been measured.
+    all claims on these devices. The second is the measured free bytes, less the `unseen` bytes. The
+    second number is left out if no device has been measured.
     """
     largest_budget = max(limit_of(book, world, id) for id in shared)
     left = largest_budget - sum(claims.get(id, 0) for id in shared)
@@ -251,7 +249,7 @@ def _left_of_one_memory(
     if not measured:
         return left
     unseen_bytes = sum(unseen.get(id, 0) for id in shared)
-    return min(left, min(measured) - world.rules.reserve_bytes - unseen_bytes)
+    return min(left, min(measured) - unseen_bytes)
 
 
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:

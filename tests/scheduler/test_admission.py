@@ -19,7 +19,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.scheduler import explain
 from gpu_runtime.scheduler.admission import MOST_LEASES, MOST_WAITING, admit
-from gpu_runtime.scheduler.capacity import filled_to_size, room
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, obey
@@ -652,14 +652,6 @@ def test_the_own_limit_counts_neither_leaving_leases_nor_blocks():
 # -- measured devices ------------------------------------------------------------------------------
 def real(free, **words):
     return world(cuda0=20, free={"cuda:0": free}, **words)
-
-
-def test_only_a_return_to_a_card_spends_the_reserve():
-    """The driver needs the reserve of a card. What returns to host memory leaves it alone."""
-    page, there = book(), world(cuda0=20, free={"cuda:0": 10, "host": 10}, reserve_bytes=size(1))
-    for devices, gib in (({"cuda:0"}, 10), ({HOST}, 9), ({"cuda:0", HOST}, 9)):
-        free = room(*filled_to_size(page, there, devices))
-        assert (free["cuda:0"], free[HOST]) == (gib * GIB, gib * GIB), devices
 
 
 @pytest.mark.parametrize(
