@@ -666,7 +666,9 @@ def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
     then = whatif.after(snapshot, steps)
     now, after = device_rows(snapshot, may_act=False), device_rows(then, may_act=False)
     rows = [
-        msgspec.structs.replace(row, id=f"{row.id} {when}", busy="", celsius="", watts="")
+        msgspec.structs.replace(
+            row, id=f"{row.id} {when}", title=f"{row.title} {when}", busy="", celsius="", watts=""
+        )
         for pair in zip(now.rows, after.rows, strict=True)
         for when, row in zip(("now", "after"), pair, strict=True)
         if row.id in touched

@@ -68,9 +68,9 @@ def see_updates(page, number: int) -> None:
 
 def test_the_page_is_live_and_a_click_acts(live):
     live.tab("Models")
-    live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
+    live.row("qwen", "sim:0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
-    live.row("qwen", "warm").wait_for()
+    live.row("qwen", "RAM").wait_for()
     live.page.locator(".outcome.done", has_text="evict qwen").wait_for()
 
 
@@ -99,7 +99,7 @@ def test_no_request_goes_to_another_host(live):
     for title in ("Now", "Leases", "Timeline", "Fragmentation", "What if", "Models"):
         live.tab(title)
         live.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
-    live.row("qwen", "warm").wait_for()
+    live.row("qwen", "RAM").wait_for()
     assert live.elsewhere == []
     assert not live.page.locator("text=could not be drawn").count()
 
@@ -170,8 +170,8 @@ def test_the_page_is_updated_while_a_long_cell_runs(live):
 )
 def test_a_click_acts_while_a_long_cell_runs(live):
     live.tab("Models")
-    live.row("qwen", "warm").locator("button", has_text="Restore").click()
+    live.row("qwen", "RAM").locator("button", has_text="Restore").click()
     live.page.locator("[role=dialog] button", has_text="Restore").click()
-    live.row("qwen", "GPU: 0").wait_for()
+    live.row("qwen", "sim:0").wait_for()
     assert "[*]:" in live.page.locator(".jp-InputPrompt").all_inner_texts(), "the cell still runs"
     assert live.errors == []

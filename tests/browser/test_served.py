@@ -240,7 +240,7 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
     seen, second = opened(), opened(VIEWERS)
     for page in (seen, second):
         page.tab("Models")
-        page.row("qwen", pid(kernel), "GPU: 0").wait_for()
+        page.row("qwen", pid(kernel), "sim:0").wait_for()
     assert second.page.locator("text=viewer, read only").count()
     assert not second.page.locator("tbody button").count()
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
@@ -248,12 +248,12 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
         seen.page.locator("[role=dialog]").get_by_text(said).wait_for()
     seen.page.locator("button", has_text="Evict, freeing").click()
     for page in (seen, second):
-        page.row("qwen", pid(kernel), "host").wait_for()
+        page.row("qwen", pid(kernel), "RAM").wait_for()
     assert where(kernel) == "host"
     seen.page.locator(".outcome.done", has_text="evict qwen").first.wait_for()
     seen.row("qwen", pid(kernel)).locator("button", has_text="Restore").click()
     seen.page.locator("[role=dialog] button", has_text="Restore").click()
-    second.row("qwen", pid(kernel), "GPU: 0").wait_for()
+    second.row("qwen", pid(kernel), "sim:0").wait_for()
     assert where(kernel) == "sim:0"
     assert (seen.errors, seen.elsewhere) == ([], [])
 

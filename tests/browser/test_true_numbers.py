@@ -55,7 +55,7 @@ def figures_of(rt) -> dict[str, list]:
     """The free memory and the leases of each device, from the ledger of `rt`, in the words of the console's page."""
     snapshot = rt.status()
     return {
-        bar.device.id: [
+        "RAM" if bar.device.is_host else bar.device.id: [
             room_words(view),
             sorted(f"{one.title} · {one.notebook} {show_bytes(one.bytes)}" for one in bar.segments),
         ]

@@ -80,7 +80,7 @@ def test_32_clients_and_two_models_that_do_not_fit_together(served):
 
 def loads(server) -> float:
     lines = (line.split() for line in send(server, "/metrics").body.splitlines())
-    return sum(float(words[1]) for words in lines if words[0].startswith("gpu_loads_total"))
+    return sum(float(words[1]) for words in lines if words[0].startswith("gpuconsole_loads_total"))
 
 
 def workers(server) -> list[psutil.Process]:

@@ -176,7 +176,7 @@ def of_later_version(content: bytes) -> Refused | None:
     """The reply to a request of a kind that this version does not know; None if it is no such request."""
     try:
         head = _decode_head(content)
-    except msgspec.MsgspecError:
+    except msgspec.MsgspecError:  # it is garbage
         return None
     if head.kind in _KINDS:
         return None
