@@ -32,7 +32,18 @@ VALUES = (
 )  # fmt: skip
 WORDS = st.sampled_from(VALUES) | st.text(st.characters(exclude_categories=()), max_size=8)
 # These start a server, need root or change the environment; their words are parsed, and not acted on.
-PARSED_ONLY = ("console", "serve", "keys", "ledger", "autoload", "uninstall", "box")
+PARSED_ONLY = (
+    "console",
+    "serve",
+    "exporter",
+    "mcp",
+    "top",
+    "keys",
+    "ledger",
+    "autoload",
+    "uninstall",
+    "box",
+)
 
 
 def flags(verb: verbs.Verb, place: str) -> list[str]:

@@ -231,11 +231,10 @@ def test_a_model_that_is_forgotten_while_it_loads_holds_nothing(runtime):
 def test_who_waits_for_a_model_gets_no_later_one_of_its_name(runtime):
     """The wait went on for ever, at full speed."""
     rt, failures = fakes(runtime(devices="sim:8GiB,host:1GiB"), m="4GiB"), []
-    with alongside(lambda: _forgotten_meanwhile(rt, failures)):
-        with rt.lease("5GiB"):
-            until(lambda: rt.status().tickets)
-            rt.forget("m")
-            fakes(rt, m="1GiB")
+    with rt.lease("5GiB"), alongside(lambda: _forgotten_meanwhile(rt, failures)):
+        until(lambda: rt.status().tickets)
+        rt.forget("m")
+        fakes(rt, m="1GiB")
         rt.preload("m")
     assert failures == ["m was not loaded: it was forgotten meanwhile."]
 
