@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -145,11 +146,12 @@ def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
         assert http.get("/api/v1/slots?hots=box2").status_code == 400
         os.kill(hosts.agent_pid("box2"), signal.SIGKILL)
         until(listed, "the slot is filled again")
-        row = 'gpu_host_model_bytes{host="box2",model="echo"} 4.294967296e+09'
+        row = 'gpuconsole_host_model_bytes{Hostname="box2",model="echo"} 4.294967296e+09'
         until(lambda: row in http.get("/metrics").text, "the new agent answers")
         metrics = http.get("/metrics").text
-        assert 'gpuconsole_device_claimed_bytes{device="sim:1",host="box2"' in metrics
-        assert "gpu_hosts 2.0" in metrics and 'gpu_placements{cards="1"}' in metrics
+        claimed = r'gpuconsole_device_claimed_bytes\{Hostname="box2",UUID=".*",device="sim:1"'
+        assert re.search(claimed, metrics)
+        assert "gpuconsole_hosts 2.0" in metrics and 'gpuconsole_placements{cards="1"}' in metrics
         assert http.post("/api/v1/slots", json={**new, "devices": ["sim:7"]}).status_code == 404
         twice = {**new, "devices": ["sim:0", "sim:0"]}
         assert http.post("/api/v1/slots", json=twice).status_code == 400
