@@ -238,6 +238,7 @@ def _restore(
     resident.settle_at(settled, anchor)
     session.probe.watch_peaks()
     _settle(session, resident, step.because, earlier.bytes, restore_seconds=seconds)
+    resident.require_known()
 
 
 def _restore_part(

@@ -95,7 +95,7 @@ class Resident:
         self.work = threading.Lock()  # held while bytes move
         self._worker = 0  # the thread that holds `work`
         self.pauses = False  # whether new uses wait for a request of another process
-        self.is_forgotten = False
+        self.is_forgotten = False  # for good: its name may be another model's
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
         self.training = Training(self.pins)
         self.shares_storages = False  # with other models, see `bases`
@@ -382,9 +382,9 @@ class Resident:
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
         """Records where the model is now. `anchor`, if given, pins the model in the same step."""
         with self.gate:
-            if self.handle is None:  # it was forgotten meanwhile
-                return
             self.lease = lease
+            if self.is_forgotten:  # nobody uses it any more; its bytes count until they are freed
+                return
             self.place = Place.HERE if lease.all_on_device else Place.AWAY
             if anchor is not None:
                 self._pin(anchor)

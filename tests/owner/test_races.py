@@ -8,6 +8,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import LoadFailed
 from gpu_runtime.owner import release
+from gpu_runtime.owner.resident import Place
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, until
 
@@ -209,15 +210,22 @@ def _forgotten_meanwhile(rt, failures):
         failures.append(str(error))
 
 
-def test_a_model_that_is_forgotten_while_it_loads_holds_nothing(runtime):
+@pytest.mark.parametrize("from_ram", [False, True])
+def test_a_model_that_is_forgotten_while_it_arrives_holds_nothing(runtime, from_ram):
     """Its bytes were held beside the ledger, and another process was granted them too."""
     rt, begun, go = runtime(), threading.Event(), threading.Event()
+    armed = []
 
     def slow(verb):
-        begun.set()
-        go.wait(PATIENCE)
+        if armed:
+            begun.set()
+            go.wait(PATIENCE)
 
     rt.register("m", slow, backend="fake", size="1GiB")
+    if from_ram:
+        rt.preload("m")
+        assert rt.evict("m").where == "host"
+    armed.append(True)
     resident, failures = rt._session.residents["m"], []
     with alongside(lambda: _forgotten_meanwhile(rt, failures)):
         begun.wait(PATIENCE)
@@ -226,6 +234,14 @@ def test_a_model_that_is_forgotten_while_it_loads_holds_nothing(runtime):
             go.set()
     assert failures == ["m was not loaded: it was forgotten meanwhile."]
     assert rt.probe.place("sim:0").held_bytes() == 0 and not any(claims(rt).values())
+
+
+def test_a_forgotten_model_that_has_just_moved_is_not_used(runtime):
+    """The move's end made it ready for uses, and then its bytes were freed under them."""
+    resident = loaded(runtime(), m="1GiB")._session.residents["m"]
+    assert resident.begin_forgetting()
+    resident.settle_at(resident.lease)
+    assert resident.place is not Place.HERE
 
 
 def test_who_waits_for_a_model_gets_no_later_one_of_its_name(runtime):
