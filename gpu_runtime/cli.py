@@ -11,7 +11,8 @@ import codecs
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -204,14 +205,21 @@ def _table(verb: Verb, frame: Any) -> str:
 # -- the verbs that run a server -----------------------------------------------------------------
 
 
-def _console(args: argparse.Namespace) -> str:
+@contextmanager
+def _needs(what: str, extra: str) -> Iterator[None]:
+    """A block of imports. If a library is missing, GpuError names it, and the `extra` that `what` needs."""
     try:
-        from gpu_panels import server
+        yield
     except ImportError as error:
         raise GpuError(
-            f"the console needs {error.name}, which is not installed.\n"
-            "  Install it:  pip install 'gpu-console[console]'"
+            f"{what} needs {error.name}, which is not installed.\n"
+            f"  Install it:  pip install 'gpu-console[{extra}]'"
         ) from None
+
+
+def _console(args: argparse.Namespace) -> str:
+    with _needs("the console", "console"):
+        from gpu_panels import server
     serve = partial(
         server.run,
         host=args.host,
@@ -246,13 +254,8 @@ def _server() -> Any:
     """The module of `gpu serve`. Raises GpuError if something that it needs is missing."""
     if sys.version_info < (3, 11):
         raise GpuError("serving needs Python 3.11 or newer. All other verbs run here.")
-    try:
+    with _needs("serving", "serve"):
         from .serving import server
-    except ImportError as error:
-        raise GpuError(
-            f"serving needs {error.name}, which is not installed.\n"
-            "  Install it:  pip install 'gpu-console[serve]'"
-        ) from None
     return server
 
 
@@ -295,13 +298,8 @@ def _serve(args: argparse.Namespace) -> str:
 
 
 def _mcp(args: argparse.Namespace) -> str:
-    try:
+    with _needs("an agent's server", "mcp"):
         from gpu_panels import mcp_server
-    except ImportError as error:
-        raise GpuError(
-            f"an agent's server needs {error.name}, which is not installed.\n"
-            "  Install it:  pip install 'gpu-console[mcp]'"
-        ) from None
     mcp_server.run(read_only=args.read_only)
     return ""
 

@@ -265,6 +265,19 @@ _OPTION_FLAGS = {
 }
 
 
+def _own_flags(
+    options: dict[str, Any], flags: dict[str, str], user_words: tuple[str, ...]
+) -> list[str]:
+    """The flags of vLLM or SGLang for the model's `options`, except those in the user's own words."""
+    words = []
+    for option, flag in flags.items():
+        if options.get(option) is not None and not has_flag(user_words, flag):
+            words += [flag, str(options[option])]
+    if options.get("trust_remote_code") and not has_flag(user_words, "--trust-remote-code"):
+        words += ["--trust-remote-code"]
+    return words
+
+
 class Vllm(Recipe):
     """Starts `vllm serve`."""
 
@@ -301,15 +314,11 @@ class Vllm(Recipe):
         makes_vectors = order.spec.model_type in ("embedding", "reranker")
         if makes_vectors and not has_flag(own, "--runner", "--task"):
             words += ["--runner", "pooling"]
-        for option, flag in _OPTION_FLAGS.items():
-            if options.get(option) is not None and not has_flag(own, flag):
-                words += [flag, str(options[option])]
+        words += _own_flags(options, _OPTION_FLAGS, own)
         # The template is on the command line, since vLLM rejects a template in a request.
         chat = order.spec.options.get("chat_template")
         if chat and not has_flag(own, "--chat-template"):
             words += ["--chat-template", chat]
-        if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
-            words += ["--trust-remote-code"]
         words += ["--middleware", "gpu_console_key.Keyed"]
         paths = filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH")))
         environment = {"VLLM_API_KEY": order.key, "PYTHONPATH": os.pathsep.join(paths)}
@@ -393,11 +402,7 @@ class Sglang(Recipe):
             own, "--is-embedding"
         ):
             words += ["--is-embedding"]
-        for option, flag in _SGLANG_FLAGS.items():
-            if options.get(option) is not None and not has_flag(own, flag):
-                words += [flag, str(options[option])]
-        if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
-            words += ["--trust-remote-code"]
+        words += _own_flags(options, _SGLANG_FLAGS, own)
         if options.get("chat_template"):
             advice = "Write it to a file:  runtime_args=['--chat-template', 'FILE']"
             raise _refused(order, "SGLang reads a chat template from a file only", advice)
