@@ -57,10 +57,11 @@ from .owner import (
 )
 from .owner.history import DEVICES, HOSTS, POLICIES, recorded_events
 from .owner.kernel import Kernel
+from .owner.monitor import Monitor
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place
-from .owner.session import Monitor, Session
+from .owner.session import Session
 from .scheduler import transitions as books
 from .scheduler.placement import check_policy
 from .settings import Settings

@@ -226,8 +226,8 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 # -- maps of allocators: the segments and blocks into which torch divides the memory of a device
 #
-# Pure. An allocator's own figures go in, and an AllocatorMap comes out. `owner/session.py`
-# adds the owner and the time to a map; `ledgers/allocator_files.py` stores maps.
+# Pure. An allocator's own figures go in, and an AllocatorMap comes out. `owner/allocator_maps.py`
+# adds the owner and the time to a map, and publishes it.
 
 MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON
 # Bytes that torch maps or unmaps at a time in an expandable segment.

@@ -7,7 +7,7 @@ scheduler in a transaction of the ledger. The functions in `acquire`, `release`,
 in a thread that the caller waits for, and that it can leave or stop. Moves and drops run in a thread
 that an interrupt cannot stop.
 
-After the session come its parts: the keys of its decisions, its blocks of code, and its monitor.
+After the session come two of its parts: the keys of its decisions, and its blocks of code.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import contextlib
 import itertools
 import logging
 import math
-import os
-import sys
 import threading
 import time
 import weakref
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -32,24 +30,16 @@ from ..backends.base import Backend
 from ..backends.formats.sources import AbsentBackend
 from ..backends.registry import backend_names, open_backend
 from ..catalog.files import Catalogued
-from ..devices.allocators import bounded
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
-from ..estimation import CONTEXT_BYTES, footprint
 from ..facts import (
-    HOST,
-    AllocatorMap,
     Asker,
     Book,
     Device,
     Event,
-    Evidence,
-    Footprint,
     Lease,
-    Measurement,
     ModelSpec,
     Owner,
-    Shares,
     Staying,
     Wait,
     World,
@@ -69,8 +59,11 @@ from ..telemetry.measurements import Measurements
 from ..telemetry.recorder import Record
 from ..threads import Stoppable, uninterrupted
 from ..units import MIB
+from .allocator_maps import Maps
+from .monitor import Breaker, Monitor
 from .pins import AnchorRef
 from .resident import Resident, held_by
+from .sizing import Sizing, residue
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
@@ -563,34 +556,6 @@ class Session:
         self.ledger.ring([self.me])
 
 
-IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
-
-
-def residue(
-    leases: Iterable[Lease], used: Mapping[str, int], contexts: Mapping[str, int]
-) -> dict[str, int]:
-    """Maps each device to the bytes beyond the leases: context, reserved cache, the user's tensors.
-
-    `used` maps devices to the bytes that the driver counts for this process. `contexts` maps
-    devices to the bytes outside torch's allocator. A leased block of code adds no residue: the
-    lease of the block already covers the memory that the code allocates.
-    """
-    leased: dict[str, int] = {}
-    outside_torch = dict(contexts)  # a CUDA context is never part of a lease
-    for lease in leases:
-        own_allocator = lease.kind == "model" and lease.backend not in IN_TORCH
-        for share in lease.shares:
-            leased[share.device] = leased.get(share.device, 0) + share.bytes
-            if own_allocator and share.device in outside_torch:
-                outside_torch[share.device] -= share.bytes
-    found = {}
-    for device, bytes_used in used.items():
-        beyond = max(bytes_used - leased.get(device, 0), outside_torch.get(device, 0))
-        if device != HOST and beyond > 0:
-            found[device] = beyond
-    return found
-
-
 # -- keys name the decisions in progress; this process notes a key before sending it anywhere
 #
 # A ticket is the entry of a waiting request in the book; a ticket has the key of its decision.
@@ -715,138 +680,6 @@ class Blocks(dict[str, tuple[Lease, AnchorRef]]):
         return tuple(leases)
 
 
-# -- the monitor: one daemon thread that calls the tick
-#
-# The thread decides nothing. If the devices cannot be measured, the thread retries less often and
-# logs the reason. No error ends the thread or the kernel.
-
-FAILURES = 5
-REST_SECONDS = 30.0
-MOST_REST_SECONDS = 300.0
-
-
-class Breaker:
-    """Stops measuring for 30 s after 5 failures in a row. After the pause, tries once.
-
-    Each further failure doubles the pause, up to 300 s.
-    """
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.why = ""
-        self._until = 0.0
-        self._rest = REST_SECONDS
-
-    @property
-    def open(self) -> bool:
-        """Whether measuring is suspended."""
-        return self.failures >= FAILURES
-
-    def allows(self, now: float) -> bool:
-        """Whether to measure at `now`, in seconds of the session's clock."""
-        return not self.open or now >= self._until
-
-    def failed(self, now: float, why: str) -> None:
-        """Counts a failure at `now`. `why` is the first line of the driver's error."""
-        self.failures += 1
-        self.why = why
-        if self.failures > FAILURES:
-            self._rest = min(self._rest * 2, MOST_REST_SECONDS)
-        if self.open:
-            self._until = now + self._rest
-
-    def succeeded(self) -> None:
-        """Resets the count of failures and the pause."""
-        self.__init__()  # type: ignore[misc]
-
-    def trouble(self) -> str:
-        """The reason why the devices cannot be measured; empty if measuring works."""
-        if not self.open:
-            return ""
-        return f"the devices have not answered {self.failures} times in a row ({self.why})"
-
-
-class _Promptly:
-    """A `with` block in which a thread that runs Python code yields the GIL after 0.5 ms, not 5 ms.
-
-    A recall makes about sixty system calls, and each of them releases the GIL. With 5 ms, a recall
-    beside a pure-Python loop in the main thread took 400 ms. All runtimes of a process share this
-    object. If other code changes the switch interval during the block, the new interval stays.
-    """
-
-    SECONDS = 0.0005
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._usual = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self.SECONDS, self._usual))
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            ours = math.isclose(sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3)
-            if not self._inside and ours:
-                sys.setswitchinterval(self._usual)
-
-    def forget(self) -> None:
-        """Resets the object in a forked child, where the parent's threads do not exist."""
-        if self._inside:
-            sys.setswitchinterval(self._usual)
-        self._lock, self._inside = threading.Lock(), 0
-
-
-promptly = _Promptly()
-os.register_at_fork(after_in_child=promptly.forget)
-
-
-class Monitor:
-    """Calls `tick` about once a second, and at each notification, until it is stopped."""
-
-    def __init__(self, tick: Callable[[], float], wait: Callable[[float], object]) -> None:
-        """`tick` returns the seconds until the next round. `wait(seconds)` sleeps."""
-        self._tick, self._wait = tick, wait
-        self._stopping = threading.Event()
-        self._running: threads.Running | None = None
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._running = threads.start(self._run)
-
-    def stop(self, ring: Callable[[], None]) -> None:
-        """Ends the thread; waits at most 5 s for its end. `ring` wakes the sleeping thread."""
-        self._stopping.set()
-        ring()
-        if self._running and self._running.ident != threading.get_ident():
-            self._running.wait(5.0)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                with promptly:
-                    delay = self._tick()
-            except (GpuError, ProbeFailed) as error:
-                log.warning("%s", error)
-                delay = 1.0
-            except Exception:  # the kernel and its monitor must survive any error here
-                log.exception("the monitor failed; it tries again in 5 s")
-                delay = 5.0
-            if not self._stopping.is_set():
-                self._safe_wait(delay)
-
-    def _safe_wait(self, delay: float) -> None:
-        try:
-            self._wait(delay)
-        except (GpuError, OSError):  # the next tick logs the same error
-            self._stopping.wait(delay)
-
-
 # -- log lines of the Semantik governor, a memory manager whose features this project continues
 #
 # Their exact text must not change, because operators search logs for them.
@@ -864,251 +697,3 @@ def log_event(event: Event, spec: ModelSpec | None) -> None:
         log.info("Restored %s from CPU to GPU", short)
     else:
         log.debug("%s %s: %s", event.action, event.model, event.because)
-
-
-# -- what this process measures: the size of its models, and the blocks of its memory allocator ----
-#
-# The size of a model is estimated by `estimation.py` from what the source shows, and from
-# the file of measurements.
-
-
-CONTENT_DIGITS = 12  # of a source's fingerprint, to compare sources in the ledger
-_LEAST_INCREASE = 0.01  # a peak that is higher by a smaller fraction is not written again
-
-
-class Sizing:
-    """Computes the footprints of this process's models, and stores new measurements of them."""
-
-    def __init__(
-        self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time
-    ) -> None:
-        """`wall` returns epoch seconds."""
-        self.measurements = measurements
-        self.probe = probe
-        self.wall = wall
-        self._contexts: dict[str, int] = {}  # device -> bytes of the CUDA context, as last seen
-
-    def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:
-        """The bytes that the model needs on a device: measured if it is loaded, else estimated.
-
-        The estimate uses the measurement of an earlier load, if there is one. `places` are ids of
-        the cards on which the model may be placed; empty means any card. Raises UnknownSize,
-        NotAModel, LoadFailed, BadSetting.
-        """
-        spec = resident.spec
-        handle = resident.handle  # read once: another thread may drop the model meanwhile
-        evidence = self._require_evidence(resident, spec)
-        if handle is not None:
-            shares = resident.backend.measure(handle)
-            if resident.handle is not handle:  # it was dropped before or while it was measured
-                return self.footprint(resident, places)
-            measured: Measurement | None = Measurement(sum(share.bytes for share in shares))
-            working_bytes = resident.backend.working_bytes(handle)
-            uses = [spec.options.get(option) for option in ("context_length", "sequences")]
-            declared = spec.size if uses != [None, None] else None
-        else:
-            measured = resident.measured or self.measurements.of(spec, evidence)
-            declared, working_bytes = spec.size, None
-        return footprint(
-            spec.name,
-            evidence,
-            declared=declared,
-            measured=measured,
-            working_bytes=working_bytes,
-            options=spec.options,
-            quantization=spec.quantization,
-            context_bytes=0 if handle is not None else self._context(places, evidence.at_load),
-        )
-
-    def _require_evidence(self, resident: Resident, spec: ModelSpec) -> Evidence:
-        """What the model's source shows of the model's size.
-
-        Raises GpuError if the source shows nothing, the model is not loaded, and no size was given.
-        """
-        try:
-            evidence = resident.backend.evidence(spec, resident.origin)
-        except GpuError as error:
-            if resident.handle is None and spec.size is None:
-                raise
-            evidence = Evidence(why_unknown=str(error))
-        return replace(evidence, pieces=resident.pieces() or evidence.pieces)
-
-    def learn(self, resident: Resident, shares: Shares) -> None:
-        """Remembers the bytes of a model that was just loaded, and its peak while loading.
-
-        `shares` are the bytes measured on each device.
-        """
-        size = sum(share.bytes for share in shares)
-        peak_bytes = self._peak(shares)
-        names = {device.id: device.name for device in self.probe.devices if not device.simulated}
-        device = names.get(shares[0].device, "") if shares else ""
-        day = time.strftime("%Y-%m-%d", time.gmtime(self.wall()))
-        evidence = self._evidence(resident)
-        resident.content = evidence.fingerprint[:CONTENT_DIGITS]
-        known = self.measurements.of(resident.spec, evidence)
-        if known is not None and known.peak_bytes is not None and known.resident_bytes == size:
-            peak_bytes = max(known.peak_bytes, peak_bytes or 0)
-        measured = Measurement(size, peak_bytes, day, device, resident.spec.name)
-        if not evidence.fingerprint:
-            # Live Python code has no fingerprint, so the measurement is valid only for this
-            # registration.
-            resident.measured = measured
-        elif known is None or replace(known, day=day) != measured:
-            self.measurements.remember(resident.spec, evidence, measured)
-
-    def saw(self, resident: Resident, *, alone: bool) -> None:
-        """Stores the peak of a model that was used, if it is higher than the stored peak.
-
-        `alone` is true if no other model was used since the last tick. Only then does torch's peak
-        count, because torch has one peak for all models.
-        """
-        shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
-        size = sum(share.bytes for share in shares)
-        peak = max(size, (self._peak(shares) or 0) if alone else 0)
-        evidence = self._evidence(resident)
-        known = resident.measured or self.measurements.of(resident.spec, evidence)
-        if known is None:
-            return
-        highest = max(known.peak_bytes or 0, known.resident_bytes)
-        if peak <= highest * (1 + _LEAST_INCREASE):
-            return
-        measured = replace(known, peak_bytes=peak)
-        if resident.measured:
-            resident.measured = measured
-        else:
-            self.measurements.remember(resident.spec, evidence, measured)
-
-    def saw_contexts(self) -> None:
-        """Stores the bytes of a CUDA context once two measurements agree.
-
-        The driver reports the bytes with a delay, so one measurement is not enough.
-        """
-        contexts = self.probe.contexts()
-        for device in self.probe.devices:
-            size = contexts.get(device.id, 0)
-            steady = size and size == self._contexts.get(device.id)
-            if steady and size != self.measurements.context_bytes(device.name):
-                self.measurements.remember_context(device.name, size)
-        self._contexts = contexts
-
-    def _peak(self, shares: Shares) -> int | None:
-        """The bytes of `shares`, plus how much higher torch's use was at its peak than it is now.
-
-        None if torch's peak on one of the devices is not known.
-        """
-        peak = 0
-        for share in shares:
-            beyond = self.probe.beyond_now(share.device)
-            if beyond is None:
-                return None
-            peak += share.bytes + beyond
-        return peak if shares else None
-
-    def _evidence(self, resident: Resident) -> Evidence:
-        try:
-            return resident.backend.evidence(resident.spec, resident.origin)
-        except GpuError as error:  # the source was deleted after the load
-            return Evidence(why_unknown=str(error))
-
-    def _context(self, places: tuple[str, ...], own: bool = False) -> int:
-        """Bytes of the CUDA context that a load onto one of the cards `places` may add.
-
-        The result is zero if this process has a context on any of the cards, since the model may be
-        placed there. An existing context counts as residue (memory of the process beyond its
-        leases). If `own` is true, the model runs in an engine, which always makes its own context.
-        """
-        cards: list[Device] = []
-        for device in self.probe.devices:
-            is_card = not device.simulated and not device.is_host
-            if is_card and (not places or device.id in places):
-                cards.append(device)
-        if not cards:
-            return 0
-        used = self.probe.used()
-        if not own and any(used.get(card.id) for card in cards):
-            return 0
-        known = [self.measurements.context_bytes(card.name) for card in cards]
-        return max(size or CONTEXT_BYTES for size in known)
-
-
-# -- maps of the allocator
-#
-# A map lists the blocks of an allocator. The files of the maps are beside the book. Making a map of
-# thousands of blocks takes milliseconds in which the notebook's code cannot run. So maps are
-# published only after a change, and for at most 1 % of the time.
-
-
-PACE_SECONDS = 2.0  # shortest time between two maps
-CALM = 100  # a pause lasts this many times the processor time that the last publication took
-
-
-class Maps:
-    """Publishes the maps of one owner, and reads the maps of all owners. Thread-safe."""
-
-    def __init__(
-        self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]
-    ) -> None:
-        """`clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds."""
-        self._ledger = ledger
-        self._probe = probe
-        self._clock = clock
-        self._wall = wall
-        # A pulse is a value that changes when the maps change.
-        self._pulse: object = None  # the probe's pulse when the maps were last published
-        self._drawn_at: object = None  # the probe's pulse when the maps were last made
-        self._drawn: tuple[AllocatorMap, ...] = ()
-        self._published = False  # an owner whose allocators were never used publishes nothing
-        self._rest_until = float("-inf")
-        self._lock = threading.Lock()
-
-    def publish(self, *, at_once: bool = False) -> bool:
-        """Publishes the maps if they have changed. Returns whether the maps were published.
-
-        Nothing is published during the pause after the last publication; `at_once` ignores the
-        pause.
-        """
-        with self._lock:
-            now = self._clock()
-            if now < self._rest_until and not at_once:
-                return False
-            pulse = self._probe.pulse()
-            if pulse == self._pulse:
-                return False
-            began = time.thread_time()
-            maps = self.own()
-            due = bool(maps) or self._published
-            if due:
-                try:
-                    self._ledger.publish_maps(maps)
-                except OSError as error:  # the disk is full: others see the last maps
-                    log.debug("the allocators' maps could not be published: %s", error)
-                    return False
-                finally:
-                    drawing_seconds = time.thread_time() - began
-                    self._rest_until = now + max(PACE_SECONDS, CALM * drawing_seconds)
-            self._pulse, self._published = pulse, bool(maps)
-            return due
-
-    def own(self) -> tuple[AllocatorMap, ...]:
-        """The maps of this process as they are now, bounded in size.
-
-        Returns the same objects as the last call while the allocators do not change.
-        """
-        pulse = self._probe.pulse()
-        if pulse != self._drawn_at:
-            me, wall = self._ledger.owner.id, self._wall()
-            maps = [replace(map, owner=me, wall=wall) for map in self._probe.maps()]
-            self._drawn = bounded(maps)
-            self._drawn_at = pulse
-        return self._drawn
-
-    def all(self, book: Book) -> tuple[AllocatorMap, ...]:
-        """The maps of every owner in the book, in the book's order.
-
-        The maps of this process are made now. The maps of each other owner are those that the owner
-        published last.
-        """
-        me = self._ledger.owner.id
-        published = self._ledger.maps() | {me: self.own()}
-        owners = dict.fromkeys([*book.sections, me])
-        return tuple(map for id in owners for map in published.get(id, ()))

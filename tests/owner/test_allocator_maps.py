@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime import GpuError
 from gpu_runtime.facts import Outcome
-from gpu_runtime.owner import operations, session
+from gpu_runtime.owner import allocator_maps, operations
 from gpu_runtime.units import GIB, MIB
 from tests.clock import PATIENCE
 
@@ -76,9 +76,9 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
     rt.preload("a")
     assert rt._session.maps.publish()
     rt.preload("b")
-    clock.advance(0.75 * session.PACE_SECONDS)
+    clock.advance(0.75 * allocator_maps.PACE_SECONDS)
     assert not rt._session.maps.publish()
-    clock.advance(0.25 * session.PACE_SECONDS)
+    clock.advance(0.25 * allocator_maps.PACE_SECONDS)
     assert rt._session.maps.publish()
     clock.advance(1000)
     assert not rt._session.maps.publish()
@@ -88,7 +88,7 @@ def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
     """A training loop allocates all the time. Making maps must take at most 1 % of its time."""
     rt = fakes(runtime(monitor=False, clock=clock), a="1GiB", b="1GiB")
     times = iter([0.0, 0.5, 1.0, 1.5])
-    monkeypatch.setattr(session.time, "thread_time", lambda: next(times))
+    monkeypatch.setattr(allocator_maps.time, "thread_time", lambda: next(times))
     rt.preload("a")
     assert rt._session.maps.publish()
     rt.preload("b")

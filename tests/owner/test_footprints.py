@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import LoadFailed, UnknownSize
 from gpu_runtime.estimation import CONTEXT_BYTES
 from gpu_runtime.facts import HOST, Device, Evidence, ModelSpec, Share
-from gpu_runtime.owner.session import Sizing
+from gpu_runtime.owner.sizing import Sizing
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 

@@ -11,7 +11,7 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import TICKS_A_SECOND
 from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import maintenance, operations
-from gpu_runtime.owner.session import promptly
+from gpu_runtime.owner.monitor import promptly
 from tests.clock import until
 from tests.owner.conftest import claims, fakes, loaded, where
 

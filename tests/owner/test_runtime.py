@@ -806,7 +806,7 @@ def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch
 
 
 def test_the_breaker_rests_twice_as_long_each_time_up_to_five_minutes():
-    from gpu_runtime.owner.session import Breaker
+    from gpu_runtime.owner.monitor import Breaker
 
     breaker, now, rests = Breaker(), 0.0, []
     for _ in range(5):

@@ -13,7 +13,8 @@ from gpu_runtime.facts import Book, Event, Wait
 from gpu_runtime.owner import maintenance, requests
 from gpu_runtime.owner.acquire import RoomForProcess
 from gpu_runtime.owner.history import recorded_events
-from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS, residue
+from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS
+from gpu_runtime.owner.sizing import residue
 from gpu_runtime.telemetry.journal import Journal
 from gpu_runtime.units import GIB
 from tests.clock import Clock
