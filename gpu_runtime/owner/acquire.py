@@ -765,16 +765,7 @@ def _lease_block(
     try:
         granted_steps = grants(session, key, wanted, Footprint.of(size), rules, timeout, is_here)
         for verdict in granted_steps:
-            # No load settles this lease, so it is settled here. The monitor or the end of the block
-            # publishes it.
-            lease = replace(
-                verdict.lease,
-                shares=verdict.lease.target,
-                target=(),
-                phase=Phase.SETTLED,
-                key="",
-                settled_at=session.clock() + unseen_seconds,
-            )
+            lease = settled(verdict.lease, session.clock() + unseen_seconds)
             session.blocks[name] = (lease, anchor)
             session.blocks.leased_bytes += lease.bytes
             granted = True
@@ -784,6 +775,16 @@ def _lease_block(
         session.done_with(key.note)  # the key is released first, as in `acquire.obtain`
         if not granted:
             session.withdraw(key)
+
+
+def settled(lease: Lease, at: float) -> Lease:
+    """The granted `lease` of a block of code, settled at the time `at`, since no load settles it.
+
+    The monitor or the end of the block publishes it.
+    """
+    return replace(
+        lease, shares=lease.target, target=(), phase=Phase.SETTLED, key="", settled_at=at
+    )
 
 
 def _end_block(session: Session, name: str) -> None:

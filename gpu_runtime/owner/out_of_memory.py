@@ -1,13 +1,12 @@
 """What happens after a cell of a notebook has run out of memory: room is made, and the story is told.
 
 Idle leases are evicted until there is room. The story says what this notebook and the others held when the error was
-raised, the largest number with which the cell would fit, and one thing to type. `Runs` has for this what earlier runs
-of the cell took. A story has texts and figures only, and keeps no object of the user's.
+raised, the largest number with which the cell would fit, and one thing to type. A story has texts and figures only,
+and keeps no object of the user's.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
 import re
 import traceback
@@ -22,7 +21,6 @@ from ..names import (
     ERROR,
     OUTPUT,
     RUNNING,
-    VARIABLE,
     Name,
     Namespace,
     describe,
@@ -36,9 +34,8 @@ from ..threads import imported
 from ..units import parse_bytes, show_bytes
 from ..user_frames import user_lines
 from . import failures, holdings
+from .cell_room import Runs
 from .session import Session
-
-Bytes = Mapping[str, int]  # by the id of a card
 
 # -- room for the cell
 
@@ -109,167 +106,6 @@ def bytes_wanted(error: BaseException) -> int:
             if found:
                 return parse_bytes(found[1].strip())
     return 0
-
-
-# -- what earlier runs of a cell took
-
-MOST_CODE = 20_000  # characters of a cell in which numbers are looked for
-MOST_RUNS = 8  # of one cell that are kept
-MOST_CELLS = 200  # whose runs are kept
-
-
-class Fit(NamedTuple):
-    """The largest number with which a cell fits, by what two of its earlier runs took."""
-
-    name: str  # a variable or an argument such as `batch`, or `in line 3`
-    now: int  # its value in the run that failed
-    most: int
-    runs: tuple[tuple[int, int], ...]  # of the two runs: the number, and the bytes that were taken
-
-    @property
-    def change(self) -> str:
-        """What to write into the cell, such as `batch = 48`."""
-        most = min(self.most, self.now)
-        if self.name.startswith("in line "):
-            return f"{most} in place of {self.now} {self.name}"
-        return f"{self.name} = {most}"
-
-    def __str__(self) -> str:
-        took = " and ".join(f"{show_bytes(size)} with {number}" for number, size in self.runs)
-        most = f"about {self.change}" if self.most < self.now else f"{self.change} fits now"
-        return f"{most} (this cell took {took})"
-
-
-class _Run(NamedTuple):
-    numbers: dict[str, int]
-    taken: Bytes  # at the peak, beyond what the notebook held otherwise
-    left: Bytes  # what the notebook held after it
-
-
-class Runs:
-    """What the cells of one kernel took, with the whole numbers in their code. Two runs of a cell give a slope.
-
-    A cell is recognised by its code without the numbers, so `batch = 32` may become `batch = 64`. Numbers are
-    constants of the code, and the notebook's variables that the code reads.
-    """
-
-    def __init__(self, sees_peaks: bool) -> None:
-        """`sees_peaks` is false for simulated cards, where the peak of a cell is what the notebook holds after it.
-
-        There a run replaces what the run before it has made, which a real peak still contains.
-        """
-        self._sees_peaks = sees_peaks
-        self._cells: dict[str, dict[int, _Run]] = {}  # by code, then by the number of the run
-        self._runs = 0
-        self._text, self._code, self._numbers = "", "", dict[str, int]()
-        self._held: Bytes = {}
-
-    def begin(self, text: str, held: Bytes) -> None:
-        """Called before the cell `text`, while the notebook's own code holds the bytes `held`."""
-        self._runs += 1
-        self._text = text
-        self._code, self._numbers = numbers_in(text)
-        self._held = dict(held)
-
-    def end(self, text: str, held: Bytes, peak: Bytes, left: Bytes) -> None:
-        """Called after the cell `text`, before which the notebook held the bytes `held`.
-
-        `peak` has the most bytes that it held meanwhile, and `left` those it holds now. Called again for the same run
-        if its count was made later.
-        """
-        if text != self._text:  # nobody was told of the first cell's beginning
-            self.begin(text, held)
-        if not self._numbers:
-            return
-        replaced = self._replaced()
-        taken = {
-            card: size - self._held.get(card, 0) + replaced.get(card, 0)
-            for card, size in peak.items()
-        }
-        runs = self._cells.pop(self._code, {})
-        runs[self._runs] = _Run(self._numbers, taken, dict(left))
-        self._cells[self._code] = dict(list(runs.items())[-MOST_RUNS:])
-        while len(self._cells) > MOST_CELLS:
-            self._cells.pop(next(iter(self._cells)))
-
-    def failed(self) -> None:
-        """Called after the cell has failed. It took less than it needs, so its run tells nothing."""
-        self._cells.get(self._code, {}).pop(self._runs, None)
-
-    def _replaced(self) -> Bytes:
-        """What the last run of the same cell has made, if nothing else has changed since."""
-        earlier = [run for number, run in self._earlier() if number < self._runs]
-        if self._sees_peaks or not earlier or dict(earlier[-1].left) != self._held:
-            return {}
-        return earlier[-1].taken
-
-    def _earlier(self) -> list[tuple[int, _Run]]:
-        return list(self._cells.get(self._code, {}).items())
-
-    def fit(self, card: str, free_bytes: int) -> Fit | None:
-        """The largest number with which the cell that failed fits on `card`; None if no two runs tell it.
-
-        `free_bytes` are the bytes of the card that the notebook may hold as a whole.
-        """
-        free_bytes += self._replaced().get(card, 0) - self._held.get(card, 0)
-        for name, now in self._numbers.items():
-            others = {**self._numbers, name: 0}
-            taken = {
-                run.numbers[name]: run.taken.get(card, 0)
-                for _, run in self._earlier()
-                if {**run.numbers, name: 0} == others and run.numbers[name] < now
-            }
-            if len(taken) < 2:
-                continue
-            (less, first), (more, second) = runs = sorted(taken.items())[-2:]
-            if second <= first:
-                continue
-            most = more + (free_bytes - second) * (more - less) // (second - first)
-            if most > 0:
-                return Fit(name, now, most, tuple(runs))
-        return None
-
-
-def numbers_in(text: str) -> tuple[str, dict[str, int]]:
-    """The code of the cell `text` without its whole numbers above 0, and these numbers by name.
-
-    A number is named by the variable or the argument that it is given to, or by its line. The values of variables
-    that the code only reads are numbers too. Code that is not Python has none.
-
-    >>> numbers_in("batch = 64\\nx = torch.randn(batch, 8)")[1]
-    {'batch': 64, 'in line 2': 8}
-    """
-    lines = ["" if one.lstrip().startswith(("%", "!")) else one for one in text.splitlines()]
-    try:
-        tree = ast.parse("\n".join(lines) if len(text) <= MOST_CODE else "")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # another language, or a magic
-        return "", {}
-    names: dict[int, str] = {}
-    nodes = list(ast.walk(tree))
-    assigned = {one.id for one in nodes if isinstance(one, ast.Name) and not _is_read(one)}
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names[id(node.value)] = node.targets[0].id
-        elif isinstance(node, ast.keyword) and node.arg:
-            names[id(node.value)] = node.arg
-    numbers: dict[str, int] = {}
-    for node in nodes:
-        if isinstance(node, ast.Constant) and type(node.value) is int and node.value > 0:
-            name = names.get(id(node), f"in line {node.lineno}")
-            while name in numbers:
-                name += ", the next"
-            numbers[name], node.value = node.value, 0
-    namespace = registered.current()
-    for node in nodes:
-        if isinstance(node, ast.Name) and _is_read(node) and node.id not in assigned:
-            for value in namespace.held(Name(node.id, VARIABLE)):
-                if type(value) is int and value > 0:
-                    numbers[node.id] = value
-    return ast.dump(tree), numbers
-
-
-def _is_read(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Load)
 
 
 # -- the story

@@ -10,7 +10,7 @@ import torch
 
 from gpu_runtime import Runtime, WaitEnded
 from gpu_runtime.facts import HOST
-from gpu_runtime.owner.kernel import CellRoom
+from gpu_runtime.owner.cell_room import CellRoom
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 from tests import simgpu
@@ -106,7 +106,7 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
 def test_one_line_stays_after_a_wait_for_room(two, impatient, monkeypatch, in_use, line):
     """The line of the wait itself disappears. A wait of less than a second leaves no line."""
     _, kernel, other = two
-    monkeypatch.setattr("gpu_runtime.owner.kernel.LEAST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_WAIT_SECONDS", 0.0)
     with other.use("idle") if in_use else nullcontext():
         news = cell(kernel, text=BIG)
     assert not kernel.refused and not other.status().tickets
@@ -315,7 +315,7 @@ def test_peaks_of_an_older_version_are_not_read(tmp_path):
 @pytest.fixture
 def cards(started, guards, monkeypatch):
     """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise their own errors."""
-    monkeypatch.setattr("gpu_runtime.owner.kernel.LEAST_ROOM_BYTES", MIB)
+    monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_ROOM_BYTES", MIB)
     gc.collect()
     return started(probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0)
 

@@ -16,7 +16,7 @@ from torch import nn
 from gpu_runtime import GpuError
 from gpu_runtime.backends.pytorch import memory_history
 from gpu_runtime.names import Namespace, registered
-from gpu_runtime.owner.out_of_memory import Fit, Runs, numbers_in
+from gpu_runtime.owner.cell_room import Fit, Runs, numbers_in
 from gpu_runtime.rendering import html, text
 from gpu_runtime.units import MIB
 from tests import simgpu
