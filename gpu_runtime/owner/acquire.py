@@ -300,7 +300,7 @@ def grants(
     """
     began = session.clock()
     deadline = None if timeout is None else began + timeout
-    checked_for_dead, because = False, ""
+    checked_for_dead, counted, because = False, False, ""
     rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
     compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
     departures = _Departures(session, key)
@@ -332,6 +332,10 @@ def grants(
                 continue
             if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
                 compared = verdict.considered
+            if not counted:
+                counted = True  # once: nothing else of the cell runs while its request waits
+                if session.kernel is not None and session.kernel.has_changed(held):
+                    continue
             if not checked_for_dead:  # first check that all owners in the way are alive
                 checked_for_dead = True
                 if session.reap():

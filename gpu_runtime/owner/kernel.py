@@ -412,6 +412,17 @@ class Kernel:
         elif changed and session.dozing:
             session.wake_monitor()
 
+    def has_changed(self, pinned: tuple[str, ...]) -> bool:
+        """Counts for a request of the running cell, which may have deleted tensors since the last count.
+
+        `pinned` are the leases that the requesting thread pins. While a model loads, nothing is counted:
+        its bytes are not yet told from the notebook's own. Returns whether the kernel's lease has changed.
+        """
+        resident = self.resident
+        if resident is None or resident.lease.id not in pinned or self._session.loads:
+            return False
+        return resident.remeasure()
+
     def recount(self) -> None:
         """Counts again after tensors were freed, so that their bytes are not cached on a simulated card.
 

@@ -66,6 +66,18 @@ def test_a_governed_model_is_not_counted_again(started):
     assert before - own(rt).get("sim:0", 0) == 4 * MIB
 
 
+def test_a_cell_has_what_it_deleted_before_it_requests_a_model(started):
+    """The request was refused: the bytes of before the cell still counted."""
+    rt, kernel = started(devices="sim:64MiB,host:1GiB")
+    rt.register("m", backend="fake", size="40MiB")
+    kept = [keep(kernel, torch.zeros(40 * FLOATS))]
+    kernel.begin("x")
+    kernel.kept_by_the_test = kept.clear()
+    with rt.use("m"):
+        assert own(rt).get("sim:0", 0) < 24 * MIB
+    kernel.end()
+
+
 held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
 
 
