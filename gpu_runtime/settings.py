@@ -112,241 +112,135 @@ def _secret(doc: str) -> Any:
 class Settings:
     """All settings. `Settings.load` creates this object and reports an error in one sentence."""
 
-    gpu_memory_max_percent: float = _fraction(
-        0.90, "The part of each GPU's memory that models may claim, 0 to 1."
-    )
-    cpu_memory_max_percent: float = _fraction(
-        0.50, "The part of RAM that models may claim while they are off the GPU, 0 to 1."
-    )
-    inference_memory_limit_gb: float | None = _number(
-        None,
-        "A further limit on this process's models, in GiB. Unset: none.",
-        "a number of GiB above 0, such as 16",
-        above=0,
-        most=2**20,
-    )
-    inference_gpu_index: int | None = _whole(
-        None,
-        "The only GPU to use, by its number in status. Unset: the planner chooses.",
-        "the index of a GPU, such as 0",
-        least=0,
-    )
+    # fmt: off
+    gpu_memory_max_percent: float = _fraction(0.90, "The part of each GPU's memory that models may claim, 0 to 1.")
+    cpu_memory_max_percent: float = _fraction(0.50,
+        "The part of RAM that models may claim while they are off the GPU, 0 to 1.")
+    inference_memory_limit_gb: float | None = _number(None,
+        "A further limit on this process's models, in GiB. Unset: none.", "a number of GiB above 0, such as 16",
+        above=0, most=2**20)
+    inference_gpu_index: int | None = _whole(None,
+        "The only GPU to use, by its number in status. Unset: the planner chooses.", "the index of a GPU, such as 0",
+        least=0)
 
-    inference_gpu_layers: int | None = _whole(
-        None,
+    inference_gpu_layers: int | None = _whole(None,
         "Layers on the GPU of a llama.cpp model that does not set its own gpu_layers: -1 all, 0 CPU only.",
-        "-1 (all), 0 (CPU only) or a number of layers",
-        least=-1,
-    )
-    inference_backend: str | None = _text(
-        None, "The backend if the model's catalogue entry has none. Unset: found from its source."
-    )
+        "-1 (all), 0 (CPU only) or a number of layers", least=-1)
+    inference_backend: str | None = _text(None,
+        "The backend if the model's catalogue entry has none. Unset: found from its source.")
 
-    gpu_devices: str = _text(
-        "auto",
-        "The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated ones such "
-        "as sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.",
-    )
+    gpu_devices: str = _text("auto",
+        "The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated ones such as "
+        "sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.")
     development_cpu_only: bool = _truth(False, "Simulate the devices even if there is a GPU.")
-    gpu_ledger: str | None = _text(
-        None,
-        "Where the book is stored: keeper:///DIRECTORY, redis://HOST:PORT/DB or memory:. Unset: the machine's"
-        " shared ledger, else one of the user's own.",
-    )
+    gpu_ledger: str | None = _text(None,
+        "Where the book is stored: keeper:///DIRECTORY, redis://HOST:PORT/DB or memory:. Unset: the machine's shared "
+        "ledger, else one of the user's own.")
 
-    gpu_catalog: str | None = _text(
-        None, "Where the model catalogue is: a directory or a file. Unset: the user's own."
-    )
-    gpu_config_file: str = _text(
-        "/etc/gpu-console/config.toml",
-        "The machine-wide configuration: the shared ledger, and users' caps.",
-    )
+    gpu_catalog: str | None = _text(None,
+        "Where the model catalogue is: a directory or a file. Unset: the user's own.")
+    gpu_config_file: str = _text("/etc/gpu-console/config.toml",
+        "The machine-wide configuration: the shared ledger, and users' caps.")
 
-    enable_memory_governor: bool = _truth(
-        True, "Off: models load without a request for room, and are never moved."
-    )
-    enable_cpu_offload: bool = _truth(
-        True,
-        "On: models evicted from the GPU move to RAM. Off: they are dropped, if their source can restore them.",
-    )
-    gpu_policy: str = _choice(
-        "keep_score",
-        f"Which model is evicted first: {', '.join(POLICIES)}.",
-        ", ".join(POLICIES),
-    )
-    gpu_placement: str = _choice(
-        "best-fit",
+    enable_memory_governor: bool = _truth(True, "Off: models load without a request for room, and are never moved.")
+    enable_cpu_offload: bool = _truth(True,
+        "On: models evicted from the GPU move to RAM. Off: they are dropped, if their source can restore them.")
+    gpu_policy: str = _choice("keep_score", f"Which model is evicted first: {', '.join(POLICIES)}.",
+        ", ".join(POLICIES))
+    gpu_placement: str = _choice("best-fit",
         "Which GPU a model is loaded to: best-fit, most-free or fewest-evictions.",
-        "best-fit, most-free or fewest-evictions",
-    )
-    gpu_split_margin_mb: int = _whole(
-        512,
+        "best-fit, most-free or fewest-evictions")
+    gpu_split_margin_mb: int = _whole(512,
         "MiB that stay free on each GPU when a model is split in proportion to the free memory.",
-        "a whole number of MiB, such as 512",
-        least=0,
-    )
-    gpu_split_overhead: float = _fraction(
-        0.0, "What each GPU of a split model needs beyond its share, as a part of it; Helix: 0.1."
-    )
-    gpu_fraction_factor: float | None = _number(
-        None,
+        "a whole number of MiB, such as 512", least=0)
+    gpu_split_overhead: float = _fraction(0.0,
+        "What each GPU of a split model needs beyond its share, as a part of it; Helix: 0.1.")
+    gpu_fraction_factor: float | None = _number(None,
         "Claim a model's weights times this instead of the estimate; NDIF: 3. Unset: the estimate.",
-        "a number above 0, such as 3",
-        above=0,
-        most=1000,
-    )
-    fraction_largest_possible: float = _fraction(
-        0.8,
-        "With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims the whole GPU.",
-    )
-    gpu_shadows: str = _choice(
-        "auto",
-        "Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that the model "
-        "leaves its GPU without a copy: auto (one for all processes of a user), private or never.",
-        "auto, private or never",
-    )
-    gpu_relief: str = _choice(
-        "auto",
-        "When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), always"
-        " or never.",
-        "auto, always or never",
-    )
-    gpu_most_wait: float | None = _seconds(
-        None,
-        "How long other models of equal importance may keep a model waiting. Unset: five times what bringing "
-        "it to the GPU takes, at least 3 s.",
-        text="1m",
-    )
-    gpu_prefetch: str = _choice(
-        "auto",
-        "Whether waiting cells' models are loaded while a cell runs: auto or never.",
-        "auto or never",
-    )
-    gpu_progress_seconds: float = _seconds(
-        0.5, "A load or restore that takes longer shows its progress in the notebook."
-    )
-    gpu_park: str = _choice(
-        "asked",
-        "When the memory of an idle notebook leaves its GPU for RAM: asked (another process needs it, or "
-        "someone parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.",
-        "asked, idle or never",
-    )
-    gpu_return_at_exit: float = _seconds(
-        30.0,
-        "How long a signal handler or an exit function of a parked notebook waits for its memory to return "
-        "from host memory.",
-    )
-    gpu_park_idle_seconds: float = _seconds(
-        600.0, "With GPU_PARK=idle: how long a notebook is idle before it is parked."
-    )
-    gpu_park_turn_seconds: float = _seconds(
-        30.0,
-        "How long cells that follow one another keep the GPU while another process waits for it; never less "
-        "than five times what leaving and returning takes.",
-    )
-    gpu_park_dir: str | None = _text(
-        None,
-        "A directory on a local disk, to which parked memory of notebooks moves when RAM is short, or when they "
-        "are idle for long. Unset: it stays in RAM.",
-    )
-    gpu_park_disk_gb: float | None = _number(
-        None,
-        "The most GiB of parked memory on this disk, of all notebooks together. Unset: what is free but a tenth "
-        "of the disk.",
-        "a number of GiB above 0, such as 200",
-        above=0,
-        most=2**20,
-    )
-    gpu_hibernate_seconds: float = _seconds(
-        3600.0,
-        "With GPU_PARK_DIR: how long a parked notebook is idle before its memory moves to the disk.",
-    )
-    gpu_who_names: str = _choice(
-        "own",
+        "a number above 0, such as 3", above=0, most=1000)
+    fraction_largest_possible: float = _fraction(0.8,
+        "With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims the whole GPU.")
+    gpu_shadows: str = _choice("auto",
+        "Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that the model leaves its "
+        "GPU without a copy: auto (one for all processes of a user), private or never.", "auto, private or never")
+    gpu_relief: str = _choice("auto",
+        "When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), always or "
+        "never.", "auto, always or never")
+    gpu_most_wait: float | None = _seconds(None,
+        "How long other models of equal importance may keep a model waiting. Unset: five times what bringing it to "
+        "the GPU takes, at least 3 s.", text="1m")
+    gpu_prefetch: str = _choice("auto", "Whether waiting cells' models are loaded while a cell runs: auto or never.",
+        "auto or never")
+    gpu_progress_seconds: float = _seconds(0.5,
+        "A load or restore that takes longer shows its progress in the notebook.")
+    gpu_park: str = _choice("asked",
+        "When the memory of an idle notebook leaves its GPU for RAM: asked (another process needs it, or someone "
+        "parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.", "asked, idle or never")
+    gpu_return_at_exit: float = _seconds(30.0,
+        "How long a signal handler or an exit function of a parked notebook waits for its memory to return from host "
+        "memory.")
+    gpu_park_idle_seconds: float = _seconds(600.0,
+        "With GPU_PARK=idle: how long a notebook is idle before it is parked.")
+    gpu_park_turn_seconds: float = _seconds(30.0,
+        "How long cells that follow one another keep the GPU while another process waits for it; never less than five "
+        "times what leaving and returning takes.")
+    gpu_park_dir: str | None = _text(None,
+        "A directory on a local disk, to which parked memory of notebooks moves when RAM is short, or when they are "
+        "idle for long. Unset: it stays in RAM.")
+    gpu_park_disk_gb: float | None = _number(None,
+        "The most GiB of parked memory on this disk, of all notebooks together. Unset: what is free but a tenth of "
+        "the disk.", "a number of GiB above 0, such as 200", above=0, most=2**20)
+    gpu_hibernate_seconds: float = _seconds(3600.0,
+        "With GPU_PARK_DIR: how long a parked notebook is idle before its memory moves to the disk.")
+    gpu_who_names: str = _choice("own",
         "To whom %gpu who shows the names of this process's variables: own (its own user) or all (operators too).",
-        "own or all",
-    )
-    eviction_grace_seconds: float = _seconds(
-        5.0, "A model used within this time is not evicted by pressure or by other processes."
-    )
-    eviction_idle_threshold_seconds: float = _seconds(
-        120.0, "Under MODERATE pressure, models idle for longer than this are evicted."
-    )
-    eviction_idle_high_seconds: float = _seconds(
-        30.0, "The same under HIGH pressure; never more than under MODERATE."
-    )
-    pressure_check_interval_seconds: float = _seconds(
-        15.0, "How often pressure is checked.", above=0, text="1m"
-    )
+        "own or all")
+    eviction_grace_seconds: float = _seconds(5.0,
+        "A model used within this time is not evicted by pressure or by other processes.")
+    eviction_idle_threshold_seconds: float = _seconds(120.0,
+        "Under MODERATE pressure, models idle for longer than this are evicted.")
+    eviction_idle_high_seconds: float = _seconds(30.0,
+        "The same under HIGH pressure; never more than under MODERATE.")
+    pressure_check_interval_seconds: float = _seconds(15.0, "How often pressure is checked.", above=0, text="1m")
 
     gpu_console_token: Secret | None = _secret(
-        "The console's token, of 16 characters or more. Unset: a new one at each start."
-    )
+        "The console's token, of 16 characters or more. Unset: a new one at each start.")
     gpu_console_viewer_token: Secret | None = _secret(
-        "Another token, for people who may look and not act. Unset: there is none."
-    )
-    gpu_console_operators: str | None = _text(
-        None, "The users who may act if the console has a login: names, separated by commas, or *."
-    )
-    gpu_console_viewers: str | None = _text(
-        None,
-        "The users who may only look there: names, separated by commas, or *. No other user is admitted.",
-    )
-    gpu_console_operator_groups: str | None = _text(
-        None,
-        "Groups of JupyterHub whose members are operators of the console, beside the hub's admins: names, "
-        "separated by commas.",
-    )
-    gpu_console_user_names: str = _text(
-        "{name}",
-        "The name on this machine of JupyterHub's user {name}; in The Littlest JupyterHub jupyter-{name}.",
-    )
+        "Another token, for people who may look and not act. Unset: there is none.")
+    gpu_console_operators: str | None = _text(None,
+        "The users who may act if the console has a login: names, separated by commas, or *.")
+    gpu_console_viewers: str | None = _text(None,
+        "The users who may only look there: names, separated by commas, or *. No other user is admitted.")
+    gpu_console_operator_groups: str | None = _text(None,
+        "Groups of JupyterHub whose members are operators of the console, beside the hub's admins: names, separated "
+        "by commas.")
+    gpu_console_user_names: str = _text("{name}",
+        "The name on this machine of JupyterHub's user {name}; in The Littlest JupyterHub jupyter-{name}.")
     gpu_console_read_only: bool = _truth(False, "The console has no buttons, for any user.")
 
-    gpu_engine_ports: str = _text(
-        "8300-8399", "The ports of engines that run as servers, at 127.0.0.1."
-    )
-    gpu_engine_start_seconds: float = _seconds(
-        600.0, "How long such a server may take to start and load its model.", above=0, text="10m"
-    )
-    gpu_tasks: str | None = _text(
-        None,
-        "The file of tasks, clients and substitutes for serving. Unset: the user's own tasks.yaml.",
-    )
-    gpu_serve_queue: int = _whole(
-        256,
-        "How many calls may wait in the queue; further ones are refused.",
-        "a whole number of calls above 0, such as 256",
-        least=1,
-    )
-    gpu_serve_breaker_failures: int = _whole(
-        5,
+    gpu_engine_ports: str = _text("8300-8399", "The ports of engines that run as servers, at 127.0.0.1.")
+    gpu_engine_start_seconds: float = _seconds(600.0, "How long such a server may take to start and load its model.",
+        above=0, text="10m")
+    gpu_tasks: str | None = _text(None,
+        "The file of tasks, clients and substitutes for serving. Unset: the user's own tasks.yaml.")
+    gpu_serve_queue: int = _whole(256, "How many calls may wait in the queue; further ones are refused.",
+        "a whole number of calls above 0, such as 256", least=1)
+    gpu_serve_breaker_failures: int = _whole(5,
         "How many faults of an engine in a row open the breaker of its model.",
-        "a whole number of failures above 0, such as 5",
-        least=1,
-    )
-    gpu_serve_breaker_seconds: float = _seconds(
-        30.0, "How long an open breaker keeps calls away from its model.", above=0, text="1m"
-    )
-    gpu_serve_grace_seconds: float = _seconds(
-        30.0, "How long running answers may take when the server gets SIGTERM.", text="1m"
-    )
-    gpu_serve_log: str | None = _text(
-        None, "The file for one line of JSON per call, or - for standard error. Unset: none."
-    )
-    gpu_serve_keys: str | None = _text(
-        None, "The file of keys for programs. Unset: the user's own keys.json."
-    )
-    gpu_serve_cors: str | None = _text(
-        None, "The origins of web pages that may call gpu serve, with commas, or *."
-    )
-    model_boss_allow_cloud_fallback: bool = _truth(
-        True, "Whether a cloud may answer in place of a local model, until changed over HTTP."
-    )
+        "a whole number of failures above 0, such as 5", least=1)
+    gpu_serve_breaker_seconds: float = _seconds(30.0, "How long an open breaker keeps calls away from its model.",
+        above=0, text="1m")
+    gpu_serve_grace_seconds: float = _seconds(30.0, "How long running answers may take when the server gets SIGTERM.",
+        text="1m")
+    gpu_serve_log: str | None = _text(None,
+        "The file for one line of JSON per call, or - for standard error. Unset: none.")
+    gpu_serve_keys: str | None = _text(None, "The file of keys for programs. Unset: the user's own keys.json.")
+    gpu_serve_cors: str | None = _text(None, "The origins of web pages that may call gpu serve, with commas, or *.")
+    model_boss_allow_cloud_fallback: bool = _truth(True,
+        "Whether a cloud may answer in place of a local model, until changed over HTTP.")
 
-    gpu_trust_remote_code: bool = _truth(
-        False, "Let models run code from their own directory when they load."
-    )
+    gpu_trust_remote_code: bool = _truth(False, "Let models run code from their own directory when they load.")
+    # fmt: on
 
     def __init__(self, given_by: Mapping[str, str] | None = None, **values: Any) -> None:
         """Uses these `values`, else the defaults. `given_by` has the sources of the values, by name."""

@@ -336,14 +336,8 @@ MEANINGS = {
     **dict.fromkeys(("abort", "interrupt", "kill"), ("cancel", "evict")),
 }
 FLEET = (
-    positional(
-        "action",
-        "ACTION",
-        "status (unless given), join, leave, drain HOST, or slots",
-        nargs="?",
-        choices=["status", "join", "leave", "drain", "slots"],
-        default="status",
-    ),
+    positional("action", "ACTION", "status (unless given), join, leave, drain HOST, or slots", nargs="?",
+        choices=["status", "join", "leave", "drain", "slots"], default="status"),
     positional("host", "HOST", "the host to drain", nargs="?"),
     switch("--undo", "with drain: take models again"),
     option("--create", "NAME@HOST", "with slots: load a model there"),
@@ -353,36 +347,24 @@ FLEET = (
     option("--devices", "D", "with join: its cards, such as sim:2x24GiB"),
     option("--ledger", "URL", "with join: its ledger; the machine's unless given"),
     option("--address", "A", "of Ray's head, such as box1:6379", default="auto"),
-)
+)  # fmt: skip
 
 KEYS = (
     positional("action", "ACTION", "add, list or remove", choices=["add", "list", "remove"]),
     positional("name", "NAME", "of the key, such as the program's", nargs="?"),
-    option(
-        "--role",
-        "R",
-        "with add: user (calls models; unless given) or viewer",
-        choices=("user", "viewer"),
-        default="user",
-    ),
-    option(
-        "--models",
-        "NAMES",
-        "with add: its models, as in qwen*,task:chat; all unless given",
-        type=model_names,
-        default=("*",),
-    ),
+    option("--role", "R", "with add: user (calls models; unless given) or viewer", choices=("user", "viewer"),
+        default="user"),
+    option("--models", "NAMES", "with add: its models, as in qwen*,task:chat; all unless given", type=model_names,
+        default=("*",)),
     option("--importance", "I", "with add: the highest that its calls can have", type=importance),
     option("--requests", "N", "with add: requests a minute", type=count),
     option("--tokens", "N", "with add: tokens a minute", type=count),
-)
+)  # fmt: skip
 LEDGER = (
     positional("action", "init", "the only action", choices=["init"]),
     option("--group", "G", "the users' group, such as gpu", required=True),
-    positional(
-        "directory", "DIR", "the ledger's directory, such as /var/lib/gpu-console/ledger", "files"
-    ),
-)
+    positional("directory", "DIR", "the ledger's directory, such as /var/lib/gpu-console/ledger", "files"),
+)  # fmt: skip
 BOX = (
     positional(
         "action",
@@ -407,17 +389,9 @@ BOX = (
 PRESETS: dict[str, dict[str, str]] = {
     "24GB": {"GPU_MEMORY_MAX_PERCENT": "0.90"},
     "16GB": {"GPU_MEMORY_MAX_PERCENT": "0.90", "ENABLE_CPU_OFFLOAD": "true"},
-    "8GB": {
-        "GPU_MEMORY_MAX_PERCENT": "0.85",
-        "ENABLE_CPU_OFFLOAD": "true",
-        "EVICTION_IDLE_THRESHOLD_SECONDS": "60",
-    },
-    "4GB": {
-        "GPU_MEMORY_MAX_PERCENT": "0.80",
-        "ENABLE_CPU_OFFLOAD": "true",
-        "EVICTION_IDLE_THRESHOLD_SECONDS": "30",
-    },
-}
+    "8GB": {"GPU_MEMORY_MAX_PERCENT": "0.85", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "60"},
+    "4GB": {"GPU_MEMORY_MAX_PERCENT": "0.80", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "30"},
+}  # fmt: skip
 
 
 _LARGEST_PRESET = 24  # GB
@@ -698,347 +672,129 @@ def _slots(hosts: Any, args: argparse.Namespace) -> Any:
 # -- the table -----------------------------------------------------------------------------------
 
 _TABLE = (
-    Verb(
-        "status",
-        "how full the devices are, which process holds what, and which requests wait",
-        status,
-        (switch("--all", "every host that shares the ledger"),),
-    ),
-    Verb(
-        "top",
-        "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end",
-        places=(CLI,),
-        has_own_code=True,
-    ),
+    Verb("status", "how full the devices are, which process holds what, and which requests wait", status,
+        (switch("--all", "every host that shares the ledger"),)),
+    Verb("top", "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end", places=(CLI,),
+        has_own_code=True),
     Verb("models", "models: where each one is, its size, and how long it is idle"),
     Verb("leases", "which process holds how much on which device"),
-    Verb(
-        "evictions",
-        "models that left their device, when, and why",
-        evictions,
-        (
-            switch("--all", "also loads, restores and refusals"),
-            option("--limit", "N", "only the last N", type=rows),
-        ),
-    ),
-    Verb(
-        "report",
-        "hours: who used the cards, who held them idle, and who waited",
-        report,
-        (
-            option("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
-            option(
-                "--by",
-                "WHAT",
-                "user, notebook, model, card, time, or waits: who waited for whom",
-                "report",
-            ),
-            switch("--text", "a short text, fit for a mail"),
-            switch("--csv", "the table for a spreadsheet"),
-        ),
-    ),
-    Verb(
-        "fragmentation",
-        "memory that the allocators reserve and cannot use",
+    Verb("evictions", "models that left their device, when, and why", evictions, (
+        switch("--all", "also loads, restores and refusals"),
+        option("--limit", "N", "only the last N", type=rows),
+    )),
+    Verb("report", "hours: who used the cards, who held them idle, and who waited", report, (
+        option("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
+        option("--by", "WHAT", "user, notebook, model, card, time, or waits: who waited for whom", "report"),
+        switch("--text", "a short text, fit for a mail"),
+        switch("--csv", "the table for a spreadsheet"),
+    )),
+    Verb("fragmentation", "memory that the allocators reserve and cannot use",
         lambda rt, args: rt.allocator_maps() if args.map else rt.fragmentation(),
-        (switch("--map", "drawn: every segment, and its blocks"),),
-    ),
+        (switch("--map", "drawn: every segment, and its blocks"),)),
     Verb("health", "one line about the fullest device"),
-    Verb(
-        "plan",
-        "dry run: memory a model needs, and which models would be evicted",
-        arguments=(
-            positional(
-                "name",
-                "NAME|SIZE|PATH",
-                "a model, a notebook (FILE.ipynb), a size such as 8GiB, a directory, a .gguf file, or a hub id",
-                "held",
-            ),
-            SOURCE,
-            *DESCRIPTION,
-            TIMEOUT,
-        ),
-    ),
-    Verb(
-        "backtest",
-        "replays a history with other policies, cards and RAM",
-        backtest,
-        HISTORY,
-        needs_runtime=False,
-    ),
-    Verb(
-        "why",
-        "the last decisions about a model or notebook; without NAME, about this one",
-        why,
+    Verb("plan", "dry run: memory a model needs, and which models would be evicted", arguments=(
+        positional("name", "NAME|SIZE|PATH",
+            "a model, a notebook (FILE.ipynb), a size such as 8GiB, a directory, a .gguf file, or a hub id", "held"),
+        SOURCE, *DESCRIPTION, TIMEOUT,
+    )),
+    Verb("backtest", "replays a history with other policies, cards and RAM", backtest, HISTORY, needs_runtime=False),
+    Verb("why", "the last decisions about a model or notebook; without NAME, about this one", why,
         (
             HELD,
             switch("--replay", "decides its recorded decisions again; NAME may be a number"),
             switch("--oom", "why this notebook's last cell that ran out of memory did so"),
-        ),
-    ),
-    Verb(
-        "load",
-        "registers a model and loads it",
-        arguments=(NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
-        places=(MAGIC,),
-    ),
-    Verb(
-        "register",
-        "makes a model known by a name; nothing is loaded",
-        register,
-        (NEW_NAME, SOURCE, *DESCRIPTION),
-        places=(MAGIC,),
-    ),
-    Verb(
-        "forget", "frees a model of this notebook, and its name", forget, (NAME,), places=(MAGIC,)
-    ),
-    Verb(
-        "preload",
-        "loads a model onto its device before it is needed",
-        arguments=(LOADABLE, TIMEOUT),
-    ),
-    Verb(
-        "evict",
-        "moves an idle model off its device, to RAM if there is space",
-        evict,
-        (
-            HELD,
-            TIMEOUT,
-            switch("--drop", "out of RAM too, if its source has the same weights"),
-            switch("--all-idle", "every idle model, instead of NAME"),
-            switch(
-                "--lost", "NAME is the pid of a process that may have ended: show what it holds"
-            ),
-            switch("--force", "with --lost: it has ended, so end its leases"),
-        ),
-    ),
-    Verb(
-        "cancel",
-        "ends a request's wait for memory: its cell gets an error that names you",
-        arguments=(WAITING, TIMEOUT),
-    ),
-    Verb(
-        "restore",
-        "moves a model, or a notebook's own memory, from RAM back to its device",
-        restore,
-        (LOADABLE,),
-    ),
-    Verb(
-        "move",
-        "moves an idle, loaded model to another card, or over several",
-        arguments=(
-            NAME,
-            positional(
-                "device", "DEVICE", "where to, such as cuda:1, or cuda:0,1 for both", "devices"
-            ),
-            TIMEOUT,
-        ),
-    ),
+        )),
+    Verb("load", "registers a model and loads it", arguments=(NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
+        places=(MAGIC,)),
+    Verb("register", "makes a model known by a name; nothing is loaded", register, (NEW_NAME, SOURCE, *DESCRIPTION),
+        places=(MAGIC,)),
+    Verb("forget", "frees a model of this notebook, and its name", forget, (NAME,), places=(MAGIC,)),
+    Verb("preload", "loads a model onto its device before it is needed", arguments=(LOADABLE, TIMEOUT)),
+    Verb("evict", "moves an idle model off its device, to RAM if there is space", evict, (
+        HELD, TIMEOUT,
+        switch("--drop", "out of RAM too, if its source has the same weights"),
+        switch("--all-idle", "every idle model, instead of NAME"),
+        switch("--lost", "NAME is the pid of a process that may have ended: show what it holds"),
+        switch("--force", "with --lost: it has ended, so end its leases"),
+    )),
+    Verb("cancel", "ends a request's wait for memory: its cell gets an error that names you",
+        arguments=(WAITING, TIMEOUT)),
+    Verb("restore", "moves a model, or a notebook's own memory, from RAM back to its device", restore, (LOADABLE,)),
+    Verb("move", "moves an idle, loaded model to another card, or over several", arguments=(
+        NAME,
+        positional("device", "DEVICE", "where to, such as cuda:1, or cuda:0,1 for both", "devices"), TIMEOUT,
+    )),
     Verb("pin", "keeps a model on its device until it is unpinned", arguments=(NAME,)),
     Verb("unpin", "allows a pinned model to be evicted again", arguments=(NAME,)),
-    Verb(
-        "park",
-        "moves what a notebook's own code holds to RAM, until a cell needs it",
-        arguments=(
-            WHO,
-            BY_DRIVER,
-            switch("--yes", "with --checkpoint: its hazards are known to you"),
-        ),
-    ),
-    Verb(
-        "hibernate",
-        "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
-        arguments=(WHO,),
-    ),
-    Verb(
-        "unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)
-    ),
-    Verb(
-        "drain",
-        "stops new leases on a card, and moves its idle models away",
-        arguments=(
-            positional("device", "DEVICE", "a card, such as cuda:1", "devices"),
-            switch("--undo", "allow leases on it again"),
-            TIMEOUT,
-        ),
-    ),
-    Verb(
-        "defrag",
-        "releases cached, unused device memory: of all processes, or of one",
-        arguments=(PROCESS, TIMEOUT),
-    ),
-    Verb(
-        "next",
-        "the waiting cells' models: where each one is, and what is loaded ahead",
-        lambda rt, args: rt.schedule(),
-        places=(MAGIC,),
-    ),
-    Verb(
-        "who", "which variable, output or error of a notebook holds device memory", arguments=(WHO,)
-    ),
-    Verb(
-        "free",
-        "releases outputs, the last error and caches; or deletes a variable",
-        arguments=(positional("name", "NAME", "only this variable", "variables", nargs="?"),),
-        places=(MAGIC,),
-    ),
-    Verb(
-        "apply",
-        "adds the models of files to the catalogue: all of them, or none",
-        lambda rt, args: apply(rt, args.file),
-        (
-            option(
-                *(
-                    "--file -f",
-                    "FILE",
-                    "YAML or JSON; - for standard input; may be repeated",
-                    "files",
-                ),
-                required=True,
-                action="append",
-            ),
-        ),
-        needs_runtime=False,
-    ),
+    Verb("park", "moves what a notebook's own code holds to RAM, until a cell needs it",
+        arguments=(WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you"))),
+    Verb("hibernate", "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
+        arguments=(WHO,)),
+    Verb("unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)),
+    Verb("drain", "stops new leases on a card, and moves its idle models away", arguments=(
+        positional("device", "DEVICE", "a card, such as cuda:1", "devices"),
+        switch("--undo", "allow leases on it again"), TIMEOUT,
+    )),
+    Verb("defrag", "releases cached, unused device memory: of all processes, or of one",
+        arguments=(PROCESS, TIMEOUT)),
+    Verb("next", "the waiting cells' models: where each one is, and what is loaded ahead",
+        lambda rt, args: rt.schedule(), places=(MAGIC,)),
+    Verb("who", "which variable, output or error of a notebook holds device memory", arguments=(WHO,)),
+    Verb("free", "releases outputs, the last error and caches; or deletes a variable",
+        arguments=(positional("name", "NAME", "only this variable", "variables", nargs="?"),), places=(MAGIC,)),
+    Verb("apply", "adds the models of files to the catalogue: all of them, or none",
+        lambda rt, args: apply(rt, args.file), (
+        option(*("--file -f", "FILE", "YAML or JSON; - for standard input; may be repeated", "files"), required=True,
+            action="append"),
+    ), needs_runtime=False),
     Verb("catalog", "the models of the catalogue", list_catalogue, needs_runtime=False),
-    Verb(
-        "inspect",
-        "a model's entry in the catalogue, in a form that apply accepts",
-        inspect,
-        (
-            CATALOG_NAME,
-            option(
-                "--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml"
-            ),
-        ),
-        needs_runtime=False,
-    ),
-    Verb(
-        "delete",
-        "removes a model from the catalogue; if it is loaded, it stays loaded",
-        arguments=(CATALOG_NAME,),
-    ),
-    Verb(
-        "doctor",
-        "one report to paste: versions, drivers, devices, settings",
-        doctor,
-        needs_runtime=False,
-    ),
-    Verb(
-        "config",
-        "every setting, its value and its source",
-        config,
-        (
-            option(
-                "--preset",
-                "SIZE",
-                "the settings advised for a card: 24GB or more, 16GB, 8GB, 4GB",
-                "presets",
-            ),
-        ),
-        needs_runtime=False,
-    ),
-    Verb(
-        "console",
-        "the operator's console: live in a notebook, served from a terminal",
-        has_own_code=True,
+    Verb("inspect", "a model's entry in the catalogue, in a form that apply accepts", inspect,
+        (CATALOG_NAME, option("--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml")),
+        needs_runtime=False),
+    Verb("delete", "removes a model from the catalogue; if it is loaded, it stays loaded", arguments=(CATALOG_NAME,)),
+    Verb("doctor", "one report to paste: versions, drivers, devices, settings", doctor, needs_runtime=False),
+    Verb("config", "every setting, its value and its source", config,
+        (option("--preset", "SIZE", "the settings advised for a card: 24GB or more, 16GB, 8GB, 4GB", "presets"),),
+        needs_runtime=False),
+    Verb("console", "the operator's console: live in a notebook, served from a terminal", has_own_code=True,
         arguments=(
             HOST,
-            option("--port", "N", "the port; else the first free one from 8211", type=port_number),
-            SOCKET,
+            option("--port", "N", "the port; else the first free one from 8211", type=port_number), SOCKET,
             switch("--read-only", "nobody may act"),
-            switch("--no-browser", "open no browser"),
-            OF_FLEET,
-        ),
-        needs_runtime=False,
-        plain_in_notebook=True,
-    ),
-    Verb(
-        "exporter",
-        "figures of this host for Prometheus at /metrics, as gpu serve and gpu console have them too",
+            switch("--no-browser", "open no browser"), OF_FLEET,
+        ), needs_runtime=False, plain_in_notebook=True),
+    Verb("exporter", "figures of this host for Prometheus at /metrics, as gpu serve and gpu console have them too",
         has_own_code=True,
+        arguments=(HOST, option("--port", "N", "the port; 9835 unless given", type=port_number), SOCKET),
+        places=(CLI,), needs_runtime=False),
+    Verb("serve", "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port", has_own_code=True,
         arguments=(
             HOST,
-            option("--port", "N", "the port; 9835 unless given", type=port_number),
-            SOCKET,
-        ),
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "serve",
-        "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port",
-        has_own_code=True,
-        arguments=(
-            HOST,
-            option("--port", "N", "the port; 8210 unless given", type=port_number),
-            SOCKET,
-            switch("--read-only", "nobody may act, and no model is called"),
-            LOG_LEVEL,
-            OF_FLEET,
-        ),
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "mcp",
-        "what an agent may ask and do, over the Model Context Protocol on standard input and output",
-        has_own_code=True,
-        arguments=(switch("--read-only", "without the tools that act"),),
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "keys",
-        "keys for programs that call `gpu serve`: models, importance, limits",
-        keys,
-        KEYS,
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "autoload",
-        "lets every new kernel of this environment load gpu by itself",
+            option("--port", "N", "the port; 8210 unless given", type=port_number), SOCKET,
+            switch("--read-only", "nobody may act, and no model is called"), LOG_LEVEL, OF_FLEET,
+        ), places=(CLI,), needs_runtime=False),
+    Verb("mcp", "what an agent may ask and do, over the Model Context Protocol on standard input and output",
+        has_own_code=True, arguments=(switch("--read-only", "without the tools that act"),), places=(CLI,),
+        needs_runtime=False),
+    Verb("keys", "keys for programs that call `gpu serve`: models, importance, limits", keys, KEYS, places=(CLI,),
+        needs_runtime=False),
+    Verb("autoload", "lets every new kernel of this environment load gpu by itself",
         lambda rt, args: autoload.write_autoload(remove=args.remove),
-        (switch("--remove", "new kernels no longer load it"),),
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "uninstall",
-        "lists what gpu-console wrote for this user, and removes it; asks first",
-        uninstall,
+        (switch("--remove", "new kernels no longer load it"),), places=(CLI,), needs_runtime=False),
+    Verb("uninstall", "lists what gpu-console wrote for this user, and removes it; asks first", uninstall,
         (
             option("--prefix", "DIR", "an environment that has lost the package already", "files"),
             switch("--yes", "removes it without a question"),
-        ),
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "ledger",
-        "sets up a ledger that a group of users shares; for the operator, as root",
-        ledger,
-        LEDGER,
-        places=(CLI,),
-        needs_runtime=False,
-    ),
-    Verb(
-        "box",
-        "one installation for every kernel of the machine; for the operator, as root",
-        box,
-        BOX,
-        places=(CLI,),
-        needs_runtime=False,
-    ),
+        ), places=(CLI,), needs_runtime=False),
+    Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", ledger, LEDGER,
+        places=(CLI,), needs_runtime=False),
+    Verb("box", "one installation for every kernel of the machine; for the operator, as root", box, BOX,
+        places=(CLI,), needs_runtime=False),
     Verb("fleet", "many hosts: one bar for each", fleet, FLEET, needs_runtime=False),
-    Verb(
-        "help",
-        "this help, or the help of one verb or error",
+    Verb("help", "this help, or the help of one verb or error",
         arguments=(positional("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
-        needs_runtime=False,
-    ),
-)
+        needs_runtime=False),
+)  # fmt: skip
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _TABLE}
 
 CELL = (  # the arguments of `%%gpu`
