@@ -25,9 +25,8 @@ class Kind(StrEnum):
 
     OUT_OF_MEMORY = "out of memory"  # remedy: free memory
     DRIVER_RESET = "driver reset"  # the driver released the device; a new process finds it again
-    STICKY = (
-        "sticky CUDA error"  # every later call in this process's CUDA context fails the same way
-    )
+    # Every later call in this process's CUDA context fails the same way.
+    STICKY = "sticky CUDA error"
     ASSERT = "device-side assert"  # sticky too; a kernel found an index or a label out of range
     DECODE = "decode failure"  # llama.cpp could not compute a batch; transient or permanent
     CRASH = "crash"  # the process ended, and its output does not show why

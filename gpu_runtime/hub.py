@@ -149,9 +149,8 @@ def _value(section: Any, name: str, otherwise: Any) -> Any:
     if name not in section:
         return otherwise
     value = section[name]
-    if hasattr(
-        value, "get_value"
-    ):  # traitlets' LazyConfigValue: appended to a default that is not known yet
+    # traitlets' LazyConfigValue: appended to a default that is not known yet.
+    if hasattr(value, "get_value"):
         return value.get_value(otherwise)
     return type(otherwise)(value)
 

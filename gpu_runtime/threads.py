@@ -378,9 +378,8 @@ def imported(name: str) -> Any:
 # -- locks at the moment of a fork -----------------------------------------------------------------
 
 
-WAIT_SECONDS = (
-    1.0  # the longest wait of a fork; a lock that the fork did not get is free in the child
-)
+# The longest wait of a fork; a lock that the fork did not get is free in the child.
+WAIT_SECONDS = 1.0
 
 _awaited: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _freed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -433,9 +432,8 @@ def _before() -> None:
     """Acquires, in the parent, the locks that were passed to `awaited`."""
     deadline = time.monotonic() + WAIT_SECONDS
     _here.taken, _here.missed = [], []
-    for (
-        reference
-    ) in _awaited.valuerefs():  # an atomic copy, since other threads add locks meanwhile
+    # An atomic copy, since other threads add locks meanwhile.
+    for reference in _awaited.valuerefs():
         lock = reference()
         if lock is None:
             continue

@@ -18,9 +18,8 @@ from ..safe_text import lines
 from ..units import show_bytes
 
 HOST = "host"
-DISK = (
-    "disk"  # the place of a lease whose bytes are in a file; in a request to evict: drop the bytes
-)
+# The place of a lease whose bytes are in a file; in a request to evict: drop the bytes.
+DISK = "disk"
 KERNEL = "kernel"  # the name and the kind of the lease of what a notebook's own code holds
 USER = "user"  # the kind of a lease that stands for all memory of a user, for viewers who see only its sum
 SCHEMA = 3

@@ -150,9 +150,8 @@ class Cap(Value):
     keep: bool = True
     longest_lease_seconds: float | None = None  # the limit for a block of code
     card_hours_per_week: float | None = None  # whole cards, in use and idle, in the last seven days
-    after_quota: str = (
-        "lower"  # what happens to requests beyond these hours: lower importance, or "refuse"
-    )
+    # What happens to requests beyond these hours: lower importance, or "refuse".
+    after_quota: str = "lower"
     used_card_hours: float = 0.0  # as the process has read them from the account of hours
     tables: dict[str, str] = {}  # key -> the table of the file that sets it, such as users.ann
 

@@ -77,9 +77,8 @@ class Machine(Value):
 
 def _more_generous(field: str, value: Any, than: Any) -> bool:
     if field in ("importance", "enforce", "after_quota"):
-        return (
-            value < than
-        )  # a lower number is more important, `false` enforces nothing, "lower" refuses nothing
+        # A lower number is more important, `false` enforces nothing, "lower" refuses nothing.
+        return value < than
     return value > than
 
 

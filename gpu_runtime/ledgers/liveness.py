@@ -284,9 +284,8 @@ class OwnerFile:
         In a shared ledger, the members of `group` can read the file, and only the owner's user can
         write the file. Raises LedgerUnavailable, OSError.
         """
-        with (
-            _making
-        ):  # a child that is forked meanwhile would not close the file, and would keep the lock
+        # A child that is forked meanwhile would not close the file, and would keep the lock.
+        with _making:
             fd, self.owner, self.path = _locked_file(directory, owner, group)
             self._fd = fd
             _open_files.add(self)
@@ -380,9 +379,8 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
 _MAGIC = b"GPUR"
 _FRAME = struct.Struct("<4sIQQII")  # magic, schema, turn, revision, length, checksum of the roster
 _CHECK = struct.Struct("<I")  # checksum of the frame itself
-_MOST_REV = (
-    1 << 62
-)  # below the largest integer of a Redis, so that the revision can still be increased
+# Below the largest integer of a Redis, so that the revision can still be increased.
+_MOST_REV = 1 << 62
 
 
 class Roster(NamedTuple):

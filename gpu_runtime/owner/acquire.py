@@ -795,7 +795,6 @@ def _end_block(session: Session, name: str) -> None:
     lease, _ = session.blocks.pop(name, (None, None))
     for share in lease.shares if lease else ():
         session.forget_torch_limit(share.device)  # the block has lifted the cap
-    if (
-        not session.closed
-    ):  # a closed session, or the session of a forked child, no longer owns the lease
+    # A closed session, or the session of a forked child, no longer owns the lease.
+    if not session.closed:
         session.publish()

@@ -216,9 +216,8 @@ def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
     if len(paths) > 1:
         raise AmbiguousName(notebook, paths)
     if not found:
-        operations.sections_of_notebook(
-            session, notebook
-        )  # raises GpuError if no notebook has the name
+        # Raises GpuError if no notebook has the name.
+        operations.sections_of_notebook(session, notebook)
     return tuple(found[-FEW:])
 
 

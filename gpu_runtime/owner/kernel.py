@@ -901,9 +901,8 @@ def governed_shares(session: Session) -> Iterator[Share]:
 # -- what a notebook shows about the return
 
 LEAST_TOLD_SECONDS = 0.1  # a shorter wait for space is not mentioned
-LEAST_PART = (
-    0.5  # if the last holder had the card for a smaller part of the time, both times are named
-)
+# If the last holder had the card for a smaller part of the time, both times are named.
+LEAST_PART = 0.5
 
 # Cells that need no card. The front end runs them while the memory is parked, or above a cap.
 WAYS_OUT = "del NAME      %gpu free NAME      torch.save(NAME, 'name.pt')"

@@ -112,9 +112,8 @@ class Held:
     is_call = False  # True for the block of a call of the model itself
 
     def __init__(self) -> None:
-        self._anchor: AnchorRef | None = (
-            None  # anchor of the latest lookup of `__exit__`, until it is used
-        )
+        # Anchor of the latest lookup of `__exit__`, until it is used.
+        self._anchor: AnchorRef | None = None
         self._kept: list[Anchor] | None = None  # anchors of blocks that were entered by hand
 
     def _start(self, anchor: AnchorRef) -> Any:

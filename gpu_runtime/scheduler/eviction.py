@@ -765,9 +765,8 @@ class _Eviction:
         does not answer.
         """
         wanted = self.request.lease
-        if (
-            lease.owner != wanted.owner
-        ):  # the owner that is recalled chooses what it unloads for its lease
+        # The owner that is recalled chooses what it unloads for its lease.
+        if lease.owner != wanted.owner:
             return ()
         pool = warm(
             self.book,

@@ -700,6 +700,5 @@ def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bo
         return False
     if lease is None or lease.pins or not lease.on_device:
         return True
-    return ticket.verb == "use" and lease.away_since > _since(
-        ticket
-    )  # a part of the lease has left
+    # A part of the lease has left.
+    return ticket.verb == "use" and lease.away_since > _since(ticket)

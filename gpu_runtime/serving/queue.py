@@ -469,9 +469,8 @@ class Queue:
 
     def _leave(self, turn: Turn) -> None:
         still_waiting = self._waiting.pop(turn.waiting.key, None) is not None
-        if (
-            not still_waiting and not turn.refused
-        ):  # it was started, even if its task was cancelled then
+        # It was started, even if its task was cancelled then.
+        if not still_waiting and not turn.refused:
             self._ends.append(self._clock())
             running = self._models.get(turn.waiting.model)
             if running is not None and running.active:

@@ -101,9 +101,8 @@ class Journal:
         """
         self._path = path
         self._users = users
-        self._is_ours = (
-            False  # whether the path to the file was checked: only this user can write it
-        )
+        # Whether the path to the file was checked: only this user can write it.
+        self._is_ours = False
         self._clock = clock
         self._recent: deque[Event] = deque(maxlen=KEPT)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
@@ -391,9 +390,8 @@ def select_decisions(db: sqlite3.Connection, name: str, limit: int) -> tuple[Dec
 
 MOST_EVENTS = 10_000
 MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
-MOST_STEPS = (
-    5_000_000  # SQLite's steps for one file, about 0.1 s; a hostile file could need endless steps
-)
+# SQLite's steps for one file, about 0.1 s; a hostile file could need endless steps.
+MOST_STEPS = 5_000_000
 STEPS_AT_ONCE = 100_000
 ATTEMPTS = 3  # the other user may write the file while it is copied
 

@@ -39,9 +39,8 @@ from gpu_runtime.names import values_in
 OURS = ("gpu_runtime", "gpu", "gpu_panels")  # the packages of gpu-console
 TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
 PANEL = "panel.io.callbacks"
-PENDING = datetime.timedelta(
-    seconds=1
-)  # the longest wait for operations of gloo that are under way
+# The longest wait for operations of gloo that are under way.
+PENDING = datetime.timedelta(seconds=1)
 WAIT = threading.Condition.wait.__code__
 RUN_FOREVER = asyncio.BaseEventLoop.run_forever.__code__
 MOST_OBJECTS = 20_000  # the nearest objects that a thread or a callback refers to; 20 ms

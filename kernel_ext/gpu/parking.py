@@ -381,9 +381,8 @@ class Parking:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)
         except GpuError as error:  # `%gpu` reports it
             if getattr(error, "group", "") and not self._is_told:
-                self._is_told = (
-                    True  # the user must ask the operator, and may not know of the ledger
-                )
+                # The user must ask the operator, and may not know of the ledger.
+                self._is_told = True
                 self._show(" ".join(str(error).split()))
         return self._lease is not None
 

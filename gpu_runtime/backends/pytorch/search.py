@@ -623,9 +623,8 @@ def _reason(
         return FOREIGN, address
     if storage.device.type == "cpu":
         return (SHARED if storage.is_shared() else ""), address
-    return (
-        SENT if storage._cdata in sent else ""
-    ), address  # is_shared() is true on every CUDA card
+    # `is_shared()` is true on every CUDA card.
+    return (SENT if storage._cdata in sent else ""), address
 
 
 def _view(storage: torch.UntypedStorage, size: int = 0) -> Tensor:

@@ -158,9 +158,8 @@ class _KeeperBell(Bell):
                     wire.send(message)
                 except _Lost:  # perhaps half of the message was sent
                     with contextlib.suppress(OSError):  # it is closed already
-                        wire.socket.shutdown(
-                            socket.SHUT_RDWR
-                        )  # wakes the thread that will close it
+                        # Wakes the thread that will close it.
+                        wire.socket.shutdown(socket.SHUT_RDWR)
 
     def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
         wire = self._wire

@@ -226,9 +226,8 @@ class RedisBook:
         # directory. An owner in another directory cannot see these rosters.
         self._script = f"-- {boot} {os.stat(directory).st_ino}\n{LOOK_OR_WRITE}"
         self._sha = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
-        self._vetted = (
-            False  # whether the page was compared with the rosters since the Redis started
-        )
+        # Whether the page was compared with the rosters since the Redis started.
+        self._vetted = False
         self._told_at = float("-inf")  # the time when this owner last marked the page as seen
 
     @property
