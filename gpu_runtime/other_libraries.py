@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .threads import imported
-from .tracked_objects import instances
+from .tracked_objects import instances, subclasses
 from .units import show_bytes
 
 
@@ -66,7 +66,7 @@ def _objects() -> Iterator[Held]:
     for library, module, name in CLASSES:
         kind = getattr(imported(module), name, None)
         if isinstance(kind, type):
-            kinds |= dict.fromkeys(_with_subclasses(kind), library)
+            kinds |= dict.fromkeys(subclasses(kind), library)
     count: dict[tuple[str, str], int] = {}
     for one in instances(kinds) if kinds else ():
         key = kinds[type(one)], type(one).__name__
@@ -78,12 +78,6 @@ def _objects() -> Iterator[Held]:
     )
     if pool is not None and any(library == "cupy" for library, _ in count):
         yield Held("cupy", "a memory pool", "cuda:0", pool.total_bytes())
-
-
-def _with_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    for one in type.__subclasses__(kind):
-        yield from _with_subclasses(one)
 
 
 def _called(owner: Any, name: str) -> Any:

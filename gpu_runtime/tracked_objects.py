@@ -50,6 +50,17 @@ def instances(classes: Collection[type]) -> list[Any]:
             gc.enable()
 
 
+def subclasses(kind: type) -> set[type]:
+    """The class `kind` and all its direct and indirect subclasses."""
+    known, pending = {kind}, [kind]
+    while pending:
+        for below in type.__subclasses__(pending.pop()):
+            if below not in known:
+                known.add(below)
+                pending.append(below)
+    return known
+
+
 def _listed(generation: int, classes: Collection[type]) -> list[Any]:
     """The objects of these `classes` in one `generation` of the garbage collector.
 

@@ -36,7 +36,7 @@ from gpu_runtime.errors import rebuilt
 from gpu_runtime.facts import OutOfMemoryStory
 from gpu_runtime.notebook import cell_key, is_remembered, notebook_path
 from gpu_runtime.torch_modes import outside_modes
-from gpu_runtime.tracked_objects import instances
+from gpu_runtime.tracked_objects import instances, subclasses
 from gpu_runtime.units import MIB
 
 from . import obstacles, quiet_cells
@@ -592,13 +592,20 @@ def _holds_memory() -> bool:
         return False
     if torch.cuda.is_initialized():
         return True
-    found = instances({torch.Tensor, torch.nn.Parameter, torch.UntypedStorage})
-    return any(_may_be_large(one, torch) for one in found if one.device.type == "cpu")
+    found = instances({torch.UntypedStorage, *subclasses(torch.Tensor)})
+    return any(_may_be_large(one, torch) for one in found)
 
 
 def _may_be_large(one: Any, torch: Any) -> bool:
-    """Whether the tensor or storage `one` has 1 MiB or more, or is sparse, so that torch does not say."""
-    if isinstance(one, torch.UntypedStorage):
+    """Whether the tensor or storage `one` is on the CPU and has 1 MiB or more, or does not say so.
+
+    A sparse tensor does not say. A tensor of a subclass, such as a weight of 4 bits, is not asked: it may run code.
+    """
+    if type(one) not in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
+        return True
+    if one.device.type != "cpu":
+        return False
+    if type(one) is torch.UntypedStorage:
         return one.nbytes() >= MIB
     return one.layout is not torch.strided or one.nbytes >= MIB
 

@@ -304,6 +304,16 @@ def test_a_restarted_kernel_finds_free_what_its_first_cell_takes(two, rt, url):
         assert "took" in after.run("%gpu why kernel")
 
 
+def test_a_first_cell_whose_tensors_are_of_a_subclass_is_counted(url, rt):
+    """As a model in 4 bits: its weights are tensors of a class of their own, and nothing else is large."""
+    with Notebook("packed.ipynb", url) as notebook:
+        notebook.run(
+            "import torch\nclass Packed(torch.nn.Parameter): pass\n"
+            "weight = Packed(torch.ones(5_000_000, dtype=torch.uint8), requires_grad=False)"
+        )
+        rest(rt, "packed.ipynb", least_bytes=5_000_000)
+
+
 FAILS_ONCE = """tries.append(1)
 if len(tries) < 2:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 22.00 MiB.")

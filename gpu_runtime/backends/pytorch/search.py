@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ...devices.process_memory import Memory
 from ...facts import HOST
 from ...torch_modes import outside_modes
-from ...tracked_objects import instances
+from ...tracked_objects import instances, subclasses
 from ...units import MIB
 from . import old_torch
 from .swap import has_lazy_copy, readable_class
@@ -291,17 +291,6 @@ def _bytes_in(value: Any) -> int:
     if isinstance(value, (tuple, list)):
         return sum(map(_bytes_in, value))
     return value.nbytes if isinstance(value, Tensor) else 0
-
-
-def subclasses(kind: type) -> set[type]:
-    """The class `kind` and all its direct and indirect subclasses."""
-    known, pending = {kind}, [kind]
-    while pending:
-        for below in type.__subclasses__(pending.pop()):
-            if below not in known:
-                known.add(below)
-                pending.append(below)
-    return known
 
 
 def optimizer_keys() -> set[int]:

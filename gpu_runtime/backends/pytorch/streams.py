@@ -19,9 +19,8 @@ import torch
 
 from ... import threads
 from ...devices import allocators
-from ...tracked_objects import instances
+from ...tracked_objects import instances, subclasses
 from ..base import NotStill
-from .search import subclasses
 
 DEFAULT = 0  # the stream that every card has
 
