@@ -57,12 +57,7 @@ if TYPE_CHECKING:
 MARK = ".shared"
 _LEVELS = 4  # a ledger's deepest directory is LEDGER/WORLD/BOOT/owners
 _REPLACED = "something else has taken its place"
-
-
-def _empty_file(path: Path, mode: int) -> None:
-    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-    fd = os.open(path, flags, mode)
-    os.close(fd)
+STICKY, COMMON, ONE_USERS = 0o3770, 0o2770, 0o2750  # modes of directories, see above
 
 
 class Access(NamedTuple):
@@ -77,13 +72,11 @@ class Access(NamedTuple):
         """
         self._open(path, 0o660)
 
-    def open_directory(self, path: Path, *, sticky: bool = False) -> None:
-        """Lets the group's members create files in this user's directory `path`. Raises OSError.
+    def open_directory(self, path: Path, mode: int = COMMON) -> None:
+        """Gives this user's directory `path` to the group, with this `mode`. Raises OSError.
 
-        In a `sticky` directory, members cannot remove or replace each other's files. In a private
-        ledger, nothing is changed.
+        In a private ledger, nothing is changed.
         """
-        mode = 0o3770 if sticky else 0o2770
         self._open(path, mode | stat.S_IFDIR)
 
     def _open(self, path: Path, mode: int) -> None:
@@ -112,13 +105,12 @@ class Access(NamedTuple):
         """
         world = directory.parent
         for made in (world, world / "journal", directory, _beside(directory)):
-            self.make_directory(made, sticky=made in (world, _beside(directory)))
-        self.make_file(directory / "rebuild.lock")
+            self.make_directory(made, STICKY if made in (world, _beside(directory)) else COMMON)
 
-    def make_directory(self, path: Path, *, sticky: bool) -> None:
-        """Makes the directory `path` with its final mode, if it does not exist.
+    def make_directory(self, path: Path, mode: int) -> None:
+        """Makes the directory `path` with its final `mode`, if it does not exist.
 
-        `sticky` is as in `open_directory`. Raises OSError if `path` exists and is not a directory,
+        Raises OSError if `path` exists and is not a directory,
         or if the directory cannot be made.
         """
         if not os.path.lexists(path):
@@ -126,7 +118,7 @@ class Access(NamedTuple):
             # that is closed to the group.
             draft = path.with_name(f".new-{secrets.token_hex(4)}")
             draft.mkdir(0o700)
-            self.open_directory(draft, sticky=sticky)
+            self.open_directory(draft, mode)
             try:
                 draft.rename(path)
             except OSError:
@@ -134,16 +126,12 @@ class Access(NamedTuple):
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, _REPLACED, str(path))
 
-    def make_file(self, path: Path, make: Callable[[Path, int], None] = _empty_file) -> None:
-        """Makes the file `path`, if it does not exist. Raises OSError.
-
-        `make(path, mode)` makes the file under another name, by default as an empty file. The file
-        gets its final name when it is complete.
-        """
+    def make_file(self, path: Path) -> None:
+        """Makes the empty file `path` with its final mode, if it does not exist. Raises OSError."""
         if os.path.lexists(path):
             return
         draft = path.with_name(f".new-{secrets.token_hex(4)}")
-        make(draft, 0o600)
+        draft.touch(0o600, exist_ok=False)
         try:
             self.open_file(draft)
             os.link(draft, path, follow_symlinks=False)
@@ -223,22 +211,15 @@ def make_own_journal(place: JournalPlace) -> None:
     journal's place.
     """
     assert place.users is not None
-    access, directory = access_to(place.users.parent), place.own.parent
-    access.make_directory(place.users, sticky=True)
-    if not os.path.lexists(directory):
-        draft = place.users / f".new-{secrets.token_hex(4)}"
-        draft.mkdir(0o700)
-        access._open(draft, 0o2750 | stat.S_IFDIR)
-        try:
-            draft.rename(directory)
-        except OSError:
-            draft.rmdir()  # another process of this user has made it
+    access = access_to(place.users.parent)
+    access.make_directory(place.users, STICKY)
+    access.make_directory(place.own.parent, ONE_USERS)
     weak = weak_step(place.own)
     if weak:
         raise PermissionError(errno.EPERM, f"another user could replace it: {weak}", str(place.own))
     if not os.path.lexists(place.own):
         with suppress(FileExistsError):  # another process of this user has made it
-            _empty_file(place.own, 0o600)
+            place.own.touch(0o600, exist_ok=False)
             access._open(place.own, 0o640)
 
 

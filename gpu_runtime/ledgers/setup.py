@@ -27,7 +27,9 @@ from ..facts import Outcome
 from ..files import make_directory, replace_file
 from . import host_config
 from .access import (
+    COMMON,
     MARK,
+    STICKY,
     Access,
     cannot_write,
     file_system_of,
@@ -166,12 +168,16 @@ def _make_ledger(place: Path, gid: int) -> None:
     access = Access(gid)
     place.mkdir(mode=0o700, exist_ok=True)
     access.make_file(place / MARK)
-    access.open_directory(place, sticky=True)
+    access.open_directory(place, STICKY)
     of_this_boot = place / boot_id()
-    sticky = owners_in(of_this_boot), place / "journals"
-    for made in (place / "journal", of_this_boot, *sticky):
-        access.make_directory(made, sticky=made in sticky)
-        _give_to_root(made, gid, sticky=made in sticky)
+    for made, mode in (
+        (place / "journal", COMMON),
+        (of_this_boot, COMMON),
+        (owners_in(of_this_boot), STICKY),
+        (place / "journals", STICKY),
+    ):
+        access.make_directory(made, mode)
+        _give_to_root(made, gid, mode)
     access.make(of_this_boot)
 
 
@@ -317,13 +323,13 @@ def _require_answer(place: Path, started: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def _give_to_root(directory: Path, gid: int, *, sticky: bool) -> None:
+def _give_to_root(directory: Path, gid: int, mode: int) -> None:
     """Makes root the owner of a directory that a member may have made."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(directory, flags)
     try:
         os.fchown(fd, 0, gid)
-        os.fchmod(fd, 0o3770 if sticky else 0o2770)
+        os.fchmod(fd, mode)
     finally:
         os.close(fd)
 

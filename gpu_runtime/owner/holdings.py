@@ -177,16 +177,13 @@ def _staying(storages: Iterable[_Storage]) -> tuple[Staying, ...]:
     return tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
 
 
-def staying_in_words(session: Session, by_name: bool = True) -> str:
-    """What cannot leave this process's cards, as a sentence; empty if everything can.
+def staying_in_words(session: Session) -> str:
+    """What cannot leave this process's cards, as a sentence with the variables; empty if everything can.
 
-    With `by_name`, the sentence names the variables, and the memory is searched. This is for the
-    user of this notebook only.
+    The memory is searched. The sentence is for the user of this notebook only.
     """
     if not session.staying():
         return ""
-    if not by_name:
-        return "; ".join(one.words() for one in session.staying())
     found = search_here(session)
     said = []
     for one in found.staying:

@@ -35,7 +35,7 @@ from typing import Any
 
 from ..errors import NeedsWith, reword
 from ..facts import NEVER
-from ..notebook import Activity, activity
+from ..notebook import activity
 from ..threads import imported
 
 Anchor = MethodType
@@ -202,9 +202,9 @@ _KEY = "gpu_runtime"  # in the metadata of an autograd node
 class Training:
     """Keeps one model on its device between its calls, while the model is in training."""
 
-    def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
-        """`pins` are the pins of the model. `kernel` records which cells run."""
-        self.pins, self.kernel = pins, kernel
+    def __init__(self, pins: set[AnchorRef]) -> None:
+        """`pins` are the pins of the model."""
+        self.pins, self.kernel = pins, activity  # which records the cells that run
         self.graphs: set[AnchorRef] = set()  # an anchor's reference for each graph that exists
         self._graph_pins: set[AnchorRef] = set()
         self._awaits_step = False

@@ -87,7 +87,7 @@ def share(directory: Path) -> Path:
     directory.mkdir()
     access = Access(os.getegid())
     access.make_file(directory / MARK)
-    access.open_directory(directory, sticky=True)
+    access.open_directory(directory, 0o3770)
     return directory
 
 
