@@ -1,6 +1,6 @@
 """Estimates the bytes that a model needs before it is loaded, part by part, with each number's source.
 
-Pure: nothing here reads a file, a device or a clock. `owner/footprints.py` reads the sources and
+Pure: nothing here reads a file, a device or a clock. `owner/sizing.py` reads the sources and
 stores the measurements. There are three inputs: the declared size, earlier measurements, and the
 `Evidence` that the source gives. The result is a `Footprint`. Nothing is loaded. The size of the
 weights is taken from the first known source in this list:

@@ -3,7 +3,7 @@
 The values are text, numbers, true, false, null, lists and mappings. A YAML tag never creates an
 object, and a timestamp remains text. A field that appears twice is an error. A file is refused if
 it is too large, is nested too deep, or has too many values after its YAML aliases are expanded. The
-module `schema` gives the values their meaning.
+module `fields` gives the values their meaning.
 """
 
 from __future__ import annotations

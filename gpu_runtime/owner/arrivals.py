@@ -386,13 +386,13 @@ def read_source(session: Session, name: str, work: Callable[[], T], deadline: fl
 
 
 def leave_load(session: Session, name: str, load: Stoppable, why: str) -> None:
-    """The caller of the `load` of the model `name` leaves, because of `why`. See `stop_unwanted`."""
+    """The caller of the `load` of the model `name` leaves, because of `why`. See `stop_unwanted_load`."""
     load.left = why
     stop_unwanted_load(session, name)
 
 
 def leave_request(session: Session, thread: int, why: str) -> None:
-    """Ends the request of the thread with the identifier `thread`: its wait, or its load; see `leave`."""
+    """Ends the request of the thread with the identifier `thread`: its wait, or its load; see `leave_load`."""
     session.keys.end_of(thread, "its caller, who has left,")
     for name, load in list(session.loads.items()):
         if load.caller == thread and not load.left:

@@ -688,7 +688,7 @@ def host_room_for(
     fits as it is, or if the room cannot be made. `host_room` is the host's free bytes. The function
     `renewed` is called if the shadows are too few. Its parameter is the number of bytes that are
     free once all shadows are freed. It returns the leases to unload.
-    All other parameters are as in `held` and `enough`.
+    All other parameters are as in `held_shadows` and `enough_shadows`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)

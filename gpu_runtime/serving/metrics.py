@@ -59,7 +59,7 @@ TOTALS = {
     "refusals": "Requests refused",
 }
 
-# Counters that do not say how a call ended. `gpu_calls` counts the same calls too, by how they ended.
+# Counters that do not say how a call ended. `gpuconsole_calls` counts the same calls too, by how they ended.
 _NO_ENDS = {
     "streamed": "Calls that were answered as a stream",
     "stood_in": "Calls that another model answered, because the first one failed",

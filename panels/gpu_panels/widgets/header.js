@@ -109,7 +109,7 @@ export function render({model, view}) {
   }
 
   function draw() {
-    words.innerHTML = model.words  // escaped in header.py
+    words.innerHTML = model.words  // the code that made it has escaped all names
   }
 
   if (model.chooses) {

@@ -1,4 +1,4 @@
-// Draws the preview of preview.py with the scripts of the live page, and removes it once the live page is drawn.
+// Draws the preview of console.py with the scripts of the live page, and removes it once the live page is drawn.
 // The shadow root is closed, so a script that looks for a part of the page finds the live part.
 (({bar, problems, tabs, front, parts}, widgets) => {
   const dark = widgets.StatusBar.wantsDark()

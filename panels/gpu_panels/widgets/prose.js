@@ -1,4 +1,4 @@
-// Shows the HTML of prose.py, including HTML that was set before the component is drawn.
+// Shows the HTML of the widget Prose, including HTML that was set before the component is drawn.
 export function render({model}) {
   const root = document.createElement("div")
   root.className = "prose"

@@ -1,4 +1,4 @@
-// Draws the rows of table.py, and changes the cells that differ. The content of a cell is text, never HTML.
+// Draws the rows of the widget Table, and changes the cells that differ. The content of a cell is text, never HTML.
 const HOURS = {hourCycle: "h23", hour: "2-digit", minute: "2-digit", second: "2-digit"}
 const [TEXT, VALUE, HINT, KIND, COLOUR, TEXTURE] = [0, 1, 2, 3, 4, 5]
 
