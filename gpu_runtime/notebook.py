@@ -45,11 +45,16 @@ _shown = lru_cache(4)(partial(printable, most=LONGEST_PATH))  # each cell asks
 def _published_path() -> str:
     if path := os.environ.get("JPY_SESSION_NAME"):
         return path
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    names = getattr(shell, "user_ns", None) or {}
+    names = variables()
     found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
     return next((path for path in found if isinstance(path, str) and path), "")
+
+
+def variables() -> dict[str, Any]:
+    """The variables of this notebook by name; empty in a script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "user_ns", None) or {}
 
 
 # -- whether a cell runs ---------------------------------------------------------------------------

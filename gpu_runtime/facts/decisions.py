@@ -299,6 +299,12 @@ class Request(Value):
     stage_bytes: int = 0
     # Ids of the requester's leases that are leaving for this request now, in other threads.
     under_way: tuple[str, ...] = ()
+    title: str = ""  # what sentences call a kernel's own memory: the notebook's name
+
+    @property
+    def called(self) -> str:
+        """What sentences call that which is requested."""
+        return self.title or self.lease.name
 
 
 class Load(Value, tag=True):

@@ -24,6 +24,7 @@ from ..devices.allocators import Peak, counts_bytes
 from ..errors import NotResident, first_line
 from ..facts import (
     ASLEEP,
+    KERNEL,
     NORMAL,
     Book,
     Candidate,
@@ -44,6 +45,7 @@ from ..facts import (
     World,
     away_word,
     encode_uses,
+    lease_title,
     parse_importance,
 )
 from ..safe_text import LONGEST_NAME, printable
@@ -321,6 +323,7 @@ def grants(
                 held,
                 stage_bytes=stage_bytes,
                 under_way=departures.under_way(),
+                title=lease_title(wanted, session.owner) if wanted.kind == KERNEL else "",
             )
             verdict = _admitted(session, request, compared)
             if isinstance(verdict, Grant):

@@ -363,11 +363,14 @@ class Kernel:
         """Counts the kernel's memory, unless the last count was so slow that users would notice.
 
         On a simulated card a count searches all objects: 40 ms for 170,000. Between cells, counting
-        takes at most a twentieth of the time. If `idle` is true, the count is never skipped.
+        takes at most a twentieth of the time. The count is never skipped if `idle` is true, or if the kernel
+        held more than a simulated card has: it could not be parked, so who needs the card would be refused.
         """
         clock = self._session.clock
         began = clock()
-        self._uncounted = not idle and began < self._count_again_at
+        held, limits = self.resident.held() if self.resident else {}, self._session.limits
+        too_much = any(size > limits.get(card, size) for card, size in held.items())
+        self._uncounted = not (idle or too_much) and began < self._count_again_at
         if self._uncounted:
             self._session.start_monitor()  # it calls `catch_up`
             return

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel, first_line
-from ..facts import HOST, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
+from ..facts import HOST, KERNEL, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
 from ..ledgers.base import TICKS_A_SECOND
 from ..scheduler import caps, recall, relief
 from ..scheduler import transitions as books
@@ -331,7 +331,7 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.name and order.name not in session.residents:
         # The name comes from another process. It may select a model of this process, but never load
         # another.
-        raise UnknownModel(order.name, tuple(session.residents))
+        raise UnknownModel(order.name, tuple(set(session.residents) - {KERNEL}))
     if order.verb == "who":
         return holdings.answer(session, order)
     if order.verb == "defrag":

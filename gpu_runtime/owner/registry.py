@@ -39,6 +39,7 @@ from ..facts import (
     notebook_has_name,
     of_notebook,
 )
+from ..notebook import variables
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
@@ -265,7 +266,7 @@ def find(session: Session, name: str) -> Resident:
             resident = session.residents.setdefault(made.spec.name, made)
         session.start_monitor()
     if resident is None or resident.spec.name not in session.residents:
-        raise UnknownModel(name, known_names(session))
+        raise unknown(name, known_names(session))
     return resident
 
 
@@ -294,6 +295,15 @@ def _refresh(session: Session, resident: Resident) -> None:
             resident.backend = session.backend(spec.backend)
     finally:
         resident.work.release()
+
+
+def unknown(name: str, known: tuple[str, ...]) -> UnknownModel:
+    """The error for a name that no model has; `known` are the models' names."""
+    advice = ""
+    if name in variables():
+        more = f"%gpu who      %gpu why      %gpu free {name}      rt.adopt({name!r}, {name})"
+        advice = f"{name} is a variable of this notebook:  {more}"
+    return UnknownModel(name, known, advice=advice)
 
 
 def known_names(session: Session) -> tuple[str, ...]:
@@ -335,7 +345,7 @@ def resolve_model(session: Session, name: str | LeaseId, loadable: bool = False)
         raise AmbiguousName(bare, _addresses(bare, found))
     spec = session.catalogue.spec(bare) if not pid else None
     if spec is None:
-        raise UnknownModel(name, addresses(session, book))
+        raise unknown(name, addresses(session, book))
     if session.guest:
         require_loadable(spec)
         raise NotLoaded(spec.name)
@@ -400,7 +410,8 @@ def addresses(session: Session, book: Book | None = None) -> tuple[str, ...]:
     for id, section in (book or session.ledger.read()).sections.items():
         if id != session.me:
             held = [lease.name for lease in section.leases if lease.kind == "model"]
-            found |= {f"{name}@{section.owner.pid}" for name in (*held, *loadable.get(id, ()))}
+            names = {*held, *loadable.get(id, ())} - {KERNEL}
+            found |= {f"{name}@{section.owner.pid}" for name in names}
     return tuple(sorted(found))
 
 

@@ -33,6 +33,7 @@ from ..catalog.files import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
 from ..facts import (
+    KERNEL,
     Asker,
     Book,
     Device,
@@ -374,7 +375,9 @@ class Session:
             return
         try:
             residents = list(self.residents.items())
-            self.ledger.publish_names({name: one.declared() for name, one in residents})
+            self.ledger.publish_names(
+                {name: one.declared() for name, one in residents if name != KERNEL}
+            )
         except OSError as error:  # a full disk: others keep the last names
             log.debug("the names are published later: %s", error)
 

@@ -113,7 +113,7 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
             continue
         fixed = most - left
         because = (
-            f"{request.lease.name} needs {show_bytes(size)}; {cap.user} may hold at most "
+            f"{request.called} needs {show_bytes(size)}; {cap.user} may hold at most "
             f"{show_bytes(most)} on {card} ({cap.named('bytes_per_device')})"
         )
         if fixed:
@@ -297,7 +297,7 @@ def drained_cards(
     size = request.footprint.bytes
     take = "takes" if len(sentences) == 1 else "take"
     because = (
-        f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, "
+        f"{request.called} needs {show_bytes(size)}; {', '.join(sentences.values())}, "
         f"and {take} no new leases"
     )
     found = {}

@@ -664,7 +664,7 @@ class _Eviction:
             self.recalled_shadows.append(lease.id)
             self.sentences.append(f"{self._owner(lease)} is asked to {free}.")
             return
-        because = f"{self.request.lease.name} needs room on {self.at}."
+        because = f"{self.request.called} needs room on {self.at}."
         self.steps.append(shed_step(lease, because))
         done = f"{copy[0].upper()}{copy[1:]} is freed."
         self.sentences.append(done if lease.shadow_bytes else f"{self._owner(lease)} is to {free}.")

@@ -225,7 +225,7 @@ def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse
 
 
 def _no_such_device(request: Request) -> Refuse:
-    name, devices = request.lease.name, request.placement.devices
+    name, devices = request.called, request.placement.devices
     if devices:
         because = f"{name} may only go to {', '.join(devices)}, and this machine has no such device"
     else:
@@ -270,7 +270,7 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
 
 def _above_card_bytes(request: Request, card: Device, size: int) -> Refuse:
     most = request.placement.card_bytes.get(card.id, 0)
-    name = request.lease.name
+    name = request.called
     return Refuse(
         f"{name} needs {show_bytes(size)}, and may take {show_bytes(most)} of {card.id}",
         need_bytes=size,
@@ -281,7 +281,7 @@ def _above_card_bytes(request: Request, card: Device, size: int) -> Refuse:
 
 def _above_limit(request: Request, card: Device, size: int, limit: int) -> Refuse:
     return Refuse(
-        f"{request.lease.name} needs {show_bytes(size)} on one device; the largest budget is "
+        f"{request.called} needs {show_bytes(size)} on one device; the largest budget is "
         f"{show_bytes(limit)} ({card.id})",
         need_bytes=size,
         budget_bytes=limit,
@@ -335,7 +335,7 @@ def _stuck_refusal(
 ) -> Refuse:
     leases = [lease for lease, _ in stuck]
     return Refuse(
-        f"{request.lease.name} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and "
+        f"{request.called} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and "
         f"{_holders_in_words(stuck, titles)}",
         _kind(leases, request),
         need_bytes=size,
@@ -384,7 +384,7 @@ def _cards_in_words(limits: Bytes) -> str:
 
 def _held_up(request: Request, limits: Bytes, room: Bytes, stuck: Stuck) -> Refuse:
     """The refusal because of leases that cannot leave and use too much of the cards."""
-    name, size = request.lease.name, request.footprint.bytes
+    name, size = request.called, request.footprint.bytes
     holders: dict[str, tuple[Lease, str]] = {}
     for card in limits:
         for lease, why in stuck.leases.get(card, ()):
@@ -407,7 +407,7 @@ def _too_small(
 ) -> Refuse:
     """The refusal because the cards' budgets, or the operator's cap, are too small."""
     footprint, rules, cap = request.footprint, request.placement, world.rules.cap
-    name, size = request.lease.name, footprint.bytes
+    name, size = request.called, footprint.bytes
     by_cap = capped and any(divisions(footprint, limits, rules, limits))
     most = f", on at most {rules.most_cards} cards" if rules.most_cards else ""
     because = f" ({cap.named('bytes_per_device')})" if by_cap and cap else ""
@@ -571,7 +571,7 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
         return None
     stays += least - size
     return Refuse(
-        f"Loading '{request.lease.name}' ({size / GB:.1f}GB) would exceed memory limit "
+        f"Loading '{request.called}' ({size / GB:.1f}GB) would exceed memory limit "
         f"({stays / GB:.1f}GB + {size / GB:.1f}GB > {limit / GB:.1f}GB)",
         kind="limit",
         need_bytes=size,

@@ -250,6 +250,20 @@ def test_the_peak_is_remembered_when_a_skipped_count_is_made(started):
     assert in_a_new_kernel(kernel, "a") == {"sim:0": 16 * MIB}
 
 
+def test_a_notebook_that_held_more_than_its_card_is_counted_after_each_cell(started):
+    """Others were refused for what the notebook no longer held."""
+    rt, kernel = started(devices="sim:64MiB,host:1GiB")
+    kept = [torch.zeros(80 * FLOATS)]
+    cell(kernel)
+    for holds in (16, 8):
+        kernel._count_again_at = math.inf
+        kernel.begin()
+        kept[:] = [torch.zeros(holds * FLOATS)]
+        kernel.end()
+        assert own(rt)["sim:0"] < 64 * MIB
+    assert kernel._uncounted  # it holds less than the card has
+
+
 def test_a_count_during_which_the_next_cell_begins_tells_no_peak(started, monkeypatch):
     rt, kernel = started()
     kept = [torch.zeros(2 * FLOATS)]

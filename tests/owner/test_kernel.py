@@ -78,6 +78,20 @@ def test_a_cell_has_what_it_deleted_before_it_requests_a_model(started):
     kernel.end()
 
 
+def test_a_refused_cell_names_the_notebook(started, monkeypatch):
+    """It said "kernel needs 32 MiB", a name that no user has typed."""
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/train.ipynb")
+    rt, kernel = started(devices="sim:64MiB,host:1GiB")
+    rt.register("m", backend="fake", size="40MiB")
+    keep(kernel, torch.zeros(32 * FLOATS))
+    kernel.park()
+    rt.preload("m")
+    rt.pin("m")
+    kernel.begin("x")
+    assert "train.ipynb needs 32" in kernel.refused
+    kernel.end()
+
+
 held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
 
 
