@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from .. import files, threads
 from ..backends.base import NotStill
+from ..devices.process_memory import trim_heap
 from ..errors import BadSetting, DoesNotFit, GpuError, StillInUse
 from ..facts import HOST, KERNEL, Book, Lease, World
 from ..ledgers.access import file_system_of, is_network
@@ -194,6 +195,7 @@ def _stow(session: Session, resident: KernelResident, size: int, because: str, b
     resident.lease = replace(lease, restore_seconds=seconds)
     _settle(session, resident)
     session.probe.empty_cache()
+    trim_heap()
     took = show_seconds(time.perf_counter() - began)
     session.decide(
         lambda book, world: (

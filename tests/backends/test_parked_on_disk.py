@@ -5,6 +5,8 @@ import errno
 import gc
 import io
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from gpu_runtime.facts import HOST
 from gpu_runtime.units import MIB
 from tests import simgpu
 from tests.backends.test_kernel_memory import Kernel
+from tests.clock import scaled
+from tests.stories.notebooks import paths
 
 SIZES = (3 * MIB + 12, 1 * MIB, 2 * MIB + 4)  # bytes of storages; pieces of 1 MiB cut them anywhere
 
@@ -247,6 +251,43 @@ def test_the_file_ends_with_the_last_storage_in_it(kernel):
     gc.collect()
     with contextlib.suppress(OSError):
         assert not os.readlink(f"/proc/self/fd/{fd}").startswith(str(kernel.directory))
+
+
+ROUNDS = f"""
+import os, threading
+from pathlib import Path
+import psutil, torch
+from gpu_runtime.units import MIB
+from tests.backends.test_parked_on_disk import Kernel
+
+def in_a_thread(call, *given):
+    thread = threading.Thread(target=call, args=given)
+    thread.start()
+    thread.join()
+
+tensors = [torch.rand(MIB // 4) for _ in range({(held := 160)})]
+kernel, disk = Kernel("sim"), Path("DISK")
+for _ in range(4):
+    in_a_thread(kernel.park)
+    in_a_thread(lambda: kernel.backend.move_on(kernel.handle, kernel.backend.write(kernel.handle, disk)))
+    kernel.backend.probe.empty_cache()
+    print(psutil.Process().memory_info().rss // MIB)
+    in_a_thread(kernel.unpark)
+"""
+
+
+def test_memory_on_the_disk_takes_no_ram_however_often_it_returned(tmp_path):
+    """The C library keeps freed tensors in the heaps of threads: one heap here, so that the test is exact."""
+    shown = subprocess.run(
+        [sys.executable, "-c", ROUNDS.replace("DISK", str(tmp_path))],
+        env={**os.environ, "MALLOC_ARENA_MAX": "2", "PYTHONPATH": paths()},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=scaled(120),
+    )
+    first, *later = map(int, shown.stdout.split())
+    assert max(later) - first < held / 2, shown.stdout
 
 
 def test_a_move_takes_at_most_64_mib_of_ram():

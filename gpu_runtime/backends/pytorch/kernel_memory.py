@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ...devices.probe import Probe
-from ...devices.process_memory import Block, Memory
+from ...devices.process_memory import Block, Memory, trim_heap
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...torch_modes import all_outside_modes
@@ -443,6 +443,8 @@ class KernelBackend(Backend):
         _set_staying(model, staying)
         model.streams |= _streams(known, away, cards)
         del exchange  # this frees the old memory
+        if model.memory.counted:
+            trim_heap()
         for card in used:  # a card without tensors can still have a workspace of cuBLAS
             streams.release_cached(card)
 
