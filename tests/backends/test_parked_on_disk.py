@@ -22,6 +22,7 @@ from tests.backends.test_kernel_memory import Kernel
 from tests.clock import scaled
 from tests.stories.notebooks import paths
 
+PIECE_BYTES = park_file.PIECE_BYTES
 SIZES = (3 * MIB + 12, 1 * MIB, 2 * MIB + 4)  # bytes of storages; pieces of 1 MiB cut them anywhere
 
 
@@ -291,4 +292,18 @@ def test_memory_on_the_disk_takes_no_ram_however_often_it_returned(tmp_path):
 
 
 def test_a_move_takes_at_most_64_mib_of_ram():
-    assert park_file.WORKERS * 16 * MIB <= 64 * MIB
+    assert park_file.WORKERS * PIECE_BYTES <= 64 * MIB
+
+
+def test_a_digest_sees_what_its_sum_does_not():
+    """Two exchanged words have the same sum. The CRC sees them."""
+    pages = park_file._pages(MIB)
+    words = torch.frombuffer(pages, dtype=torch.int64)
+    words.copy_(torch.arange(len(words)))
+    content, same = memoryview(pages), words.view(torch.uint8)
+    before = park_file._digest(content, same)
+    words[[1, 2]] = words[[2, 1]]
+    after = park_file._digest(content, same)
+    assert after[0] != before[0] and after[1] == before[1]
+    words[-1] += 1
+    assert park_file._digest(content, same)[1] == before[1] + 1

