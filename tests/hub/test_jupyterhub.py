@@ -1,6 +1,7 @@
 """Real users of this machine with plain torch notebooks, in a real JupyterHub, on one simulated card.
 
-The card is too small for both notebooks. The tests are one story: each begins where the one before has ended.
+The card is too small for both notebooks. The tests are one story: each begins where the one before has ended. Each
+also runs alone, since it asks for what it needs of the earlier ones.
 """
 
 import json
@@ -72,6 +73,23 @@ def opened(visitors):
     return {user: visitors[user].notebook(f"{user[:3]}.ipynb") for user in (ANN, BOB)}
 
 
+@pytest.fixture
+def trained(opened, rt):
+    """The open notebooks, both of which hold memory of their own code."""
+    for user, notebook in opened.items():
+        if (user, "", f"{user[:3]}.ipynb") not in held(rt):
+            for number in (0, 1):
+                notebook.run(number)
+            until(lambda user=user: (user, "", f"{user[:3]}.ipynb") in held(rt))
+    return opened
+
+
+def row(seen, notebook, user=""):
+    """The row of a notebook or of a user's sum on the console. Problems and requests may name the notebook too."""
+    title = seen.page.locator("td[data-title=Notebook]", has_text=re.compile(f"^{notebook}$"))
+    return seen.row(user).filter(has=title)
+
+
 def held(rt):
     """(user, server, notebook) -> the places of the memory of its own code."""
     rt.reap()
@@ -98,23 +116,23 @@ def test_two_users_take_turns_on_a_card_that_is_too_small_and_compute_as_if_alon
     assert set(held(rt)) == {(ANN, "", "ann.ipynb"), (BOB, "", "bob.ipynb")}
 
 
-def test_an_open_tab_keeps_no_notebook_on_the_card_and_a_parked_one_is_not_active(box, opened, rt):
+def test_an_open_tab_keeps_no_notebook_on_the_card_and_a_parked_one_is_not_active(box, trained, rt):
     """GPU_PARK_IDLE_SECONDS counts from the last cell, and the kernel does nothing that Jupyter counts as activity."""
     [kernel] = box.of_server(ANN, "kernels")
     until(lambda: set(held(rt).values()) == {HOST}, "both were parked")
     time_of_cell = kernel["last_activity"]
-    assert opened[ANN].page.locator("text=/Python 3 .* Idle/").count()
+    assert trained[ANN].page.locator("text=/Python 3 .* Idle/").count()
     [kernel] = box.of_server(ANN, "kernels")
     assert kernel["last_activity"] == time_of_cell and kernel["execution_state"] == "idle"
 
 
-def test_the_status_bar_the_panel_and_the_tile_work_below_the_prefix(visitors, opened):
+def test_the_status_bar_the_panel_and_the_tile_work_below_the_prefix(visitors, trained):
     """Ann is no operator of the shared ledger, and her own tile does not call her one."""
-    page = opened[ANN].page
+    page = trained[ANN].page
     page.locator(".gpu-status", has_text=re.compile(r"sim:0 .*/43 MiB")).wait_for()
     page.locator(".gpu-status").click()
     page.get_by_role("button", name="Variables of ann.ipynb").wait_for()
-    assert opened[ANN].seen.errors == [] and opened[ANN].seen.elsewhere == []
+    assert trained[ANN].seen.errors == [] and trained[ANN].seen.elsewhere == []
     tile = visitors[ANN].open(f"/user/{ANN}/gpu-console/").ready()
     tile.page.get_by_text(f"{ANN} · member").wait_for()
     tile.tab("Timeline")
@@ -122,24 +140,24 @@ def test_the_status_bar_the_panel_and_the_tile_work_below_the_prefix(visitors, o
     tile.close()
 
 
-def test_a_member_sees_the_own_notebooks_and_the_sum_of_each_other_user(visitors):
+def test_a_member_sees_the_own_notebooks_and_the_sum_of_each_other_user(visitors, trained):
     seen = visitors[ANN].open("/services/gpu").ready()  # also without the slash at the end
     seen.page.get_by_text(f"{ANN} · member").wait_for()
-    assert seen.row("ann.ipynb", ANN).count() == 1 and seen.row("all notebooks", BOB).count() == 1
+    assert row(seen, "ann.ipynb", ANN).count() == 1 and row(seen, "all notebooks", BOB).count() == 1
     assert seen.page.get_by_role("tab").all_inner_texts() == ["Now", "Models", "Leases"]
     for tab in ("Leases", "Models", "Now"):
         seen.tab(tab)
         assert "bob.ipynb" not in seen.page.content() and "operator" not in seen.page.content()
-    assert seen.row("all notebooks").locator("button").count() == 0
+    assert row(seen, "all notebooks").locator("button").count() == 0
     assert seen.errors == [] and seen.elsewhere == [] and serious(seen.page) == []
     seen.close()
 
 
-def test_a_member_acts_on_the_own_notebook(visitors, opened, rt):
-    opened[ANN].run(len(CELLS) - 1)
+def test_a_member_acts_on_the_own_notebook(visitors, trained):
+    trained[ANN].run(len(CELLS) - 1)
     seen = visitors[ANN].console()
-    seen.row("ann.ipynb").locator("button", has_text="Unpark").or_(
-        seen.row("ann.ipynb").locator("button", has_text="Park")
+    row(seen, "ann.ipynb").locator("button", has_text="Unpark").or_(
+        row(seen, "ann.ipynb").locator("button", has_text="Park")
     ).first.click()
     seen.page.locator("[role=dialog]").get_by_role(
         "button", name=re.compile("^(Park|Unpark)")
@@ -148,13 +166,13 @@ def test_a_member_acts_on_the_own_notebook(visitors, opened, rt):
     seen.close()
 
 
-def test_an_operator_sees_everything_and_acts_on_it(visitors, opened, rt):
+def test_an_operator_sees_everything_and_acts_on_it(visitors, trained, rt):
     seen = visitors[OPS].console()
     seen.page.get_by_text(f"{OPS} · operator").wait_for()
     for user in (ANN, BOB):
-        assert seen.row(f"{user[:3]}.ipynb", user).count() == 1
-    opened[BOB].run(1)
-    seen.row("bob.ipynb").locator("button", has_text=re.compile("^Park")).click()
+        assert row(seen, f"{user[:3]}.ipynb", user).count() == 1
+    trained[BOB].run(1)
+    row(seen, "bob.ipynb").locator("button", has_text=re.compile("^Park")).click()
     seen.page.locator("[role=dialog]").get_by_role("button", name=re.compile("^Park")).click()
     until(lambda: held(rt)[(BOB, "", "bob.ipynb")] == HOST)
     seen.close()
@@ -200,7 +218,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def test_a_named_server_and_restarts_keep_their_names(box, visitors, opened, rt):
+def test_a_named_server_and_restarts_keep_their_names(box, visitors, trained, rt):
     """The ledger says user, server and notebook. What ended holds nothing."""
     box.start_server(ANN, "fast")
     fast = visitors[ANN].notebook("ann.ipynb", "fast")
@@ -208,7 +226,7 @@ def test_a_named_server_and_restarts_keep_their_names(box, visitors, opened, rt)
         fast.run(number)
     until(lambda: (ANN, "fast", "ann.ipynb") in held(rt))
     seen = visitors[OPS].console()
-    seen.row("fast/ann.ipynb", ANN).first.wait_for()
+    row(seen, "fast/ann.ipynb", ANN).first.wait_for()
     seen.close()
     before = {section.owner.pid for section in rt.status().sections.values()}
     fast.command("notebook:restart-kernel")
@@ -230,7 +248,7 @@ def test_a_named_server_and_restarts_keep_their_names(box, visitors, opened, rt)
     fast.close()
 
 
-def test_a_kernel_starts_and_leases_in_a_home_that_is_full(opened, rt):
+def test_a_kernel_starts_and_leases_in_a_home_that_is_full(trained, rt):
     """The state directory is in the home. What cannot be written there is left out."""
     home = Path(pwd.getpwnam(BOB).pw_dir)
     if not home.is_mount():
@@ -240,17 +258,17 @@ def test_a_kernel_starts_and_leases_in_a_home_that_is_full(opened, rt):
         while file.write(bytes(4096)):
             pass
     assert not os.statvfs(home).f_bavail
-    opened[BOB].command("notebook:restart-kernel")
-    opened[BOB].page.locator(".jp-Dialog .jp-mod-accept").click()
+    trained[BOB].command("notebook:restart-kernel")
+    trained[BOB].page.locator(".jp-Dialog .jp-mod-accept").click()
     until(lambda: (BOB, "", "bob.ipynb") not in held(rt))
-    shown = "".join(opened[BOB].run(number) for number in range(3))
+    shown = "".join(trained[BOB].run(number) for number in range(3))
     until(lambda: (BOB, "", "bob.ipynb") in held(rt))
     assert "Error" not in shown
     filler.unlink()
 
 
 def test_the_culler_stops_idle_servers_but_none_with_values_that_exist_nowhere_else(
-    box, visitors, rt
+    box, trained, rt
 ):
     box.start_server(OPS)
     assert {user for user, _, _ in held(rt)} == {ANN, BOB}
@@ -282,18 +300,17 @@ def is_removed(box, user):
     return True
 
 
-def test_a_user_is_removed_while_holding_memory(box, visitors, opened, rt):
-    assert (BOB, "", "bob.ipynb") in held(rt)
+def test_a_user_is_removed_while_holding_memory(box, visitors, trained, rt):
     run_command("userdel", "-f", BOB)
     console = visitors[OPS].console()
-    assert console.row("bob.ipynb").count() == 1, (
+    assert row(console, "bob.ipynb").count() == 1, (
         "the processes of a user who is gone are still there"
     )
     console.close()
     until(lambda: is_removed(box, BOB), "the hub has stopped the server and removed the user")
     until(lambda: not [user for user, _, _ in held(rt) if user == BOB], "the memory is free")
     seen = visitors[OPS].console()
-    assert seen.row("bob.ipynb").count() == 0 and seen.row("ann.ipynb").count()
+    assert row(seen, "bob.ipynb").count() == 0 and row(seen, "ann.ipynb").count()
     seen.close()
     late = visitors[BOB].open("/services/gpu/")
     assert "GPU console" not in late.page.title()
