@@ -285,11 +285,12 @@ def _targets(where: Places, ledger: Path | None) -> list[Path]:
     targets = [where.current, where.made, where.command, where.block]
     if ledger is not None:
         has_systemd = setup.below(where.root, setup.SYSTEMD).is_dir()
-        units = setup.below(where.root, setup.UNITS)
-        service = units / setup.unit_name(ledger) if has_systemd else setup.cron_file(where.root)
+        cron = setup.cron_file(where.root)
         targets += [where.config, ledger]
-        if has_systemd or service.parent.is_dir():
-            targets.append(service)
+        if has_systemd:
+            targets += setup.unit_files(ledger, where.root)
+        elif cron.parent.is_dir():
+            targets.append(cron)
     return targets
 
 
@@ -815,8 +816,7 @@ def _removal(where: Places, made: Made) -> str:
     paths = [where.block, where.command, *where.versions(), where.current, where.made]
     if made.ledger:
         ledger = Path(made.ledger)
-        service = setup.below(where.root, setup.UNITS) / setup.unit_name(ledger)
-        paths += [service if service.exists() else setup.cron_file(where.root)]
+        paths += [*setup.unit_files(ledger, where.root), setup.cron_file(where.root)]
         paths += [where.config, ledger] if made.made_ledger else []
     lines = [f"  {path}" for path in paths if os.path.lexists(path)]
     return "\n".join(["Nothing was removed. These paths would be, or our lines in them:", *lines])

@@ -31,6 +31,7 @@ from .access import (
     MARK,
     STICKY,
     Access,
+    access_to,
     cannot_write,
     file_system_of,
     is_network,
@@ -38,7 +39,7 @@ from .access import (
     owners_of_version_0_2,
 )
 from .keeper.ledger import PATIENCE_SECONDS, answers
-from .keeper.wire import open_log, spawn
+from .keeper.wire import SERVER, SOCKET, open_log, spawn
 from .liveness import boot_id
 
 TEMPLATE = """\
@@ -60,13 +61,14 @@ ledger = "{url}"
 
 SYSTEMD, UNITS = Path("/run/systemd/system"), Path("/etc/systemd/system")
 CRON = Path("/etc/cron.d")
-SERVER = "gpu_runtime.ledgers.keeper.server"
+LONGEST_SOCKET_PATH = 107  # bytes; see unix(7)
 # The keeper writes its ledger only. It needs an abstract address of the host's network, sees all processes
 # and their memory files, and gives directories with the setgid bit to the group. So PrivateNetwork=,
 # ProtectProc= and RestrictSUIDSGID= are not set. The ledger may be below /tmp, so PrivateTmp= is not either.
 UNIT = """\
 [Unit]
 Description=gpu-console: the keeper of the ledger {place}
+Wants={socket}
 
 [Service]
 Type=notify
@@ -95,6 +97,21 @@ SystemCallArchitectures=native
 
 [Install]
 WantedBy=multi-user.target
+"""
+# systemd has the socket open while the keeper restarts: who connects then waits, and nobody is refused. The keeper
+# starts at boot nevertheless, and makes the boot's directories before a member can.
+SOCKET_UNIT = """\
+[Unit]
+Description=gpu-console: the socket of the ledger {place}
+
+[Socket]
+ListenStream={path}
+SocketMode=0660
+SocketGroup={group}
+RemoveOnStop=yes
+
+[Install]
+WantedBy=sockets.target
 """
 CRON_LINE = """\
 # gpu-console: the keeper of the ledger {place}. This machine has no systemd.
@@ -189,9 +206,8 @@ def _serve(place: Path) -> str:
     if answers(place / boot_id()):
         return "its keeper runs"
     if SYSTEMD.is_dir():
-        replace_file(UNITS / unit_name(place), unit(place, sys.executable))
-        _systemctl(place, "daemon-reload")
-        _systemctl(place, "enable", "--now", unit_name(place))
+        _write_units(place, sys.executable, Path("/"))
+        _systemctl(place, "enable", "--now", *(file.name for file in unit_files(place)))
         return f"systemd runs its keeper, as {unit_name(place)}"
     with open_log(place / boot_id()) as log:
         started = spawn(["--service", str(place)], log.fileno())
@@ -206,17 +222,10 @@ def serve(place: Path, python: str, root: Path = Path("/")) -> str:
     the next one. Below `root` are the directories of systemd and cron. Raises OSError, GpuError.
     """
     if below(root, SYSTEMD).is_dir():
-        file = below(root, UNITS) / unit_name(place)
-        if (
-            answers(place / boot_id())
-            and file.exists()
-            and file.read_bytes() == unit(place, python)
-        ):
-            return f"systemd runs its keeper, as {unit_name(place)}"
-        replace_file(file, unit(place, python), lambda draft: draft.chmod(0o644))
-        _systemctl(place, "daemon-reload")
-        _systemctl(place, "enable", unit_name(place))
-        _systemctl(place, "restart", unit_name(place))  # systemd keeps the book meanwhile
+        is_new = _write_units(place, python, root)
+        if is_new or not answers(place / boot_id()):
+            _systemctl(place, "enable", *(file.name for file in unit_files(place)))
+            _systemctl(place, "restart", unit_name(place))  # systemd keeps the book meanwhile
         return f"systemd runs its keeper, as {unit_name(place)}"
     line = CRON_LINE.format(place=place, python=python, server=SERVER).encode()
     file = cron_file(root)
@@ -249,12 +258,14 @@ def _is_setting(name: str) -> bool:
 
 def end_service(place: Path, root: Path = Path("/")) -> None:
     """Ends what `serve` started, and removes its files. Raises OSError, GpuError."""
-    file = below(root, UNITS) / unit_name(place)
-    if file.exists():
-        if below(root, SYSTEMD).is_dir():
-            _systemctl(place, "disable", "--now", unit_name(place))
-        file.unlink()
-        if below(root, SYSTEMD).is_dir():
+    found = [file for file in unit_files(place, root) if file.exists()]
+    if found:
+        has_systemd = below(root, SYSTEMD).is_dir()
+        if has_systemd:
+            _systemctl(place, "disable", "--now", *(file.name for file in found))
+        for file in found:
+            file.unlink()
+        if has_systemd:
             _systemctl(place, "daemon-reload")
     cron_file(root).unlink(missing_ok=True)
     _end_keepers(place)
@@ -275,9 +286,39 @@ def unit_name(place: Path) -> str:
     return f"gpu-console{str(place).replace('/', '-')}.service"
 
 
-def unit(place: Path, python: str) -> bytes:
-    """The text of the service that keeps the book of the ledger `place`, run by `python`."""
-    return UNIT.format(place=place, python=python, server=SERVER).encode()
+def unit_files(place: Path, root: Path = Path("/")) -> list[Path]:
+    """The files below `root` of the socket and the service that keep the book of the ledger `place`.
+
+    A socket's path has 107 bytes at most. A ledger with a longer one has no file for the socket.
+    """
+    service = below(root, UNITS) / unit_name(place)
+    fits = len(os.fsencode(place / SOCKET)) <= LONGEST_SOCKET_PATH
+    return [*([service.with_suffix(".socket")] if fits else []), service]
+
+
+def _write_units(place: Path, python: str, root: Path) -> bool:
+    """Writes the files of `unit_files`, with a keeper that `python` runs. Returns whether one changed.
+
+    Raises OSError, or GpuError if systemd does not read them.
+    """
+    facts = {
+        "place": place,
+        "path": place / SOCKET,
+        "group": access_to(place).group,
+        "socket": Path(unit_name(place)).with_suffix(".socket"),
+        "python": python,
+        "server": SERVER,
+    }
+    is_new = False
+    for file in unit_files(place, root):
+        template = SOCKET_UNIT if file.suffix == ".socket" else UNIT
+        text = template.format(**facts).encode()
+        if not file.exists() or file.read_bytes() != text:
+            replace_file(file, text, lambda draft: draft.chmod(0o644))
+            is_new = True
+    if is_new:
+        _systemctl(place, "daemon-reload")
+    return is_new
 
 
 def _systemctl(place: Path, *words: str) -> None:

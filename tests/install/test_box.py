@@ -507,17 +507,19 @@ def test_where_there_is_systemd_the_keeper_is_a_service_in_a_sandbox(machine, mo
     ledger = root / "var/lib/gpu-console/ledger"
     name = setup.unit_name(ledger)
     unit = root / "etc/systemd/system" / name
+    opened = unit.with_suffix(".socket")
     until(lambda: setup.answers(ledger / setup.boot_id()))
     machine.install()
     told = (root / "told").read_text()
-    assert told == f"daemon-reload\nenable {name}\nrestart {name}\n"
+    assert told == f"daemon-reload\nenable {opened.name} {name}\nrestart {name}\n"
     assert f"ExecStart={machine.current}/venv/bin/python -m" in unit.read_text()
     if verify := shutil.which("systemd-analyze"):
-        done = finished([verify, "verify", "--man=no", str(unit)])
+        done = finished([verify, "verify", "--man=no", str(unit), str(opened)])
         assert "Unknown" not in done.stderr and "Failed to parse" not in done.stderr
     (root / "told").unlink()
     assert machine.remove()[0] and not unit.exists() and not ledger.exists()
-    assert (root / "told").read_text() == f"disable --now {name}\ndaemon-reload\n"
+    told = (root / "told").read_text()
+    assert told == f"disable --now {opened.name} {name}\ndaemon-reload\n" and not opened.exists()
 
 
 # The real paths

@@ -309,6 +309,16 @@ def test_a_client_that_reads_nothing_is_disconnected(here):
     until(lambda: psutil.Process(one._wire.keeper_pid).memory_info().rss < 200 << 20)
 
 
+def test_only_a_keeper_is_ended_when_it_hangs(here):
+    """While no keeper runs, systemd accepts, and the number of the last one may be another program's."""
+    one = here()
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        wire = SimpleNamespace(is_open=lambda: True, keeper_pid=other.pid, keeper_uid=os.geteuid())
+        one._end_hanging(wire)
+        other.terminate()
+        assert other.wait(PATIENCE) == -signal.SIGTERM
+
+
 def test_the_keeper_ends_after_its_last_owner(here, monkeypatch):
     one = here()
     keeper = keeper_of(one)

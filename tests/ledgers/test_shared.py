@@ -6,6 +6,7 @@ import grp
 import os
 import pwd
 import re
+import select
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ import pytest
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
 from gpu_runtime.ledgers import setup
 from gpu_runtime.ledgers.keeper.ledger import KeeperPeek, answers
+from gpu_runtime.ledgers.keeper.wire import SOCKET
 from gpu_runtime.ledgers.liveness import boot_id
 from gpu_runtime.ledgers.setup import init
 from tests.clock import PATIENCE, until
@@ -127,9 +129,9 @@ def box(users: None) -> Iterator[Box]:
 class Service:
     """The keeper as root's service, with a stand-in for systemd that keeps the book's descriptor."""
 
-    def __init__(self, box: Box, *within: str) -> None:
-        """The words `within` are a command that runs the keeper."""
-        self.within = within
+    def __init__(self, box: Box, *within: str, passes: Sequence[int] = ()) -> None:
+        """The words `within` are a command that runs the keeper, and gets the descriptors that are passed."""
+        self.within, self.passes = within, passes
         self.ledger, self.address = box.ledger, str(box.root / "notify")
         self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.systemd.bind(self.address)
@@ -142,7 +144,7 @@ class Service:
         self.process = subprocess.Popen(
             [*self.within, *command, "--ledger", str(self.ledger)],
             env={**os.environ, "NOTIFY_SOCKET": self.address},
-            pass_fds=self.kept,
+            pass_fds=[*self.kept, *self.passes],
         )
         while (said := socket.recv_fds(self.systemd, 1000, 1))[0] != b"READY=1":
             self.kept += said[1]
@@ -215,6 +217,45 @@ def use_and_restart(box: Box, service: Service) -> None:
     service.start()
     assert bob.run("names(ledger)") == "['qwen']"
     assert bob.run("len(ledger.dead(ledger.read()))") == "1"
+
+
+def test_who_connects_while_the_service_restarts_waits(box):
+    """systemd has the socket open, and passes it to each keeper. No member can replace it."""
+    box.end_service()
+    until(lambda: not answers(box.ledger / boot_id()))
+    box.place = box.ledger
+    own, link = box.ledger / SOCKET, box.boot() / SOCKET
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(own))
+        os.chown(own, 0, grp.getgrnam(GROUP).gr_gid)
+        own.chmod(0o660)
+        opened.listen()
+        number = opened.fileno()
+        give = f'LISTEN_FDS=1 LISTEN_PID=$$ exec "$@" 3<&{number}'
+        service = Service(box, "bash", "-c", give, "bash", passes=[number])
+        try:
+            assert os.readlink(link) == f"../{SOCKET}"
+            ann, bob = box.writer(ANN), box.writer(BOB)
+            ann.run("put(ledger, 'qwen')")
+            bob.run(f"ledger.patience_seconds = {PATIENCE}")
+            service.kill()
+            bob.send("names(ledger)")
+            until(lambda: select.select([opened], [], [], 0)[0], "bob has connected")
+            assert not select.select([bob.process.stdout], [], [], 0)[0]
+            service.start()
+            assert bob.answer() == "['qwen']"
+            assert "PermissionError" in ann.run(f"os.rename({str(own)!r}, {str(own)!r} + '.old')")
+            ann.run(
+                f"os.unlink({str(link)!r}); import socket; squat = socket.socket(socket.AF_UNIX)"
+            )
+            ann.run(f"squat.bind({str(link)!r})")
+            until(link.is_symlink, "the keeper has put its link back")
+            assert box.writer(BOB).run("names(ledger)") == "['qwen']"
+            own.unlink()  # as an operator may
+            until(lambda: link.is_socket() and not link.is_symlink())
+            assert box.writer(BOB).run("names(ledger)") == "['qwen']"
+        finally:
+            service.close()
 
 
 def test_a_member_starts_no_keeper_and_trusts_none_of_another_member(box, service):
@@ -600,7 +641,7 @@ def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
 
 SYSTEMCTL = """#!/bin/sh
 echo "$@" >> {root}/told
-[ "$1" != enable ] || setsid $(sed -n s/^ExecStart=//p {root}/$3) >/dev/null 2>&1 &
+[ "$1" != enable ] || setsid $(sed -n s/^ExecStart=//p {root}/$4) >/dev/null 2>&1 &
 [ ! -e {root}/broken ] || {{ echo "Unit is masked." >&2; exit 1; }}
 """
 
@@ -618,7 +659,9 @@ def test_where_there_is_systemd_the_keeper_is_its_service(box, monkeypatch):
     name = f"gpu-console{str(box.ledger).replace('/', '-')}.service"
     reply = init(str(box.ledger), GROUP, str(box.config))
     assert f"systemd runs its keeper, as {name}" in reply.because
-    assert (box.root / "told").read_text() == f"daemon-reload\nenable --now {name}\n"
+    opened = name.replace(".service", ".socket")
+    assert (box.root / "told").read_text() == f"daemon-reload\nenable --now {opened} {name}\n"
+    assert f"ListenStream={box.ledger}/keeper.sock\n" in (box.root / opened).read_text()
     assert {"Type=notify", "Restart=always", "FileDescriptorStoreMax=1"} <= set(
         (box.root / name).read_text().splitlines()
     )

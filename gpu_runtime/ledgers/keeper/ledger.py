@@ -41,7 +41,7 @@ from ..notify import Bell, _Waiter
 from ..pieces import UNREADABLE, Pieces, Unwritable, encode, encoded_change, refused
 from . import core
 from .shared_book import Reader, Torn
-from .wire import SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
+from .wire import SERVER, SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
@@ -368,10 +368,15 @@ class KeeperLedger(NamesTeller):
             wire.close()
 
     def _end_hanging(self, wire: _Wire) -> None:
-        """Kills a keeper that has the connection open and does not answer, if it is this user's."""
+        """Kills a keeper that has the connection open and does not answer, if it is this user's.
+
+        While no keeper runs, systemd has the connection open, and the keeper that ended is named.
+        """
         if wire.is_open() and wire.keeper_pid > 0 and wire.keeper_uid == os.geteuid():
-            with contextlib.suppress(OSError):  # it has just ended
-                os.kill(wire.keeper_pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # it has ended
+                words = Path(f"/proc/{wire.keeper_pid}/cmdline").read_bytes().split(b"\0")
+                if SERVER.encode() in words:
+                    os.kill(wire.keeper_pid, signal.SIGKILL)
 
     def _start(self) -> str:
         """Starts a keeper, unless another process is starting one. Returns why this user may not.
@@ -695,12 +700,11 @@ class KeeperPeek:
 
 
 def answers(directory: Path) -> bool:
-    """Whether a keeper serves the ledger whose files are in `directory`."""
-    try:
-        _Wire(directory).close()
-        return True
-    except OSError:  # no keeper listens
-        return False
+    """Whether a keeper serves the ledger whose files are in `directory`.
+
+    It has to reply: systemd accepts connections for a keeper that does not run.
+    """
+    return KeeperPeek(directory).look() is not None
 
 
 _open_ledgers: weakref.WeakSet[KeeperLedger] = weakref.WeakSet()

@@ -8,9 +8,10 @@ The keeper listens on `keeper.sock` in the DIRECTORY of one boot. Its lock is an
 which ends with the process and cannot be removed. It ends some seconds after the last owner.
 
 With `--ledger` the DIRECTORY is that of the present boot in LEDGER. This is the command of a service,
-which runs without owners too. systemd gets notifications, and keeps the book while the service restarts.
+which runs without owners too. systemd gets notifications, and keeps the book and the socket while the service
+restarts: `keeper.sock` is then a link to the socket in LEDGER, and who connects meanwhile waits.
 `--service` is for a machine without systemd: it starts this command again whenever it ends.
-Source: sd_notify(3), sd_pid_notify_with_fds(3).
+Source: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -73,12 +74,21 @@ class _Connection:
 class Server:
     """The keeper of one directory."""
 
-    def __init__(self, directory: Path, lock: socket.socket, *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        lock: socket.socket,
+        *,
+        stays: bool = False,
+        given: socket.socket | None = None,
+    ) -> None:
         """Goes on with the newest page that a process still has. `lock` is the bound abstract address.
 
-        A keeper that `stays` does not end after its last owner. Raises OSError.
+        A keeper that `stays` does not end after its last owner. `given` is the socket that systemd has
+        opened in the directory above. Raises OSError.
         """
         self._directory, self._lock, self._stays = directory, lock, stays
+        self._given = given
         self._name = shared_book.name_of(directory)
         self._keeper = Keeper()
         self._selector = selectors.DefaultSelector()
@@ -120,15 +130,17 @@ class Server:
     # The socket at its path
 
     def _listen(self) -> None:
-        """Binds the socket in the directory, which is made again if it vanished. Raises OSError."""
+        """Puts the socket into the directory, which is made again if it vanished. Raises OSError.
+
+        It is a link to the `given` one while that is at its path, else a socket of its own.
+        """
         if self._listening is not None:
             self._selector.unregister(self._listening)
-            self._listening.close()
+            if self._listening is not self._given:
+                self._listening.close()
         access = access_to(self._directory)
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        opened = socket.socket(
-            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
+        opened = self._given if self._given_is_in_place() else None
         draft = f".keeper-{os.getpid()}"
         with (
             socket_path(self._directory, draft) as path,
@@ -136,13 +148,27 @@ class Server:
         ):
             with suppress(FileNotFoundError):  # no draft is left from an earlier start
                 os.unlink(path)
-            opened.bind(path)
-            access.open_file(self._directory / draft)
+            if opened is not None:
+                os.symlink(f"../{SOCKET}", path)
+            else:
+                opened = socket.socket(
+                    socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+                )
+                opened.bind(path)
+                access.open_file(self._directory / draft)
             os.replace(path, end)
-        opened.listen(1024)
+        opened.listen(1024)  # of the given one too: clients then see this process at the other end
         self._place = os.stat(self._directory / SOCKET).st_ino
         self._listening = opened
         self._selector.register(opened, selectors.EVENT_READ, None)
+
+    def _given_is_in_place(self) -> bool:
+        """Whether the directory above has a socket of this user. No member can replace it there."""
+        try:
+            found = os.lstat(self._directory.parent / SOCKET)
+        except OSError:  # it was deleted
+            return False
+        return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
     def _is_in_place(self) -> bool:
         try:
@@ -386,6 +412,25 @@ def tell_systemd(text: str, descriptor: int | None = None) -> None:
             socket.send_fds(opened, [text.encode()], descriptors)
 
 
+def socket_of_systemd(directory: Path) -> socket.socket | None:
+    """The listening socket `keeper.sock` in `directory` that systemd has given to this process; None without one.
+
+    The memory of the book may be among the given descriptors too. Raises OSError.
+    """
+    count, pid = os.environ.pop("LISTEN_FDS", "0"), os.environ.pop("LISTEN_PID", "")
+    if pid != str(os.getpid()):
+        return None
+    for number in range(3, 3 + int(count)):
+        if stat.S_ISSOCK(os.fstat(number).st_mode):
+            opened = socket.socket(fileno=number)
+            if opened.family == socket.AF_UNIX and opened.getsockname() == str(directory / SOCKET):
+                opened.setblocking(False)
+                opened.set_inheritable(False)
+                return opened
+            opened.detach()
+    return None
+
+
 def locked(directory: Path) -> socket.socket | None:
     """The socket that is the lock of the keeper in `directory`; None if another process has it."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -434,7 +479,9 @@ def main(arguments: list[str]) -> int:
     directory, stays = Path(arguments[-1]), arguments[0] == "--ledger"
     if arguments[0] == "--service":
         return _serve_always(arguments[1])
+    given = None
     if stays:
+        given = socket_of_systemd(directory)
         directory /= boot_id()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
@@ -453,7 +500,7 @@ def main(arguments: list[str]) -> int:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # for the keepers that it starts
         _close_to_version_0_2(directory)
         sweep_boots(directory)
-        server = Server(directory, lock, stays=stays)
+        server = Server(directory, lock, stays=stays, given=given)
         if starting := os.environ.pop("GPU_KEEPER_STARTING", ""):
             os.close(int(starting))  # others may start a keeper again, if this one ends
         server.run()

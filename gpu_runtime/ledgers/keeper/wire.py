@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from ...files import child_environment
 
+SERVER = "gpu_runtime.ledgers.keeper.server"  # the module that a keeper runs
 SOCKET = "keeper.sock"
 WANTED = "keeper.wanted"  # a member asks the service for a keeper, by this file
 MOST_FRAME_BYTES = 4 << 20
@@ -60,7 +61,7 @@ def spawn(arguments: list[str], log: int, **inherited: int) -> subprocess.Popen[
     Its environment has a variable GPU_KEEPER_… for each descriptor that is `inherited`. Raises OSError.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", *arguments],
+        [sys.executable, "-m", SERVER, *arguments],
         # In the notebook's directory, a module of the user could hide a standard module.
         cwd="/",
         env={
