@@ -219,6 +219,23 @@ def test_a_module_a_class_and_a_cache_are_named():
     assert referrer_of(table()[0]).endswith("table")
 
 
+def test_what_a_kept_error_holds_is_no_garbage():
+    """Its traceback has the variables of the function that failed. It was called a cycle that nothing refers to."""
+
+    def fail():
+        _held = torch.ones(7)
+        raise ValueError
+
+    module = types.ModuleType("helpers")
+    try:
+        fail()
+    except ValueError as error:
+        module.failures = [error]
+        key = error.__traceback__.tb_next.tb_frame.f_locals["_held"].untyped_storage()._cdata
+    (found,) = [one for one in se.search(every).found if one.key == key]
+    assert ho.referrer(found, (), se.Limit()) == "module helpers"
+
+
 def test_only_a_cycle_without_a_name_is_garbage():
     kept = torch.ones(7)
     assert referrer_of(kept) == ho.CPP

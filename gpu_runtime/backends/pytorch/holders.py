@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -335,7 +335,7 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     """
     level = [one for one in (storage.storage, *storage.tensors) if one is not None]
     visited = level
-    seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}
+    seen = {*ignored, id(storage), id(storage.tensors), *map(id, level), *_running_frames()}
     for _ in range(_STEPS_UP):
         seen |= {id(level), id(visited)}
         if limit.over:
@@ -343,7 +343,7 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
         above: list[Any] = []
         seen.add(id(above))
         for one in gc.get_referrers(*level):
-            if id(one) in seen or isinstance(one, types.FrameType):
+            if id(one) in seen:
                 continue
             seen.add(id(one))
             named = _named(one)
@@ -355,6 +355,15 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
         level = above
         visited = [*visited, *above]
     return UNKNOWN
+
+
+def _running_frames() -> Iterator[int]:
+    """The ids of the frames of all functions that run. A frame that has ended belongs to a traceback."""
+    for frame in sys._current_frames().values():
+        above: types.FrameType | None = frame
+        while above is not None:
+            yield id(above)
+            above = above.f_back
 
 
 def _is_held(objects: list[Any]) -> bool:
