@@ -183,7 +183,8 @@ def _report(
         return lost
     if not is_out_of_memory(error) or getattr(error, "report", None):
         return None
-    report = out_of_memory(session, error)
+    using = resident.spec.name if resident is not None else ""
+    report = out_of_memory(session, error, using=using)
     report.left = free_memory_after(session, error)
     return report
 
@@ -193,12 +194,14 @@ def out_of_memory(
     error: BaseException,
     *,
     loading: str = "",
+    using: str = "",
     device: str = "",
     declared_bytes: int | None = None,
 ) -> OutOfMemory:
     """The readable report of the out-of-memory `error`, with the current figures.
 
-    If the error occurred during a load, `loading` is the model's name and `device` its device.
+    If the error occurred during a load, `loading` is the model's name and `device` its device. If
+    it occurred in a block with a model, `using` is the model's name.
     `declared_bytes` is the size that the model declared, if it declared one.
     """
     world = session.world()
@@ -210,6 +213,7 @@ def out_of_memory(
         session.me,
         session.probe.maps(),
         loading=loading,
+        using=using,
         device=device,
         declared_bytes=declared_bytes,
     )
@@ -269,7 +273,7 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
         if resident.place is not Place.HERE or resident.in_use() or resident.spec.keep:
             continue
         try:
-            because = "the device ran out of memory while another model was in use."
+            because = "a cell ran out of memory."
             before = resident.lease
             if release.evict(session, resident, because) is not None:
                 left.append(before)

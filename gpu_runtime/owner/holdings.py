@@ -431,6 +431,9 @@ def free(session: Session, variable: str | None) -> Outcome:
     began = time.perf_counter()
     if variable is None:
         before = _held_bytes(session)
+        gc.collect()  # first: old garbage and cached blocks must not count as what is released
+        session.probe.empty_cache()
+        between = _held_bytes(session)
         said = _release(session, namespace)
         gc.collect()
     else:
@@ -445,6 +448,9 @@ def free(session: Session, variable: str | None) -> Outcome:
     if session.kernel is not None:
         session.kernel.recount()
     session.maps.publish(at_once=True)
+    if variable is None:
+        garbage = max(0, before - between)
+        said = _figures(said, garbage, freed - garbage)
     because = "; ".join([f"{show_bytes(freed)} came free", *said])
     requests.note_action(session, "free", "", because, freed)
     seconds = round(time.perf_counter() - began, 3)
@@ -466,6 +472,19 @@ def _release(session: Session, namespace: Namespace) -> list[str]:
     if errors:
         said.append("cleared the variables of the last error (%debug shows them no more)")
     return said
+
+
+def _figures(said: list[str], garbage_bytes: int, released_bytes: int) -> list[str]:
+    """The sentences `said` on what was released, with its bytes, and the bytes of garbage and of unused cache."""
+    if said and garbage_bytes:
+        said[0] += f" ({show_bytes(max(0, released_bytes))})"
+    if said and garbage_bytes + released_bytes <= 0:
+        said.append("variables still refer to their memory")
+    return (
+        [*said, f"{show_bytes(garbage_bytes)} was garbage or unused cache"]
+        if garbage_bytes
+        else said
+    )
 
 
 def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:

@@ -311,6 +311,7 @@ def out_of_memory(
     maps: Iterable[AllocatorMap],
     *,
     loading: str = "",
+    using: str = "",
     device: str = "",
     declared_bytes: int | None = None,
 ) -> OutOfMemory:
@@ -318,12 +319,14 @@ def out_of_memory(
 
     `error` is the original error, and `me` is the id of this owner. `maps` are the allocators of
     this owner's process. For a failed load, `loading` is the model's name and `device` its
-    destination. `declared_bytes` is the size that the user declared for the model, if any.
+    destination. `using` is the model that the block used. `declared_bytes` is the size that the
+    user declared for the model, if any.
     """
     if loading:
         what = f"{device or 'the device'} ran out of memory while loading {loading}."
     else:
-        what = "the device ran out of memory while a model was in use."
+        when = f" while {using} was in use" if using else ""
+        what = f"the device ran out of memory{when}."
     on_devices = [lease for lease in book.leases() if lease.on_device]
     holders = sorted(on_devices, key=lambda lease: -lease.bytes)
     lines = [what, f"  {first_line(error)}"]
@@ -342,7 +345,7 @@ def out_of_memory(
         )
     else:
         lines.append(
-            "  Run the cell again (idle models were evicted), use a smaller batch, or see:  "
+            "  Idle models leave for the next try: run the cell again, use a smaller batch, or see:  "
             "%gpu status"
         )
     report = "\n".join(lines)

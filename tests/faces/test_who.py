@@ -310,8 +310,9 @@ def test_free_releases_outputs_errors_and_garbage_but_no_variable(notebook, rt):
     done = rt.free()
     assert done.bytes == 14 * MIB
     assert done.because == (
-        f"14.0 MiB came free; released Out[{number}], _; "
-        "cleared the variables of the last error (%debug shows them no more)"
+        f"14.0 MiB came free; released Out[{number}], _ (10.0 MiB); "
+        "cleared the variables of the last error (%debug shows them no more); "
+        "4.0 MiB was garbage or unused cache"
     )
     assert table(rt) == {"x": (1, 1)}
     assert run(notebook, f"str(_), Out[{number - 1}]") == ("", "a text")
