@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, KERNEL, Value
-from .book import Event
+from .base import HOST, KERNEL, USER, Value
+from .book import Event, lease_title
 from .leases import Lease, Owner, Phase, Ticket
 from .snapshot import DeviceView, Level, ProcessState, Snapshot
 
@@ -34,6 +34,7 @@ class ProblemKind(StrEnum):
     STOPPED = "stopped"
     SILENT = "silent"
     HOST_MEMORY_LOW = "host_memory_low"
+    DISK_FULL = "disk_full"
     PRESSURE = "pressure"
     LONG_WAIT = "long_wait"
     OVER_CAP = "over_cap"
@@ -69,6 +70,7 @@ def problems(seen: Snapshot) -> tuple[Problem, ...]:
         *_driver_faults(seen),
         *_processes(seen),
         *_low_host_memory(seen),
+        *_full_disks(seen),
         *_pressure(seen),
         *_long_waits(seen),
         *_over_cap(seen),
@@ -106,6 +108,15 @@ def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
             yield Problem(ProblemKind.HOST_MEMORY_LOW, HOST, text, view.measured_bytes)
 
 
+def _full_disks(seen: Snapshot) -> Iterator[Problem]:
+    for path in seen.full_disks:
+        text = (
+            "A disk is full: no new notebook can begin, and the history has a gap. Make room on it: "
+            f"df -h {path}"
+        )
+        yield Problem(ProblemKind.DISK_FULL, path, text)
+
+
 def _pressure(seen: Snapshot) -> Iterator[Problem]:
     """Each card over its budget; with `GPU_RELIEF=always`, also each card at the level CRITICAL."""
     for view in seen.devices:
@@ -113,7 +124,10 @@ def _pressure(seen: Snapshot) -> Iterator[Problem]:
         if view.device.is_host or not seen.governed:
             continue
         if over > 0:
-            text = f"{id} is over its budget by {show_bytes(over)}. Nothing is granted on it."
+            held = _largest(seen, id)
+            text = (
+                f"{id} is over its budget by {show_bytes(over)}: {held}. Nothing is granted on it."
+            )
             yield Problem(ProblemKind.PRESSURE, id, text, over, actions=_idle(seen, id))
         elif seen.rules.relief == "always" and view.level is Level.CRITICAL:
             text = f"Memory pressure critical on {id}. Idle models are evicted (GPU_RELIEF=always)."
@@ -128,9 +142,15 @@ def _unleased(seen: Snapshot) -> Iterator[Problem]:
         who = _programs(seen, view) or "Another program"
         text = (
             f"{who} holds {show_bytes(size)} on {view.device.id} and does not use gpu-console: nothing "
-            "can move it. Its user can end it."
+            f"can move it. {_how_to_end(seen, view)}"
         )
         yield Problem(ProblemKind.UNLEASED, view.device.id, text, size)
+
+
+def _how_to_end(seen: Snapshot, view: DeviceView) -> str:
+    pids = [str(one.pid) for one in seen.strangers if one.device == view.device.id]
+    command = f": kill {' '.join(pids)}" if len(pids) in (1, 2) else ""
+    return f"Its user or root can end it{command}"
 
 
 def _programs(seen: Snapshot, view: DeviceView) -> str:
@@ -161,6 +181,9 @@ _STATES = {
 }
 
 
+_HELPS = {ProcessState.STOPPED: "resume", ProcessState.SILENT: "interrupt"}
+
+
 def _processes(seen: Snapshot) -> Iterator[Problem]:
     """Each stopped, crashed or silent process that holds memory, which no other process can move."""
     for id, section in seen.sections.items():
@@ -171,8 +194,8 @@ def _processes(seen: Snapshot) -> Iterator[Problem]:
         kind, text = _STATES[presence.state]
         owner = section.owner
         words = text.format(who=_who(seen, owner), size=show_bytes(size), pid=owner.pid)
-        can_continue = presence.state is ProcessState.STOPPED
-        actions = (("resume", f"{id}/"),) if can_continue else ()
+        verb = _HELPS.get(presence.state)
+        actions = ((verb, f"{id}/"),) if verb else ()
         yield Problem(kind, id, words, size, _wall(seen, presence.since), actions)
 
 
@@ -211,9 +234,13 @@ def _who(seen: Snapshot, owner: Owner) -> str:
 
 
 def _subject(seen: Snapshot, event: Event) -> str:
-    """The title of what the `event` is about, with its user while the process lives."""
+    """The title of what the `event` is about, with its notebook and user while the process lives."""
     section = seen.sections.get(event.owner)
-    return f"{event.title}{_of_user(seen, section.owner)}" if section else event.title
+    if section is None:
+        return event.title
+    is_own = event.model == KERNEL
+    where = "" if is_own or not section.owner.notebook else f" in {section.owner.title}"
+    return f"{event.title}{where}{_of_user(seen, section.owner)}"
 
 
 def _over_cap(seen: Snapshot) -> Iterator[Problem]:
@@ -321,20 +348,55 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
         if event.reason in _OF_THE_CALLER:
             continue
         subject = _lease_of(event)
-        text = f"{_subject(seen, event)} was refused: {event.because}"
+        text = f"{_subject(seen, event)} was refused: {event.because}{_ram(seen, event)}"
         large = {id for id, limit in cards.items() if limit >= event.bytes}
         kept = _kept(seen, large)
         yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall, kept)
+
+
+def _ram(seen: Snapshot, event: Event) -> str:
+    """How full RAM is and who fills it, if the refusal of `event` is for want of room there. Else empty."""
+    if event.reason != "precious":
+        return ""
+    for view in seen.devices:
+        if view.device.is_host:
+            free, held = show_bytes(max(0, view.room_bytes or 0)), _largest(seen, HOST)
+            return (
+                f". RAM has {free} of {show_bytes(view.limit_bytes)} free{held and f': {held}'}. "
+                "End a notebook that nobody needs, or allow more RAM: CPU_MEMORY_MAX_PERCENT"
+            )
+    return ""
+
+
+def _largest(seen: Snapshot, device: str) -> str:
+    """Who holds most on the `device`: `train.ipynb of ann 8.0 GiB, qwen in old.ipynb 4.0 GiB and 2 more`."""
+    held = [lease for lease in seen.leases() if lease.bytes_on(device)]
+    held.sort(key=lambda lease: -lease.bytes_on(device))
+    named = []
+    for lease in held[:MOST_BUTTONS]:
+        owner = seen.sections[lease.owner].owner
+        title = lease_title(lease, owner)
+        if lease.kind != USER:  # the sum of a user's processes has the user's name
+            who = _who(seen, owner)
+            title = who if lease.kind == KERNEL else f"{title} in {who}"
+        named.append(f"{title} {show_bytes(lease.bytes_on(device))}")
+    more = f" and {len(held) - MOST_BUTTONS} more" if len(held) > MOST_BUTTONS else ""
+    return ", ".join(named) + more
 
 
 # -- actions -------------------------------------------------------------------------------------
 
 
 def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
-    found = [lease for lease in _unused(seen) if not lease.keep and lease.bytes_on(device)]
+    """The actions that evict the largest idle models on the `device`, and park the largest idle notebooks."""
+    found = [lease for lease in _unused(seen) if not lease.keep]
+    for lease in seen.leases():
+        if lease.kind == KERNEL and lease.phase is Phase.SETTLED and lease.movable:
+            found += [] if lease.pins else [lease]
+    found = [lease for lease in found if lease.bytes_on(device)]
     found.sort(key=lambda lease: lease.bytes_on(device), reverse=True)
     largest = found[:MOST_BUTTONS]
-    return tuple([("evict", lease.id) for lease in largest])
+    return tuple([("park" if lease.kind == KERNEL else "evict", lease.id) for lease in largest])
 
 
 def _kept(seen: Snapshot, devices: set[str]) -> tuple[tuple[str, str], ...]:

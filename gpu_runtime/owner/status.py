@@ -5,6 +5,8 @@ The functions here only read, except `delete`, which changes the catalogue.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -64,6 +66,8 @@ HEALTH_MESSAGES = {
 }
 
 
+LEAST_FREE_BYTES = 1 << 16  # a disk with less is full: a notebook that begins writes about as much
+
 # -- snapshots
 
 
@@ -94,11 +98,24 @@ def snapshot(session: Session) -> Snapshot:
         names={id: tuple(names) for id, names in declared.items()},
         declared=declared,
         operates=requests.operates(session),
+        full_disks=_full_disks(session),
     )
     unanswered = recall.unanswered(found, world.rules)
     return replace(
         found, unanswered=unanswered, presences=requests.presences(session, book, unanswered)
     )
+
+
+def _full_disks(session: Session) -> tuple[str, ...]:
+    """The directories of the ledger and the history on whose disk nothing can be written, one for each disk."""
+    record = session.record.path.parent if session.record else None
+    full: dict[int, str] = {}
+    for path in filter(None, (getattr(session.ledger, "directory", None), record)):
+        with contextlib.suppress(OSError):  # it was deleted: writing to it says so
+            disk = os.statvfs(path)
+            if disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES:
+                full.setdefault(os.stat(path).st_dev, str(path))
+    return tuple(full.values())
 
 
 def _declared(session: Session) -> dict[str, dict[str, Declared]]:

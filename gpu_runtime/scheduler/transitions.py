@@ -279,7 +279,8 @@ def abandon(book: Book, owner: str, name: str, key: str, world: World, because: 
         book = book.with_lease(settled)
     if not because:
         return book
-    return note(book, world, lease, "failed", "abandoned", because)
+    reason = "load" if lease.phase is Phase.ARRIVING else "abandoned"
+    return note(book, world, lease, "failed", reason, because)
 
 
 def withdraw(book: Book, key: str) -> Book:

@@ -175,7 +175,7 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """The text to print for the URL `address`, and a file to remove when the server ends, or None. Raises OSError.
+    """The text to print for the URL `address`, and a file to remove when the server ends, or None.
 
     `address` contains a token, which is printed only on a terminal. Output to a file or a pipe may be read by other
     people, so it names a file of mode 0600 that has the URL.
@@ -183,12 +183,17 @@ def printable_address(address: str) -> tuple[str, Path | None]:
     if sys.stdout.isatty():
         return address, None
     file = state_home() / f"url-{os.getpid()}.txt"
-    make_directory(file.parent)
-    file.unlink(missing_ok=True)  # an earlier process with this number left it
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-    with open(os.open(file, flags, 0o600), "w") as writing:
-        writing.write(f"{address}\n")
-    return f"{address.partition('?token=')[0]}\n  The URL with its token:  cat {file}", file
+    page = address.partition("?token=")[0]
+    try:
+        make_directory(file.parent)
+        file.unlink(missing_ok=True)  # an earlier process with this number left it
+        with open(os.open(file, flags, 0o600), "w") as writing:
+            writing.write(f"{address}\n")
+    except OSError as error:  # a console must start on a full disk, which it is to show
+        why = f"The file of its token cannot be written ({error.strerror}): {file}"
+        return f"{page}\n  {why}\n  Start it on a terminal, or with a token of your own", None
+    return f"{page}\n  The URL with its token:  cat {file}", file
 
 
 def mask_logs() -> None:

@@ -55,7 +55,10 @@ def test_a_stopped_process_is_a_problem_while_it_holds_memory():
     ]
     assert "kill -CONT 4000" in found[0].text
     assert "kill -9 4000" in found[0].text, "SIGTERM waits until the process continues"
-    assert [p.actions for p in found] == [(("resume", f"{ME.id}/"),), ()]
+    assert [p.actions for p in found] == [
+        (("resume", f"{ME.id}/"),),
+        (("interrupt", f"{BOB.id}/"),),
+    ]
     assert kinds(replace(snapshot(), presences=stopped)) == []
 
 
@@ -210,6 +213,29 @@ def test_an_overdraft_offers_to_evict_the_largest_idle_models():
     [found] = problems(seen)
     assert found.kind is ProblemKind.PRESSURE
     assert found.actions == (("evict", f"{ME.id}/a"), ("evict", f"{ME.id}/b"))
+    assert (
+        "a in train.ipynb (pid 4000) 14.0 GiB, b in train.ipynb (pid 4000) 9.0 GiB and 1 more"
+        in found.text
+    )
+    own = lease("kernel", 23, kind="kernel", owner=BOB)
+    [found] = problems(snapshot(own))
+    assert found.actions == (("park", own.id),), "an idle notebook leaves too"
+    assert "analysis.ipynb (pid 4121) of bob 23.0 GiB" in found.text
+
+
+def test_a_full_disk_is_a_problem():
+    [found] = problems(replace(snapshot(), full_disks=("/var/lib/ledger",)))
+    assert (found.kind, found.subject) == (ProblemKind.DISK_FULL, "/var/lib/ledger")
+    assert "df -h /var/lib/ledger" in found.text
+
+
+def test_a_refusal_for_want_of_ram_says_who_fills_it():
+    """`exists nowhere else` alone does not say whom to ask."""
+    parked = lease("kernel", 30, "host", kind="kernel", owner=BOB)
+    seen = snapshot(parked, events=[refusal(20, "precious")])
+    [found] = problems(seen)
+    assert "2.0 GiB of 32.0 GiB free: analysis.ipynb (pid 4121) of bob 30.0 GiB" in found.text
+    assert "RAM has" not in problems(snapshot(parked, events=[refusal(20, "kept")]))[0].text
 
 
 @pytest.fixture

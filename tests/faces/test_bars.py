@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Drain, Ghost, Lease, Phase, Share, Snapshot, Stranger
+from gpu_runtime.facts import HOST, Ghost, Lease, Phase, Share, Snapshot, Stranger
 from gpu_runtime.rendering import html, text
 from gpu_runtime.rendering import views as plain
 from gpu_runtime.scheduler.capacity import views
@@ -176,12 +176,13 @@ def test_the_console_and_the_status_count_alike_what_has_left_for_ram():
 
 def test_a_device_says_what_a_person_must_know():
     """Who drained it, whether it is measured, and whether it is simulated."""
-    [notice] = devices.notices(samples.drained, samples.drained.devices[1])
-    assert notice == "drained by ann 10 min ago: it takes no new leases"
-    view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
-    assert devices.notices(samples.busy, view)[0].startswith("drained by <b>")
+    row = devices.device_rows(samples.drained).rows[1]
+    assert row.free == "drained by ann" and row.facts.startswith("10 min ago")
     view = samples.unmeasured.devices[0]
     assert "not measured" in devices.facts(samples.unmeasured, view)
     view = samples.busy.devices[0]
-    assert "simulated" in devices.notices(replace(samples.busy, simulated=False), view)
-    assert devices.notices(samples.busy, view) == []
+    beside_cards = replace(samples.busy, simulated=False)
+    assert [devices.device_rows(one).rows[0].notice for one in (beside_cards, samples.busy)] == [
+        "simulated",
+        "",
+    ]

@@ -139,6 +139,15 @@ def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):
     assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (f"{address}\n", 0o600)
 
 
+def test_a_server_starts_on_a_full_disk_and_shows_no_token(environment, tmp_path):
+    """The operator needs the console most when the disk is full. It ended with a traceback."""
+    environment.setattr("sys.stdout", SimpleNamespace(isatty=lambda: False))
+    environment.setattr(http_server, "state_home", lambda: tmp_path / "file" / "below")
+    (tmp_path / "file").touch()  # nothing can be made below a file, as on a full disk
+    text, file = http_server.printable_address(f"http://127.0.0.1:8211/?token={OPERATORS}")
+    assert "cannot be written" in text and OPERATORS not in text and file is None
+
+
 def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment, tmp_path):
     """Every user of the machine can read a command line."""
     opened_with = []

@@ -347,7 +347,10 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     if proposal.verb == "defrag":
         return ""
     if proposal.verb == "interrupt":
-        return "" if section.busy_since else f"{section.owner.label} runs no cell any more."
+        presence = snapshot.presences.get(proposal.owner)
+        is_silent = presence is not None and presence.state is ProcessState.SILENT
+        does_something = section.busy_since or is_silent
+        return "" if does_something else f"{section.owner.label} runs no cell any more."
     if proposal.verb == "resume":
         presence = snapshot.presences.get(proposal.owner)
         is_stopped = presence is not None and presence.state is ProcessState.STOPPED

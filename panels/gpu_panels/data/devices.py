@@ -46,7 +46,7 @@ from gpu_runtime.rendering.views import (
     lease_parts,
     strangers_bytes,
 )
-from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
+from gpu_runtime.units import GIB, MIB, show_bytes
 
 from ..palette import SHARED, LeaseStyle, label_of
 from .cells import (
@@ -121,18 +121,6 @@ def _idle_bytes(snapshot: Snapshot, device: str) -> int:
         for lease in snapshot.leases()
         if (is_idle(lease) or is_idle_notebook(lease)) and not why_no_answer(snapshot, lease.owner)
     )
-
-
-def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """Short texts on each unusual state of the device of `view` in `snapshot`."""
-    found = []
-    if view.drained is not None:
-        since = show_seconds(max(0.0, snapshot.wall - view.drained.wall))
-        found.append(f"drained by {clean(view.drained.by)} {since} ago: it takes no new leases")
-    # If every device is simulated, the status bar shows that once for all of them.
-    if view.device.simulated and not snapshot.simulated:
-        found.append("simulated")
-    return found
 
 
 MOST_STRETCHES = 14  # leases in one bar; smaller leases share one stretch
@@ -339,10 +327,10 @@ class DeviceRow(msgspec.Struct, frozen=True):
     id: str
     title: str  # the id, or RAM
     name: str  # the size, and the product name of a real card
-    notices: tuple[str, ...]
+    notice: str  # an unusual state: `simulated` beside real cards; else empty
     is_drained: bool
     is_over: bool  # over its budget, or not measured: a problem
-    free: str  # after reservations
+    free: str  # after reservations; or by whom it was drained
     facts: str
     level: str  # LOW to CRITICAL; empty for the host, and if it is unknown
     level_hint: str
@@ -419,15 +407,24 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
     kept_bytes = sum(size for _, size in kept)
     if kept_bytes:
         rest.insert(0, f"{show_bytes(kept_bytes)} kept")
+    free = room_words(view, kept_bytes)
+    if view.drained is not None:
+        since = lasting(max(0.0, snapshot.wall - view.drained.wall))
+        free, rest = (
+            f"drained by {clean(view.drained.by)}",
+            [f"{since} ago, takes nothing new", *rest],
+        )
+    # If every device is simulated, the status bar shows that once for all of them.
+    is_odd = view.device.simulated and not snapshot.simulated
     limit, total = show_bytes(view.limit_bytes), show_bytes(view.device.total_bytes)
     return DeviceRow(
         view.device.id,
         device_name(view.device.id),
         _name(view.device),
-        tuple(notices(snapshot, view)),
+        "simulated" if is_odd else "",
         view.drained is not None,
         bool(view.blind) or view.claimed_bytes > view.limit_bytes,
-        room_words(view, kept_bytes),
+        free,
         " · ".join(rest),
         *level(view),
         *figures(view),

@@ -29,6 +29,7 @@ from gpu_runtime.facts import (
     problems,
 )
 from gpu_runtime.rendering import html
+from gpu_runtime.rendering.text import shorten
 from gpu_runtime.rendering.views import (
     OWN_CODE,
     RESIDUE,
@@ -180,10 +181,15 @@ NOTEBOOKS = (
     Column("What", hint="Its models, the largest first, and its own code"),
 )
 MOST_NAMED = 3  # models in one cell
+FAILED_SECONDS = 600.0  # for so long a failed load is shown
+LONGEST_FAILURE = 160  # characters of it; its tooltip has all of them
 
 
 def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
-    """A row for each process that holds memory, waits for it or is a notebook. Who holds most of the cards is first."""
+    """A row for each process that holds memory, waits for it or is a notebook.
+
+    First those that do not answer or whose load failed, then those that hold most of the cards.
+    """
     waits = {ticket.owner: ticket for ticket in reversed(snapshot.tickets) if ticket.verb == "use"}
     found = []
     for section in snapshot.sections.values():
@@ -192,11 +198,12 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
         ticket = waits.get(section.owner.id)
         if claims or ticket or section.owner.notebook:
             row = _notebook_row(section, ticket, on_cards, claims.get(HOST, 0), snapshot)
-            found.append((-on_cards, row))
+            is_calm = "alarm" not in row.cells[2].kind
+            found.append(((is_calm, -on_cards), row))
     held: dict[tuple[int, str, str], int] = {}
     for one in snapshot.strangers:
         key = one.pid, one.command, one.user
-        held[key] = held.get(key, 0) + one.bytes
+        held[key] = held.get(key, 0) + (one.bytes or 0)  # the driver may give no number
     for (pid, command, user), size in held.items():
         name = Cell(
             clean(command) or "unknown program",
@@ -209,11 +216,11 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
             who,
             Cell("on its own", hint="It does not use gpu-console, so nothing can move its memory"),
             NOTHING,
-            bytes_cell(size, NOTHING),
+            bytes_cell(size or None, UNKNOWN),
             NOTHING,
             NOTHING,
         )
-        found.append((-size, Row(f"stranger/{pid}", cells)))
+        found.append(((True, -size), Row(f"stranger/{pid}", cells)))
     found.sort(key=lambda pair: pair[0])
     return tuple(row for _, row in found)
 
@@ -225,7 +232,9 @@ def _notebook_row(
     models = sorted(
         (lease for lease in section.leases if lease is not own), key=lambda lease: -lease.bytes
     )
-    names = [short(lease.name) for lease in models[:MOST_NAMED]]
+    names = [
+        f"{short(lease.name)}{' (pinned)' if lease.keep else ''}" for lease in models[:MOST_NAMED]
+    ]
     if len(models) > MOST_NAMED:
         names.append(f"{len(models) - MOST_NAMED} more")
     cells = (
@@ -248,6 +257,10 @@ def _activity_cell(
     kernel = kernel_cell(section, snapshot.now, snapshot.presences.get(section.owner.id))
     if kernel.kind == "alarm":
         return kernel
+    if failed := _failed_load(section, snapshot):
+        because = clean(failed.because.rstrip("."))
+        text = f"could not load {short(failed.title)}, {clock(failed.wall)}: {because}"
+        return Cell(shorten(text, LONGEST_FAILURE), failed.wall, text, "prose alarm")
     if ticket is not None:
         waited = waited_cell(ticket.arrived, snapshot)
         return Cell(
@@ -262,11 +275,24 @@ def _activity_cell(
     return Cell("idle")
 
 
+def _failed_load(section: Section, snapshot: Snapshot) -> Event | None:
+    """The newest load of this process, if it failed within FAILED_SECONDS and its caller did not end it."""
+    for event in reversed(snapshot.events):
+        if event.owner == section.owner.id and event.action in ("failed", "loaded", "restored"):
+            is_failed = (event.action, event.reason) == ("failed", "load")
+            is_new = snapshot.wall - event.wall < FAILED_SECONDS
+            by_caller = event.because.startswith(("interrupted", "Stopped"))
+            return event if is_failed and is_new and not by_caller else None
+    return None
+
+
 def _last_cell(section: Section, now: float) -> Cell:
     if section.busy_since:
         return Cell(
             f"for {lasting(now - section.busy_since)}", now - section.busy_since, "It runs now"
         )
+    if since := min((one.pinned_since for one in section.leases if one.pinned_since), default=0.0):
+        return Cell(f"for {lasting(now - since)}", now - since, "So long it has used its model")
     if section.idle_since:
         ago = now - section.idle_since
         return Cell(f"{lasting(ago)} ago", -stepped(ago))
@@ -285,6 +311,9 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
         return _button("cancel", ticket.key, snapshot)
     if presence is not None and presence.state is ProcessState.SILENT:
         return _button("interrupt", f"{owner.id}/", snapshot)
+    failed = _failed_load(section, snapshot)
+    if failed is not None and failed.model in snapshot.names.get(owner.id, ()):
+        return _button("preload", f"{owner.id}/{failed.model}", snapshot)
     on_cards = [lease for lease in section.leases if lease.on_device and lease.kind != "block"]
     if not on_cards:
         own = section.lease(KERNEL)
@@ -298,6 +327,8 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
         return _button("interrupt", f"{owner.id}/", snapshot)
     if largest.kind == KERNEL:
         return _with_target(kernel_buttons(largest, owner)[0], largest, snapshot)
+    if largest.keep and not largest.pins:
+        return _button("unpin", largest.id, snapshot)
     evict = Button("evict", f"Evict {short(largest.name)}", _why_not_evict(largest, owner))
     return _with_target(evict, largest, snapshot)
 

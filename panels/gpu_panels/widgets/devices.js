@@ -77,6 +77,11 @@ export function render({model}) {
     row.free = made("span", "free", row)
     row.free1 = made("b", "", row.free)
     row.free2 = made("span", "sub", row.free)
+    row.lift = made("button", "act lift", row.free)
+    row.lift.onclick = () => {
+      window.gpuOpener = row.lift
+      model.send_msg({verb: "undrain", id: `/${row.now.id}`})
+    }
     row.busy = made("span", "figure busy", row)
     row.heat = made("span", "figure heat", row)
     row.past = made("span", "past", row)
@@ -90,10 +95,13 @@ export function render({model}) {
   function fillRow(row, now) {
     row.now = now
     say(row.id_, now.title)
-    const notice = now.notices.join("; ")
-    say(row.sub, notice || now.name)
-    row.sub.title = [notice, now.name].filter(Boolean).join("\n")
-    row.sub.classList.toggle("notice", Boolean(notice))
+    say(row.sub, now.notice || now.name)
+    row.sub.title = [now.notice, now.name].filter(Boolean).join("\n")
+    row.sub.classList.toggle("notice", Boolean(now.notice))
+    const lift = now.buttons.find(([verb]) => verb === "undrain")
+    row.lift.hidden = !lift
+    say(row.lift, lift ? lift[1] : "")
+    row.lift.setAttribute("aria-label", lift ? `${lift[1]}: ${now.title}` : "")
     say(row.level, now.level)
     row.level.title = now.level_hint
     row.level.dataset.level = now.level
@@ -106,7 +114,7 @@ export function render({model}) {
     row.budget.title = now.limit_hint
     say(row.free1, now.free)
     say(row.free2, now.facts)
-    row.free2.title = now.facts
+    row.free1.title = row.free2.title = `${now.free} · ${now.facts}`
     say(row.busy, now.busy)
     row.busy.title = now.busy && `The card was busy for ${now.busy} of the time`
     say(row.heat, now.celsius)
@@ -203,7 +211,7 @@ export function render({model}) {
       for (const line of part.lines.split("\n").filter(Boolean)) made("div", "line", menu.node).textContent = line
       addButtons(part.buttons, part.id, menu.node, part.title)
     } else {
-      for (const line of [...row.notices, `${row.free} · ${row.facts}`, row.limit_hint, row.watts && `${row.watts} drawn`]) {
+      for (const line of [row.notice, `${row.free} · ${row.facts}`, row.limit_hint, row.watts && `${row.watts} drawn`]) {
         if (line) made("div", "line", menu.node).textContent = line
       }
       addButtons(row.buttons, `/${row.id}`, menu.node, row.title)
