@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..devices.cgroups import ram_left
 from ..errors import DoesNotFit, GpuError, StillInUse, first_line
 from ..facts import (
     HOST,
@@ -269,13 +270,13 @@ def _leave_in_stages(
 
     Returns the performed step, and the shares measured afterwards.
     """
-    rest, stage = step, stage_bytes(resident, step)
+    rest, stage = step, 0 if _lacks_ram(session, step) else stage_bytes(resident, step)
     while stage and isinstance(rest, Move) and (left := rest.shares[0].bytes) >= 2 * stage:
         before = resident.lease.bytes_on(HOST)
         _leave_part(session, resident, rest, stage)
         moved = resident.lease.bytes_on(HOST) - before
         rest = replace(rest, shares=(Share(HOST, left - moved),))
-    performed, shares = _carry(resident, rest, may_drop)
+    performed, shares = _carry(session, resident, rest, may_drop)
     return step if performed is rest else performed, shares
 
 
@@ -290,9 +291,32 @@ def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> 
     )
 
 
-def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move | Drop, Shares]:
+def _lacks_ram(session: Session, step: Move | Drop) -> DoesNotFit | None:
+    """The error of a step that takes more RAM than this process may: Linux would end the process.
+
+    The bytes of simulated cards are in RAM already.
+    """
+    if session.probe.simulated or not isinstance(step, Move):
+        return None
+    size, left = sum([share.bytes for share in step.shares if share.device == HOST]), ram_left()
+    if left is None or size <= left:
+        return None
+    return DoesNotFit(
+        f"{show_bytes(size)} would leave for RAM, and the memory limit of its container or cgroup "
+        f"leaves {show_bytes(left)}",
+        need_bytes=size,
+        budget_bytes=left,
+        device=HOST,
+    )
+
+
+def _carry(
+    session: Session, resident: Resident, step: Move | Drop, may_drop: bool
+) -> tuple[Move | Drop, Shares]:
     """Performs the step. Returns the performed step, and the shares measured afterwards."""
     try:
+        if error := _lacks_ram(session, step):
+            raise error
         return step, resident.carry(step)
     except Exception as error:
         if isinstance(step, Drop) and resident.handle is None:
@@ -336,7 +360,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
 def _in_words(error: BaseException) -> str:
     line = first_line(error)
     line = line.rstrip(".")  # the caller ends the sentence
-    return line if isinstance(error, StillInUse) else f"{type(error).__name__}: {line}"
+    return line if isinstance(error, GpuError) else f"{type(error).__name__}: {line}"
 
 
 def _abandon(session: Session, name: str, key: Key, because: str = "") -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import Busy, LedgerUnavailable, OutOfMemory, Runtime
+from gpu_runtime import Busy, GpuError, LedgerUnavailable, OutOfMemory, Runtime
 from gpu_runtime.devices.process_memory import out_of_memory
 from gpu_runtime.owner import maintenance, release
 from gpu_runtime.scheduler.recall import Order
+from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 
 from .conftest import fakes, loaded, where
@@ -284,3 +285,25 @@ def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime
         broken.setattr(session, "decide", fails)
         maintenance.carry_out_order(session, order)
     assert order.key not in session.orders
+
+
+# -- in a container
+
+
+def test_what_the_containers_memory_limit_does_not_allow_stays_or_is_dropped(runtime, monkeypatch):
+    """Linux would end the process, and values that exist nowhere else with it."""
+    rt = runtime(**BOX)
+    only, again = Bus(rt, "only"), Bus(rt, "again", droppable=True)
+    only.broken = again.broken = None
+    monkeypatch.setattr(release, "ram_left", lambda: 10 * GIB - 1)
+    rt.evict("again")
+    monkeypatch.setattr(rt._session.probe, "simulated", False)
+    rt.preload("again")
+    with pytest.raises(GpuError, match="limit of its container"):
+        rt.evict("only")
+    fakes(rt, next="10GiB")
+    with rt.use("next", timeout=PATIENCE):
+        assert where(rt) == {"only": "sim:0", "again": "disk", "next": "sim:0"}
+    monkeypatch.setattr(release, "ram_left", lambda: 10 * GIB)
+    rt.evict("only")
+    assert where(rt)["only"] == "host" and only.tries == 1
