@@ -216,6 +216,11 @@ class Settings:
         "by commas.")
     gpu_console_user_names: str = _text("{name}",
         "The name on this machine of JupyterHub's user {name}; in The Littlest JupyterHub jupyter-{name}.")
+    gpu_console_hours: str = _choice(
+        "own",
+        "Whose hours a member of a hub sees on the console's tab Hours: own, or all (also a sum for each other user).",
+        "own or all",
+    )
     gpu_console_read_only: bool = _truth(False, "The console has no buttons, for any user.")
 
     gpu_engine_ports: str = _text("8300-8399", "The ports of engines that run as servers, at 127.0.0.1.")

@@ -19,7 +19,7 @@ from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
 
-from .data.members import seen_by
+from .data.members import hours_of, seen_by
 from .data.rows import FirstSeen
 
 log = logging.getLogger("gpu_runtime")
@@ -134,6 +134,14 @@ class Poller:
             fetched.requested_at = self._clock()
             return fetched.value
 
+    def report(self, since: str, by: str, every: float) -> Any:
+        """The rows of `rt.report(since, by)`, or None while they are being read; see `latest`."""
+
+        def fetch(rt: Any) -> Any:
+            return rt.report(since, by).to_dict("records")
+
+        return self.latest(f"hours: {since} {by}", fetch, every)
+
     def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
         """The result of `compute(source)`, kept under `key` until `source` is another object. Do not change it."""
         known = self._once.get(key)
@@ -243,6 +251,14 @@ class MemberPoller:
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
         """As Poller.latest, and None for data that a member does not see."""
         return self._all.latest(key, fetch, every) if key in self.SHARED else None
+
+    def report(self, since: str, by: str, every: float) -> Any:
+        """As Poller.report: the rows that the member sees; see GPU_CONSOLE_HOURS."""
+        found = self._all.report(since, by, every)
+        others = self.rt.settings.gpu_console_hours == "all"
+        return found and self.once(
+            f"hours: {since} {by}", found, lambda rows: hours_of(rows, by, self._member, others)
+        )
 
     def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
         """As Poller.once. The sessions of this member share the result."""

@@ -577,8 +577,10 @@ class HoursTab(Tab):
         )
 
     def update(self, snapshot: Snapshot) -> None:
+        since = SINCE[self.since.value]
         over_time, found, waits = (
-            self._records(by) for by in ("time", self.by.value.lower(), "waits")
+            self.poller.report(since, by, REPORT_SECONDS)
+            for by in ("time", self.by.value.lower(), "waits")
         )
         if over_time is None or found is None or waits is None:
             return
@@ -589,15 +591,6 @@ class HoursTab(Tab):
         between = [one for one in waits if one["user"] != one["waited_for"]]
         self.waits.visible = self._waits_head.visible = bool(between)
         _show_records(self.waits, between)
-
-    def _records(self, by: str) -> Any:
-        """The rows of the report, or None while they are being read."""
-        since = SINCE[self.since.value]
-
-        def fetch(rt: Any) -> Any:
-            return rt.report(since, by).to_dict("records")
-
-        return self.poller.latest(f"hours: {since} {by}", fetch, REPORT_SECONDS)
 
 
 def _show_records(table: Table, records: Sequence[Mapping[str, Any]]) -> None:
@@ -926,7 +919,7 @@ SERVING = ServingTab.title  # only on the page of a server that serves models
 
 
 # What the other tabs show would name the notebooks and models of other users.
-FOR_MEMBERS = (NowTab.title, ModelsTab.title, LeasesTab.title)
+FOR_MEMBERS = (NowTab.title, ModelsTab.title, LeasesTab.title, HoursTab.title)
 
 
 def titles(member: str = "") -> list[str]:

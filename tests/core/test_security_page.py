@@ -135,6 +135,8 @@ see how much each other user holds and waits for
     test_a_member_sees_the_sum_of_each_user_and_the_totals_of_the_devices
 see the name of another user's notebook, model or process
     test_no_name_of_another_user_is_on_the_page_of_a_member
+see the hours of another user, unless `GPU_CONSOLE_HOURS` is `all`
+    test_a_member_sees_the_own_hours_and_those_of_others_as_sums_if_the_operator_allows_it
 act on another user's process or on a card, also not by a forged click
     test_no_verb_of_a_member_reaches_another_users_process
     test_a_forged_click_of_a_member_opens_no_dialog

@@ -1,6 +1,7 @@
 """The console of a member: own processes, one sum for every other user, and actions on own processes only."""
 
 import itertools
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,6 +16,8 @@ from gpu_panels.widgets import status_html
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Presence, ProcessState, Share, Stranger, Ticket
+from gpu_runtime.settings import Settings
+from gpu_runtime.tables import Table
 from gpu_runtime.web.auth import Visitor
 
 from .samples import BOB, GIB, ME, NOW, lease, snapshot
@@ -146,7 +149,47 @@ def test_a_forged_click_of_a_member_opens_no_dialog():
 def test_data_with_names_is_not_fetched_for_a_member():
     poller = MemberPoller(Poller(Stand(everything()), everything), "ann")
     assert poller.latest("catalogue", lambda rt: 1 / 0, 1.0) is None
-    assert tabs.titles("ann") == ["Now", "Models", "Leases"]
+    assert tabs.titles("ann") == ["Now", "Models", "Leases", "Hours"]
+
+
+REPORTS = {
+    "time": [{"time": 0, "in_use_gib_h": 3.0}],
+    "card": [{"card": "sim:0", "card_h": 3.0}],
+    "user": [{"user": "bob", "card_h": 2.0}, {"user": "ann", "card_h": 1.0}],
+    "notebook": [
+        {"user": "bob", "notebook": "theirs.ipynb"},
+        {"user": "ann", "notebook": "mine.ipynb"},
+    ],
+    "model": [{"user": "bob", "model": "secret-model"}, {"user": "ann", "model": "qwen"}],
+    "waits": [{"user": "ann", "waited_for": "bob", "waited_h": 0.5}],
+}
+OWN = {by: [one for one in REPORTS[by] if one["user"] == "ann"] for by in ("notebook", "model")}
+TOTALS = {by: REPORTS[by] for by in ("time", "card")}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "seen"),
+    [
+        ("own", {**TOTALS, **OWN, "user": REPORTS["user"][1:], "waits": []}),
+        ("all", {**TOTALS, **OWN, "user": REPORTS["user"], "waits": REPORTS["waits"]}),
+    ],
+)
+def test_a_member_sees_the_own_hours_and_those_of_others_as_sums_if_the_operator_allows_it(
+    allowed, seen
+):
+    """`GPU_CONSOLE_HOURS`. Names of notebooks and models of others are never among them."""
+    rt = SimpleNamespace(
+        settings=Settings(gpu_console_hours=allowed),
+        status=everything,
+        report=lambda since, by: Table(REPORTS[by], [*REPORTS[by][0]]),
+    )
+    poller = Poller(rt, everything, start=lambda work: None)
+    poller._reap = lambda: None
+    member = MemberPoller(poller, "ann")
+    assert {member.report("7d", by, 30.0) for by in REPORTS} == {None}, "not read yet"
+    poller.poll()
+    assert {by: member.report("7d", by, 30.0) for by in REPORTS} == seen
+    assert {by: poller.report("7d", by, 30.0) for by in REPORTS} == REPORTS, "an operator"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ FILES = {  # of the settings that are tested with real servers, or with what the
     "core/test_hub.py": "gpu_console_operator_groups gpu_console_user_names",
     "devices/test_probe.py": "gpu_devices",
     "faces/test_gate.py": "gpu_console_token gpu_console_viewer_token",
+    "faces/test_members.py": "gpu_console_hours",
     "faces/test_login.py": "gpu_console_operators gpu_console_viewers",
     "faces/test_sockets.py": "gpu_console_read_only",
     "faces/test_waiting.py": "gpu_progress_seconds",

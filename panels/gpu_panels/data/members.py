@@ -6,7 +6,8 @@ This module is pure. The console of a JupyterHub uses it for every visitor who i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -96,6 +97,18 @@ def _anonymous(ticket: Ticket, number: int, sum_of: dict[str, str]) -> Ticket:
         need=ticket.need,
         because="memory",
     )
+
+
+def hours_of(
+    records: Sequence[Mapping[str, Any]], by: str, user: str, others: bool
+) -> Sequence[Mapping[str, Any]]:
+    """The rows of the report by `by` that the member `user` sees: the own ones, and the sums of cards and times.
+
+    With `others` also one sum for each other user, and who waited for whom, but no name of their notebooks and models.
+    """
+    if by in ("card", "time") or (others and by in ("user", "waits")):
+        return records
+    return [one for one in records if one["user"] == user and by != "waits"]
 
 
 def refusal(proposal: Proposal, snapshot: Snapshot, member: str) -> str:
