@@ -157,6 +157,51 @@ def test_a_notebook_with_another_ledger_is_followed_and_says_so(train):
     status(train, "sim:0 0/22 GiB · simulated")
 
 
+def choose(notebook, **settings):
+    """Writes the user's settings of the extension, as JupyterLab's editor of settings does."""
+    notebook.page.evaluate(
+        """async values => {
+            const url = window.jupyterapp.serviceManager.settings
+            await url.save('gpu-console:memory', JSON.stringify(values))
+        }""",
+        settings,
+    )
+    notebook.page.reload()
+    notebook.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+
+
+def test_the_users_settings_choose_the_words_and_an_alert(train):
+    """The alert is told once, and the item keeps its mark while the card is that full."""
+    page = train.page
+    page.get_by_role("button", name="Restore qwen: train.ipynb").click()
+    page.locator(".jp-Dialog").get_by_role("button", name="Restore").click()
+    status(train, "sim:0 14/22 GiB · simulated")
+    choose(train, show="notebook", alertPercent=60)
+    marked = status(train, "train.ipynb 14.0 GiB · simulated")
+    page.locator(".gpu-status.gpu-problem").wait_for()
+    assert "sim:0: 14.0 of 21.6 GiB" in marked.get_attribute("title")
+    page.locator(".Toastify__toast", has_text="sim:0 is 65 % full").wait_for()
+    choose(train, show="nothing")
+    page.locator(".gpu-status").wait_for(state="hidden")
+    choose(train)
+    status(train, "sim:0 14/22 GiB · simulated")
+    assert not page.locator(".gpu-status.gpu-problem").count()
+
+
+def test_the_list_of_running_kernels_shows_what_each_holds(train):
+    train.command("running:show-panel")
+    beside = train.page.locator(".jp-RunningSessions-item", has_text="14.0 GiB")
+    beside.first.wait_for()
+    held = train.page.locator(".jp-RunningSessions-itemDetail").all_inner_texts()
+    assert "14.0 GiB" in held
+    train.page.locator(".gpu-status").click()
+    train.page.get_by_role("button", name="Evict qwen: train.ipynb").click()
+    train.page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
+    status(train, "sim:0 0/22 GiB · simulated")
+    train.command("running:show-panel")
+    train.page.locator(".jp-RunningSessions-item", has_text="14.0 GiB in RAM").first.wait_for()
+
+
 def test_no_token_is_in_the_page_and_none_is_needed_beside_jupyters(train, port):
     """The panel's own requests and answers contain no token. Without Jupyter's login there is no answer."""
     url = f"http://127.0.0.1:{port}/api/gpu-console/status"

@@ -32,6 +32,19 @@ def test_the_script_is_small_makes_no_html_of_texts_and_loads_nothing_from_elsew
     assert urls == ["http://www.w3.org/2000/svg"], "the name of SVG, which nobody loads"
 
 
+def test_the_script_has_the_settings_of_the_schema_and_their_defaults():
+    """JupyterLab's server finds the schema by the name of the extension and of its plugin."""
+    schemas = BROWSER / PACKAGE["jupyterlab"]["schemaDir"]
+    schema = json.loads((schemas / "gpu-console" / "memory.json").read_text())
+    text = SCRIPT.read_text()
+    chosen = re.search(r"const chosen = \{(.*)\}", text)
+    assert chosen
+    defaults = {name: one["default"] for name, one in schema["properties"].items()}
+    written = ", ".join(f"{name}: {value!r}" for name, value in defaults.items())
+    assert chosen[1] == written
+    assert "registry?.load(`${NAME}:memory`)" in text
+
+
 @pytest.mark.parametrize("file", ["package.json", "install.json"])
 def test_the_extension_has_the_name_of_the_package(file):
     found = json.loads((BROWSER / file).read_text())
@@ -40,3 +53,15 @@ def test_the_extension_has_the_name_of_the_package(file):
     assert found.get("version", written) == written
     project = tomllib.loads((BROWSER.parents[3] / "pyproject.toml").read_text())["project"]
     assert project["version"] == __version__
+
+
+def test_the_package_is_found_as_a_prebuilt_extension_of_jupyterlab_and_names_no_address_that_is_none():
+    """JupyterLab's extension manager lists packages with these classifiers. The repository has no address yet."""
+    project = tomllib.loads((BROWSER.parents[3] / "pyproject.toml").read_text())["project"]
+    lab = "Framework :: Jupyter :: JupyterLab"
+    wanted = {lab, f"{lab} :: 4", f"{lab} :: Extensions", f"{lab} :: Extensions :: Prebuilt"}
+    assert wanted <= set(project["classifiers"]) and {"gpu", "jupyterlab"} <= set(
+        project["keywords"]
+    )
+    for address in project.get("urls", {}).values():
+        assert re.match(r"https://(?!example\.)", address), address

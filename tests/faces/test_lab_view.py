@@ -37,6 +37,9 @@ def ticket(name="llama", waited=7.0, gib=8):
 def test_the_status_bar_has_used_and_usable_memory_of_the_cards(cards, held, text):
     leases = [lease(f"m{n}", gib, f"sim:{n}") for n, gib in enumerate(held)]
     assert shown(snapshot(*leases, cards=cards))["status"] == text
+    one = shown(snapshot(*leases, cards=cards))
+    assert one["sum"] == (text if cards != 2 else "2 GPUs 17/43 GiB · simulated")
+    assert one["notes"] == ["simulated"]
     small = snapshot(lease("m", 1 / 32), gib=192 / 1024)
     assert shown(small)["status"] == "sim:0 32/173 MiB · simulated"
 

@@ -46,7 +46,7 @@ from ..data.rows import (
 )
 from ..data.rows import buttons as model_buttons
 
-MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
+MOST_CARDS = 3  # cards that the status bar lists one by one, unless the user wants their sum
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
 PANEL_VERBS = (*ROW_VERBS, "pin", "cancel", "resume")  # problems may offer the last three
 
@@ -99,7 +99,10 @@ def shown(
         "several": several,
         "week": week,
         "simulated": snapshot.simulated,
+        # What the user's setting `show` chooses from: each card, their sum, or a notebook's bytes and the notes.
         "status": " · ".join([cards_text(snapshot), *notes]),
+        "sum": " · ".join([cards_text(snapshot, most=1), *notes]),
+        "notes": notes,
         "problems": found,
         "devices": [_device(view) for view in snapshot.devices],
         "groups": groups(snapshot, by_pid),
@@ -110,12 +113,15 @@ def shown(
 # -- the status bar
 
 
-def cards_text(snapshot: Snapshot) -> str:
-    """A text about the cards of `snapshot`, with used and usable memory, such as `cuda:0 14/22 GiB`."""
+def cards_text(snapshot: Snapshot, most: int = MOST_CARDS) -> str:
+    """A text about the cards of `snapshot`, with used and usable memory, such as `cuda:0 14/22 GiB`.
+
+    More than `most` cards are added up.
+    """
     views = cards(snapshot)
     if not views:
         return "no GPU"
-    if len(views) > MOST_CARDS:
+    if len(views) > most:
         used, limit = sum(map(used_bytes, views)), sum(view.limit_bytes for view in views)
         return f"{len(views)} GPUs {_of(used, limit)}"
     return " · ".join(

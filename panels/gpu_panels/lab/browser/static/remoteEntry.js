@@ -10,7 +10,8 @@
   const QUIET_MS = 5000 // of another visible page, or if nothing has changed for QUIET_POLLS polls; a hidden page does not poll
   const QUIET_POLLS = 15
   const MOST_PAUSE_MS = 60000 // after errors
-  const DONE_MS = 20000 // how long a successful action is shown
+  const DONE_MS = 20000 // how long a successful action, and an alert, is shown
+  const TOLD_MS = 600000 // before the same alert is shown again, such as of a card that fills and empties all the time
 
   const ICON = `<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16" viewBox="0 0 24 24">
     <path class="jp-icon3" fill="#616161" fill-rule="evenodd" d="M2 5h2v1h17a1 1 0 0 1 1 1v9a1 1 0 0 1-1 1h-5v2H7v-2H4v3H2zm9 3a3.5 3.5 0 1
@@ -326,12 +327,12 @@
       try { return (await shared(name))[token] } catch { return null } // this page has no such part
     }
     const tokens = [await optional('@jupyterlab/statusbar', 'IStatusBar'), await optional('@jupyterlab/notebook', 'INotebookTracker'),
-      await optional('@jupyterlab/apputils', 'ICommandPalette')]
+      await optional('@jupyterlab/apputils', 'ICommandPalette'), await optional('@jupyterlab/settingregistry', 'ISettingRegistry'),
+      await optional('@jupyterlab/running', 'IRunningSessionManagers')]
     const known = tokens.filter(Boolean)
     const activate = async (app, ...given) => {
       try {
-        const [bar, tracker, palette] = tokens.map(token => token && given[known.indexOf(token)])
-        await start(app, bar, tracker, palette)
+        await start(app, ...tokens.map(token => token && given[known.indexOf(token)]))
       } catch (error) {
         console.warn('GPU console:', error) // JupyterLab works without this extension
       }
@@ -339,8 +340,34 @@
     return [{id: `${NAME}:memory`, description: 'GPU memory in the status bar and a side panel.', autoStart: true, optional: known, activate}]
   }
 
-  async function start(app, bar, tracker, palette) {
-    const [{ServerConnection}, {Widget}, {Dialog, showDialog}, {LabIcon}] = await Promise.all(
+  // Shows in the list of running kernels what each kernel holds. Returns a function that takes the groups of an answer.
+  function besideKernels(running) {
+    const held = new Map() // the id of a kernel -> a text
+    const marked = item => {
+      const text = held.get(item.context)
+      if (text) item.detail = () => text
+      if (!item.context) item.children?.forEach(marked) // a kind of kernels, in the view as a tree
+      return item
+    }
+    const wrap = manager => {
+      const plain = manager.running.bind(manager)
+      manager.running = options => plain(options).map(marked)
+    }
+    running.items().forEach(wrap)
+    running.added.connect((_, manager) => wrap(manager))
+    return groups => {
+      const now = new Map(groups.filter(one => one.kernel).map(one => [one.kernel, one.bytes]))
+      if (JSON.stringify([...now]) === JSON.stringify([...held])) return
+      const known = new Set([...now.keys(), ...held.keys()])
+      held.clear()
+      now.forEach((text, id) => held.set(id, text))
+      for (const manager of running.items()) // only the list of kernels is drawn again
+        if (manager.running({mode: 'list'}).some(item => known.has(item.context))) manager.runningChanged.emit(undefined)
+    }
+  }
+
+  async function start(app, bar, tracker, palette, registry, running) {
+    const [{ServerConnection}, {Widget}, {Dialog, Notification, showDialog}, {LabIcon}] = await Promise.all(
       ['@jupyterlab/services', '@lumino/widgets', '@jupyterlab/apputils', '@jupyterlab/ui-components'].map(shared))
     const settings = app.serviceManager.serverSettings
 
@@ -392,21 +419,59 @@
     if (bar) bar.registerStatusItem(`${NAME}:memory`, {item, align: 'left', rank: 90, isActive: () => true})
     else app.shell.add(Object.assign(item, {id: `${NAME}-status`}), 'menu', {rank: 900}) // Notebook 7 has no status bar
 
+    // The user's settings (schemas/gpu-console/memory.json); a page without a registry has the defaults.
+    const chosen = {show: 'cards', alertPercent: 0, alertWaitSeconds: 0}
+    const words = answer => {
+      if (chosen.show !== 'notebook') return chosen.show === 'sum' ? answer.sum : answer.status
+      const own = answer.groups.find(one => one.kernel && one.kernel === kernel())
+      return [own ? `${own.title} ${own.bytes}` : 'nothing held here', ...answer.notes].join(' · ')
+    }
+
+    const toldAt = new Map() // the id of a card or a request -> when the notification was shown
+    // What is above a threshold of the user's, as texts. Each has a notification when it begins.
+    function alerts(answer) {
+      const {alertPercent: percent, alertWaitSeconds: wait} = chosen
+      const full = answer.devices.filter(card => percent && card.id !== 'host' && 100 * card.part >= percent)
+      const late = answer.waiting.filter(one => wait && Date.now() / 1000 - one.since >= wait)
+      const found = new Map([...full.map(card => [card.id, `${card.title} is ${Math.round(100 * card.part)} % full: ${card.fill}`]),
+        ...late.map(one => [one.id, `${one.name} (${one.holder}) has waited for ${one.need} ${duration(one.since)}`])])
+      for (const [id, told] of found) {
+        if (Date.now() - (toldAt.get(id) ?? 0) < TOLD_MS) continue
+        toldAt.set(id, Date.now())
+        Notification?.warning(told, {autoClose: DONE_MS})
+      }
+      return [...found.values()]
+    }
+
     function draw(answer, error) {
       const problems = answer ? answer.problems : []
-      text.textContent = answer ? answer.status : 'GPU ?'
+      const above = answer ? alerts(answer) : []
+      text.textContent = answer ? words(answer) : 'GPU ?'
       status.classList.toggle('gpu-off', Boolean(error))
-      status.classList.toggle('gpu-problem', problems.length > 0)
-      const lines = answer ? [...answer.devices.map(card => `${card.title}: ${card.fill}`), ...problems.map(one => one.text), `Ledger: ${answer.ledger.title}`] : []
+      status.classList.toggle('gpu-problem', problems.length + above.length > 0)
+      const lines = answer ? [...answer.devices.map(card => `${card.title}: ${card.fill}`), ...problems.map(one => one.text), ...above, `Ledger: ${answer.ledger.title}`] : []
       status.title = [error, ...lines].filter(Boolean).join('\n')
       status.setAttribute('aria-label', `GPU memory: ${text.textContent}`)
-      item.show()
+      item.setHidden(chosen.show === 'nothing')
       panel.show(answer, error)
+      if (answer) beside(answer.groups)
     }
 
     let last = null
+    let failed = '' // why there are no new figures
+    const beside = running ? besideKernels(running) : () => {}
+    setInterval(() => last && chosen.alertWaitSeconds && draw(last, failed), 5000) // a wait grows without a new answer
+    registry?.load(`${NAME}:memory`).then(settings => {
+      const read = () => {
+        Object.assign(chosen, settings.composite)
+        if (last) draw(last, failed)
+      }
+      settings.changed.connect(read)
+      read()
+    }).catch(error => console.warn('GPU console:', error)) // the defaults hold
     const kernel = () => tracker?.currentWidget?.sessionContext?.session?.kernel?.id
-    const poll = new Poll(request, kernel, answer => draw((last = answer), ''), words => draw(last, `No new figures: ${words}`))
+    const poll = new Poll(request, kernel, answer => draw((last = answer), (failed = '')),
+      why => draw(last, (failed = `No new figures: ${why}`)))
     tracker?.currentChanged.connect(() => poll.now())
   }
 
