@@ -7,6 +7,7 @@ cgroup-v2.rst.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -19,8 +20,8 @@ _FILES = (
 )
 
 
-def ram_left(root: Path = _ROOT, own: Path = _OWN) -> int | None:
-    """The bytes of RAM that this process's cgroups still allow; None where none has a limit.
+def ram_left(root: Path = _ROOT, own: Path = _OWN) -> float:
+    """The bytes of RAM that this process's cgroups still allow; infinite where none has a limit.
 
     `root` is the directory where the cgroups are mounted, and `own` the file that names those of this
     process.
@@ -28,7 +29,7 @@ def ram_left(root: Path = _ROOT, own: Path = _OWN) -> int | None:
     try:
         lines = own.read_text().splitlines()
     except OSError:  # no Linux
-        return None
+        return math.inf
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -43,7 +44,7 @@ def ram_left(root: Path = _ROOT, own: Path = _OWN) -> int | None:
             if group == top:
                 break
             group = group.parent
-    return min(found, default=None)
+    return min(found, default=math.inf)
 
 
 def _left(group: Path, limit_file: str, used_file: str, cache: str) -> int | None:

@@ -299,7 +299,7 @@ def _lacks_ram(session: Session, step: Move | Drop) -> DoesNotFit | None:
     if session.probe.simulated or not isinstance(step, Move):
         return None
     size, left = sum([share.bytes for share in step.shares if share.device == HOST]), ram_left()
-    if left is None or size <= left:
+    if size <= left:
         return None
     return DoesNotFit(
         f"{show_bytes(size)} would leave for RAM, and the memory limit of its container or cgroup "
@@ -392,14 +392,16 @@ def wants_shadow(session: Session, resident: Resident) -> bool:
 def reserve_shadow(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns the options with which the backend keeps the shadow; no options if the host has no room
-    or if no shadow is wanted. If another process loads the same files now, first waits until
-    that load has ended, so that the files are read only once.
+    Returns the options with which the backend keeps the shadow; no options if the host or this
+    process's cgroup has no room, or if no shadow is wanted. If another process loads the same files
+    now, first waits until that load has ended, so that the files are read only once.
     """
     if not wants_shadow(session, resident):
         return {}
     size = sum(share.bytes for share in shares)
     name = resident.spec.name
+    if not session.probe.simulated and size > ram_left():
+        return {}
 
     files = ""
     if session.settings.gpu_shadows != "private" and resident.backend.shares:

@@ -1,5 +1,7 @@
 """How much RAM the cgroups of a process still allow, from files as Linux writes them."""
 
+import math
+
 import pytest
 
 from gpu_runtime.devices.cgroups import ram_left
@@ -24,9 +26,9 @@ def test_the_tightest_limit_from_the_own_group_to_the_top_counts(tmp_path, versi
     own = tmp_path / "own"
     own.write_text(f"{line}\n")
     user = tmp_path / top / "user"
-    assert ram_left(tmp_path, own) is None
+    assert ram_left(tmp_path, own) == math.inf
     group(user / "ann", "max" if version == 2 else 2**63 - 4096, 10, version=version)
-    assert ram_left(tmp_path, own) is None
+    assert ram_left(tmp_path, own) == math.inf
     group(user, 1000, 400, version=version)
     assert ram_left(tmp_path, own) == 630  # cached pages of files come free first
     group(user / "ann", 500, 450, version=version)
@@ -44,4 +46,4 @@ def test_a_container_sees_its_own_group_at_the_top(tmp_path, version):
 
 
 def test_where_there_are_no_cgroups_nothing_is_limited(tmp_path):
-    assert ram_left(tmp_path, tmp_path / "none") is None
+    assert ram_left(tmp_path, tmp_path / "none") == math.inf

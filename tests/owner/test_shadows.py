@@ -69,6 +69,18 @@ def test_a_dropped_model_has_no_copy_left_to_free(runtime):
     assert not release.free_shadow(rt._session.residents["a"])
 
 
+def test_no_copy_is_kept_that_the_containers_memory_limit_does_not_allow(runtime, monkeypatch):
+    rt = runtime(devices="sim:8GiB,host:16GiB")
+    monkeypatch.setattr(rt._session.probe, "simulated", False)
+    shadowed(rt, small="4GiB", large="6GiB")
+    monkeypatch.setattr(release, "ram_left", lambda: 4 * GIB)
+    rt.preload("small")
+    assert shadows(rt) == {"small": 4}
+    rt.evict("small", drop=True)
+    rt.preload("large")
+    assert shadows(rt) == {}
+
+
 @pytest.mark.parametrize("more", [{"gpu_shadows": "never"}, {"enable_cpu_offload": False}])
 def test_no_copy_is_kept(runtime, more):
     rt = runtime(devices="sim:24GiB,host:20GiB", **more)
