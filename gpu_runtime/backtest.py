@@ -523,7 +523,8 @@ class _Replay:
         if not verdict.steps:
             return False
         if isinstance(verdict.steps[0], Load) and self.engine.shadows:
-            self._reserve_shadow(model)
+            size = self.models[model].bytes
+            self.book, _ = victims.reserve_shadow(self.book, OWNER.id, model, size, self.world)
         self.busy.add(lane)
         self._start_steps(lane, deque(verdict.steps))
         return True
@@ -576,13 +577,6 @@ class _Replay:
         self.book = admission.part_left(self.book, part, lease.after(part.shares), self.world)
         self._start_stage(lane, steps, stage)
         self._decide()
-
-    def _reserve_shadow(self, model: str) -> None:
-        """Reserves host memory for a copy of the `model` that is being loaded, if the host has
-        room.
-        """
-        size = self.models[model].bytes
-        self.book, _ = victims.reserve_shadow(self.book, OWNER.id, model, size, self.world)
 
     def _lane_of_arrival(self, model: str) -> str:
         """The lane of the transfer that brings `model` to the card."""

@@ -118,12 +118,8 @@ def _yaml(text: str, file: str) -> Iterator[Document]:
     except yaml.YAMLError as error:
         problem = str(error.args[-1] if error.args else error)
         words = f"this is not YAML: {problem}".splitlines()[0]
-        raise BadDocument(file, _line_of(text, error), "", words) from None
-
-
-def _line_of(text: str, error: Any) -> int:
-    position = getattr(error, "position", None)
-    return text.count("\n", 0, position) + 1 if isinstance(position, int) else 1
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1  # a ReaderError has it
+        raise BadDocument(file, line, "", words) from None
 
 
 def _require_shallow(text: str, file: str) -> None:

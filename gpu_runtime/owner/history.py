@@ -12,7 +12,6 @@ from ..backtest import (
     HOSTS,
     USE_SECONDS,
     BacktestRow,
-    UseHistory,
     compare,
     journal_history,
     read_history,
@@ -287,7 +286,9 @@ def backtest(
         note = ""
     else:
         assert session is not None, "only a runtime has a journal"
-        history = _recorded(session, DAYS if days is None else days)
+        wall = session.wall()
+        events = recorded_events(session, since=wall - (DAYS if days is None else days) * DAY)
+        history = journal_history(events, session.ledger.read().leases(), wall)
         note = f"The journal does not know how long uses took: each counts as {USE_SECONDS:g} s."
     rows = compare(
         history,
@@ -300,10 +301,3 @@ def backtest(
     if note:
         frame.attrs["note"] = note
     return frame
-
-
-def _recorded(session: Session, days: float) -> UseHistory:
-    """The history of the last `days` days, from the journal and the current leases."""
-    wall = session.wall()
-    events = recorded_events(session, since=wall - days * DAY)
-    return journal_history(events, session.ledger.read().leases(), wall)

@@ -268,7 +268,8 @@ def _subject(session: Session, words: str | int, source: Any, given: dict[str, A
     name = str(words)
     model = described(session, name, source, given)
     if model is not None:
-        return of_described(model, session)
+        found = of_resident(model.resident, session)
+        return found._replace(obstacle=model.obstacle) if model.obstacle else found
     size = size_in(words)
     if size is not None:
         return of_bytes(size, session, given)
@@ -280,8 +281,7 @@ def _subject(session: Session, words: str | int, source: Any, given: dict[str, A
         return of_lease(lease, section.owner, given, declared)
     except (UnknownModel, KeyError):  # the answer lists the known names
         known, all_names = registry.known_names(session), registry.addresses(session)
-        found = unregistered(name, known, all_names, session, given)
-        return of_nobody(found, session)
+        return of_nobody(unregistered(name, known, all_names, session, given), session)
 
 
 class Subject(NamedTuple):
@@ -334,15 +334,6 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
         layout = placement.check_layout(given.get("layout", "auto"))
         rules = replace(session.settings.placement(), devices=devices, layout=layout)
     return Subject(wanted, Footprint.of(size), rules)
-
-
-def of_described(model: Described, session: Session) -> Subject:
-    """The request for a model as `load` would register it.
-
-    Raises UnknownSize, BadSetting, LoadFailed.
-    """
-    found = of_resident(model.resident, session)
-    return found._replace(obstacle=model.obstacle) if model.obstacle else found
 
 
 def of_resident(resident: Resident, session: Session) -> Subject:

@@ -233,7 +233,9 @@ def forget(session: Session, name: str) -> None:
     arrivals.require_load_ended(session, resident.spec.name)
     lease = resident.truth()
     if not resident.begin_forgetting():
-        raise in_use_error(session, resident)
+        book, world = session.look()
+        lease = book.lease(session.me, resident.spec.name) or resident.lease
+        raise explain.still_here(book, session.me, lease, "in use", world)
 
     def work() -> None:
         release_calls(resident.value)
@@ -413,13 +415,6 @@ def addresses(session: Session, book: Book | None = None) -> tuple[str, ...]:
             names = {*held, *loadable.get(id, ())} - {KERNEL}
             found |= {f"{name}@{section.owner.pid}" for name in names}
     return tuple(sorted(found))
-
-
-def in_use_error(session: Session, resident: Resident) -> GpuError:
-    """The error for a model that is in use. The message names the process that uses the model."""
-    book, world = session.look()
-    lease = book.lease(session.me, resident.spec.name) or resident.lease
-    return explain.still_here(book, session.me, lease, "in use", world)
 
 
 # -- checks of arguments

@@ -250,7 +250,9 @@ class Context(NamedTuple):
             silent_shadows=_silent_shadows(book.ticket(request.key), leases, world),
             cap_left=caps.left(book, world),
             cap_left_later=caps.left(book, world, leaving=False),
-            cap_owners=_cap_owners(book, world),
+            cap_owners=caps.owners_of(book, world.rules.cap.user)
+            if world.rules.cap
+            else frozenset(),
             held=held,
         )
 
@@ -352,11 +354,6 @@ def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int 
     now = limit - on_cards(book, owner)
     later = limit - on_cards(book, owner, leaving=False)
     return now, later
-
-
-def _cap_owners(book: Book, world: World) -> frozenset[str]:
-    cap = world.rules.cap
-    return caps.owners_of(book, cap.user) if cap else frozenset()
 
 
 def _silent(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:

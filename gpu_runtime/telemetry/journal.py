@@ -129,7 +129,7 @@ class Journal:
 
     def record(self, decided: Decided) -> None:
         """Stores the decision `decided`, unless its book is too large. Never fails."""
-        if not is_small(decided):
+        if decided.book.entries > MOST_ENTRIES:
             return
         with self._lock:
             self._numbered += 1
@@ -351,11 +351,6 @@ def unpack(content: bytes) -> Decided | None:
         return _decode_decided(zlib.decompressobj().decompress(content[1:], MOST_RECORD_BYTES))
     except (zlib.error, msgspec.MsgspecError):  # damaged, or with fields of another version
         return None
-
-
-def is_small(decided: Decided) -> bool:
-    """Whether the book of the decision is small enough to be recorded."""
-    return decided.book.entries <= MOST_ENTRIES
 
 
 def insert_decisions(db: sqlite3.Connection, decisions: Iterable[Decided]) -> None:

@@ -117,7 +117,8 @@ class ChangeFilter:
         for moment in moments:
             kept = self._kept.get(moment.device)
             skipped = self._skipped.pop(moment.device, None)
-            if kept is not None and self._may_skip(kept, moment):
+            is_old = kept is None or moment.wall - kept.wall >= self._rest_seconds
+            if kept is not None and not is_old and alike(kept, moment):
                 self._skipped[moment.device] = moment
                 continue
             if skipped is not None and not alike(skipped, moment):
@@ -125,9 +126,6 @@ class ChangeFilter:
             rows.append(moment)
             self._kept[moment.device] = moment
         return rows
-
-    def _may_skip(self, kept: Moment, moment: Moment) -> bool:
-        return alike(kept, moment) and moment.wall - kept.wall < self._rest_seconds
 
 
 # -- the history on disk ---------------------------------------------------------------------------

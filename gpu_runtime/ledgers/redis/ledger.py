@@ -307,13 +307,6 @@ class RedisLedger(NamesTeller):
     def _require_open(self) -> None:
         require_usable(self.url, self.owner, not self._closed)
 
-    def _leave_to_parent(self) -> None:
-        """Closes the descriptors in a forked child. The parent keeps its lock.
-
-        The child never uses the connection to the book again.
-        """
-        self._bell.close_here()
-
     # What is kept beside the book: a hash for each kind, with a field for each owner
 
     def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
@@ -407,12 +400,12 @@ class RedisLedger(NamesTeller):
 _open_ledgers: weakref.WeakSet[RedisLedger] = weakref.WeakSet()
 
 
-def _leave_all_to_parent() -> None:
-    for ledger in list(_open_ledgers):
-        ledger._leave_to_parent()
+def _close_in_child() -> None:
+    for ledger in list(_open_ledgers):  # the parent keeps the lock, and the connection to the book
+        ledger._bell.close_here()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
