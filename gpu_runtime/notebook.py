@@ -213,11 +213,6 @@ def is_remembered(key: str) -> bool:
                 known = json.load(file)
             if key in known["cell_bytes"]:
                 return True
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # no file, or a damaged one: nothing is known
+        except (OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one
             continue
     return False

@@ -223,9 +223,8 @@ def _leave_now(
         _abandon(session, name, key)
         return Stays("it is in use")
     try:
-        if (
-            resident.remeasure()
-        ):  # the reserved room may be too small for the new size: decide again
+        # The reserved room may be too small for the new size: decide again.
+        if resident.remeasure():
             raise Stays("its bytes have changed since they were counted")
         step, shares = _leave_in_stages(session, resident, step, may_drop)
     except BaseException as error:

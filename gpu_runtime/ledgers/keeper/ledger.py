@@ -635,9 +635,7 @@ class KeeperLedger(NamesTeller):
         with self._calling:
             wire = self._wire
             if wire is not None and wire.is_open():
-                with contextlib.suppress(
-                    _Lost
-                ):  # the keeper ended, so it knows that this owner left
+                with contextlib.suppress(_Lost):  # the keeper ended, and knows that it left
                     self._exchange(wire, core.Leave(0))
             self._closed = True
             self._drop()
@@ -676,12 +674,7 @@ class KeeperPeek:
             assert self._reader is not None
             self._pieces.follow(self._reader.page())
             return self._pieces.book
-        except (
-            OSError,
-            _Lost,
-            Torn,
-            *UNREADABLE,
-        ):  # no keeper answers, or the page is being written
+        except (OSError, _Lost, Torn, *UNREADABLE):  # no keeper answers, or it writes the page
             return None
 
     def living(self) -> Collection[str]:
