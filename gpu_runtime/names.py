@@ -126,7 +126,7 @@ def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
     The frames of the last traceback that Python keeps are added.
     """
     frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
-    for error in _with_causes(errors):
+    for error in with_causes(errors):
         frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [frame for frame in {id(frame): frame for frame in frames}.values() if _is_users(frame)]
 
@@ -137,14 +137,15 @@ def objects_of(errors: Iterable[BaseException]) -> list[Any]:
     For example, the AttributeError of `tensor.typo` refers to the tensor.
     """
     found: list[Any] = []
-    for error in _with_causes(errors):
+    for error in with_causes(errors):
         found += error.args
         if isinstance(error, AttributeError):
             found.append(error.obj)
     return found
 
 
-def _with_causes(errors: Iterable[BaseException]) -> list[BaseException]:
+def with_causes(errors: Iterable[BaseException]) -> list[BaseException]:
+    """The `errors` and their causes, each once."""
     pending: list[BaseException | None] = list(errors)
     found: dict[int, BaseException] = {}
     while pending:
@@ -169,7 +170,7 @@ def clear(errors: Iterable[BaseException]) -> None:
     function with variables of an enclosing function, since its frame keeps them. In the arguments
     of an error, an object that is not plain is replaced by the name of its class.
     """
-    errors = _with_causes(errors)
+    errors = with_causes(errors)
     for frame in frames_of(errors):
         try:
             frame.clear()

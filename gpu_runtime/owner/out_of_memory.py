@@ -26,6 +26,7 @@ from ..names import (
     describe,
     frames_of,
     registered,
+    with_causes,
 )
 from ..scheduler.capacity import room, views
 from ..scheduler.explain import SMALLEST_STRANGER
@@ -84,14 +85,8 @@ def make_room(session: Session, error: BaseException) -> Freed:
 
 def forget_frames(error: BaseException) -> None:
     """Clears the ended frames of `error` and of its causes, since these frames keep tensors alive."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
-            pending += [current.__cause__, current.__context__]
+    for one in with_causes([error]):
+        traceback.clear_frames(one.__traceback__)
     gc.collect()
 
 

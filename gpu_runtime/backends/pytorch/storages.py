@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...devices.process_memory import Memory
+from ...names import with_causes
 from ...units import MIB
 from . import streams, swap
 from .swap import Exchange, can_swap
@@ -402,15 +403,8 @@ def let_go(error: BaseException) -> None:
     """Clears the variables of finished frames of ours, transformers and safetensors in the tracebacks
     of `error`. A notebook keeps its last traceback, which would keep every tensor in these frames.
     """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        pending += [current.__cause__, current.__context__]
-        for frame, _ in traceback.walk_tb(current.__traceback__):
+    for one in with_causes([error]):
+        for frame, _ in traceback.walk_tb(one.__traceback__):
             if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
                 continue
             with contextlib.suppress(RuntimeError):  # it still runs, and frees them at its end
