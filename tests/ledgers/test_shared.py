@@ -618,10 +618,10 @@ def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
     """
     box.configure(f'[users.{ANN}]\nlongest_lease = "1s"')
     one, two = box.kernel(ANN), box.kernel(ANN, a="1GiB")
-    one.run("held = rt.lease('1GiB', purpose='training')")
-    one.run("block = held.__enter__()")
     assert two.run("rt.preload('a').done") == "True"
     two.run("rt.evict('a')")
+    one.run("held = rt.lease('1GiB', purpose='training')")
+    one.run("block = held.__enter__()")
     time.sleep(1.1)
     one.run("rt.tick()")
     assert "training#1 (1.0 GiB)" in one.run(

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse, threads
+from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse, WaitEnded, threads
 from gpu_runtime.facts import Outcome
 from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.owner import arrivals, loading
@@ -221,13 +221,25 @@ def test_the_seconds_of_reading_the_source_are_part_of_the_time_out(
     assert left == [10 - reads]
 
 
-def test_a_load_that_another_request_waits_for_goes_on_after_its_caller_left(runtime, in_c):
+def leave_to_the_next(rt, monkeypatch):
+    """Ends the time of the caller of a load as soon as another request waits for the load."""
+
+    def wait_for_the_next(work, seconds):
+        until(lambda: work.ended(0) or rt.status().tickets)
+        return work.ended(0)
+
+    monkeypatch.setattr(arrivals.Stoppable, "wait", wait_for_the_next)
+
+
+def test_a_load_that_another_request_waits_for_goes_on_after_its_caller_left(
+    runtime, in_c, monkeypatch
+):
     rt, errors, others = runtime(), [], []
     rt.register("m", in_c)
-    first = failing(rt, errors, timeout=1)
+    leave_to_the_next(rt, monkeypatch)
+    first = failing(rt, errors)
     until(in_c.began.is_set)
     second = failing(rt, others)
-    until(lambda: len(rt.status().tickets) == 1)
     first.join()
     assert isinstance(errors[0], Busy) and "still being loaded" in str(errors[0])
     in_c.finish()
@@ -235,16 +247,18 @@ def test_a_load_that_another_request_waits_for_goes_on_after_its_caller_left(run
     assert others == [] and in_c.calls == 1 and rt.here("m")
 
 
-def test_a_load_is_stopped_when_its_last_caller_leaves(runtime, endless):
+def test_a_load_is_stopped_when_its_last_caller_leaves(runtime, endless, monkeypatch):
     """The first caller left while another one waited; that one leaves later."""
     rt, errors, others = runtime(), [], []
     rt.register("m", endless)
-    first = failing(rt, errors, timeout=1)
+    leave_to_the_next(rt, monkeypatch)
+    first = failing(rt, errors)
     until(endless.began.is_set)
-    second = failing(rt, others, timeout=2)
+    second = failing(rt, others)
     first.join()
+    arrivals.leave_request(rt._session, second.ident, "its caller left")
     second.join()
-    assert [type(errors[0]), type(others[0])] == [Busy, Busy]
+    assert [type(errors[0]), type(others[0])] == [Busy, WaitEnded]
     until(endless.ended.is_set)
     until(lambda: not any(claims(rt).values()))
 
