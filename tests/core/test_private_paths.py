@@ -1,5 +1,6 @@
 """The directories and files that are made for this user, whatever the umask of the process is."""
 
+import json
 import os
 import stat
 import subprocess
@@ -7,7 +8,15 @@ import sys
 
 import pytest
 
-from gpu_runtime.files import make_directory, weak_step
+from gpu_runtime import files
+from gpu_runtime.files import (
+    BadFile,
+    count_fault,
+    json_object,
+    make_directory,
+    read_limited,
+    weak_step,
+)
 from tests.clock import PATIENCE
 
 
@@ -85,3 +94,42 @@ def test_with_a_umask_of_000_nothing_of_ours_can_be_changed_by_others(tmp_path):
     open_to_all = [path for path in made if path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)]
     assert len(made) > 10 and not open_to_all
     assert not weak_step(tmp_path / ".local/state/gpu-console")
+
+
+# -- files that anybody may have written are read up to their limits -------------------------------
+def nested(depth: int) -> bytes:
+    return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+def test_a_file_of_exactly_the_limits_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"12345")
+    assert read_limited(path, 5) == b"12345"
+    with pytest.raises(BadFile, match="5 B, and at most 4 B"):
+        read_limited(path, 4)
+    monkeypatch.setattr(files, "DEEPEST", 3)
+    path = tmp_path / "config.json"
+    for depth in (2, 3):
+        path.write_bytes(nested(depth))
+        assert json_object(path) == json.loads(nested(depth))
+    path.write_bytes(nested(4))
+    with pytest.raises(BadFile, match="levels deep"):
+        json_object(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("num_hidden_layers", 10_000),
+        ("depths", 10_000),
+        ("num_experts", 1_000_000),
+        ("num_attention_heads", 1_000_000),
+        ("vocab_size", 10**12),
+    ],
+)
+def test_a_config_has_counts_up_to_their_limit_wherever_they_are(name, most):
+    """Other numbers are no counts of parts, so they have no limit here."""
+    for config in (lambda value: {name: value}, lambda value: {"x": {"y": {name: [1, value]}}}):
+        assert count_fault(config(most)) == ""
+        fault = count_fault(config(most + 1))
+        assert fault.startswith(f"its {name} is ") if most < 10**12 else fault == ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime import threads
-from tests.clock import PATIENCE, until
+from tests.clock import PATIENCE, finished, until
 
 
 def test_it_runs_in_parallel_and_can_be_waited_for():
@@ -330,3 +330,16 @@ def imported_bare(function):
     found += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     known = whole | AT_ONCE | {"gpu_runtime", "gpu_panels"} | sys.stdlib_module_names
     return {name.partition(".")[0] for name in found} - known
+
+
+# -- two threads in every order --------------------------------------------------------------------
+@pytest.mark.processes
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["Collections", "Writes", "UseAndMove"])
+def test_two_threads_keep_the_law_in_every_order(case):
+    """In a process of its own, because frontrun replaces all locks of a process."""
+    pytest.importorskip("frontrun", reason="frontrun is for Linux")
+    frontrun = Path(sys.executable).with_name("frontrun")
+    done = finished([frontrun, sys.executable, "-m", "tests.interleavings", case])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "interleavings" in done.stdout

@@ -4,9 +4,13 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from msgspec.structs import replace
 
-from gpu_runtime.facts import Health, Level, Outcome
-from gpu_runtime.rendering import html, render
+from gpu_runtime.facts import CellModels, Health, Level, Outcome, Schedule, ScheduledModel
+from gpu_runtime.rendering import html, render, views
+from gpu_runtime.units import GIB
+from tests.faces.samples import lease, snapshot
+from tests.worlds import Share
 
 from . import samples
 
@@ -144,3 +148,85 @@ def test_an_answer_has_the_attributes_of_its_value():
     """`(%gpu plan gemma).granted` reads the attribute of the plan itself."""
     assert PAGES["plan"].granted and PAGES["plan"].value is samples.fits
     assert [event.model for event in PAGES["why"]] == ["llama", "llama", "qwen", "qwen"]
+
+
+# -- the schedule of waiting cells -----------------------------------------------------------------
+CELLS = (CellModels("cell 4", ("a",), ("a",), True), CellModels("cell 5", ("b", "c"), ("b", "c")))
+FULL = Schedule(
+    cells=CELLS,
+    models=(
+        ScheduledModel("a", "cell 4", True, "sim:0"),
+        ScheduledModel("b", "cell 5", False, "sim:0", ahead=True),
+        ScheduledModel("c", "cell 5", False, "disk", loading=True),
+        ScheduledModel("d", "cell 6", False, "sim:0"),
+        ScheduledModel("e", "cell 7", False, "host", because="sim:0 has 4.0 GiB free"),
+        ScheduledModel("f", "cell 8", False, "disk"),
+    ),
+    loaded_ahead=5, used=3, unused=1,
+)  # fmt: skip
+
+
+def test_each_model_has_its_first_use_its_place_and_its_state():
+    assert html.schedule_text(FULL).splitlines() == [
+        "MODEL  FIRST USE  WHERE  STATE", "a      cell 4     sim:0  used by the running cell",
+        "b      cell 5     sim:0  loaded ahead", "c      cell 5     disk   being loaded ahead",
+        "d      cell 6     sim:0  on its device",
+        "e      cell 7     host   not loaded ahead: sim:0 has 4.0 GiB free",
+        "f      cell 8     disk   not loaded yet", "Loaded ahead so far: 5; 3 used, 1 not used.",
+    ]  # fmt: skip
+
+
+def test_without_cells_it_says_what_to_do_and_names_are_escaped():
+    assert html.schedule_text(Schedule()) == html.NO_CELL_WAITS
+    assert "GPU_PREFETCH=never" in html.schedule_text(Schedule("never"))
+    assert "<code>%gpu next</code>" in html.schedule_html(Schedule())
+    evil = Schedule(models=(ScheduledModel("<b>x", "cell 1", False, "disk", because="<i>"),))
+    shown = render.shown("next", evil)
+    assert set(shown._repr_mimebundle_()) == {"text/plain", "text/html"}
+    page = shown._repr_mimebundle_()["text/html"]
+    assert "&lt;b&gt;x" in page and "&lt;i&gt;" in page and "<b>x" not in page
+
+
+# -- the hosts of a fleet --------------------------------------------------------------------------
+def on(host: str, *leases, **fields):
+    return replace(snapshot(*leases, **fields), host=host)
+
+
+SPLIT = lease("llama", 14)
+SPLIT = replace(SPLIT, shares=(Share("sim:0", 14 * GIB), Share("sim:1", 14 * GIB)))
+HOSTS = (on("box1", SPLIT, lease("qwen", 4), cards=2), on("a-long-name", cards=1))
+
+
+def test_each_host_has_one_bar_and_a_model_on_two_cards_is_one_part():
+    first, legend, second = html.fleet_text(HOSTS).splitlines()
+    assert first.startswith("box1         █") and "2 cards, simulated" in first
+    assert "32.0 GiB of 48.0 GiB" in first
+    assert legend.strip() == "█ llama 28.0 GiB  ▓ qwen 4.0 GiB"
+    assert second.startswith("a-long-name  ·") and "0 B of 24.0 GiB" in second
+    assert "gpu fleet join" in html.fleet_text(())
+    assert "gpu fleet join" in html.fleet_html(())
+    shown = render.shown("fleet", HOSTS)
+    assert "box1" in repr(shown) and "box1" in shown._repr_mimebundle_()["text/html"]
+
+
+def test_names_from_outside_are_escaped():
+    """A host names itself, so its name may be any text."""
+    hostile = on("<script>alert(1)</script>\x1b[31m")
+    assert "<script>" not in html.fleet_html((hostile,))
+    assert "\x1b" not in html.fleet_text((hostile,))
+    hostile = on('"><script>alert(1)</script>&')
+    assert "<script>" not in html.as_chooser((hostile,), {}, chosen="")
+
+
+def test_a_chooser_links_each_host_with_its_problems_and_greys_the_last_figures_of_a_silent_one():
+    """A link to a host keeps the tab in front."""
+    page = html.as_chooser(HOSTS, {"a-long-name": 0.0}, chosen="box1", tab="What if")
+    first, second = re.findall("<tr>.*?</tr>", page)
+    assert '<a href="?host=box1&amp;tab=What+if" aria-current="page">box1</a>' in first
+    assert "32.0 GiB of 48.0 GiB" in first and "g-old" not in first
+    assert "aria-current" not in second and second.count("g-old") == 2
+    assert f"no answer since {views.clock(0.0)}" in second
+    assert "problem" not in html.as_chooser(HOSTS, {}, chosen="box1")
+    devices = tuple(replace(one, blind="lost") for one in HOSTS[0].devices)
+    blind = replace(HOSTS[0], devices=devices)
+    assert "<b>3 problems</b>" in html.as_chooser((blind,), {}, chosen="box1")

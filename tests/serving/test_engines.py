@@ -8,15 +8,20 @@ import math
 import shutil
 import struct
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_runtime import samples
-from gpu_runtime.serving.engines.registry import adapter_for
+from gpu_runtime.serving.engines.chat_template import TAGS, Thoughts
+from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
 from gpu_runtime.serving.requests import Refused, serves
+from gpu_runtime.serving.thread_stream import in_thread, stream_from_thread
 from tests import tiny_models
 from tests.serving.harness import Harness, answer_text, harness, refusal, stream_text
 from tests.serving.loops import until
@@ -785,3 +790,102 @@ async def test_an_empty_prompt_is_answered_or_refused_and_counts_for_nothing(nam
                     assert reply.json and kind != "chat", body
         state = k.gateway.state().breakers.get(name)
         assert state is None or state.state == "closed"
+
+
+# -- blocking work in a thread, whose values are read in the event loop ----------------------------
+async def test_values_arrive_in_order_and_the_error_last():
+
+    def work(emit, cancelled):
+        for n in range(100):
+            emit(n)
+        raise RuntimeError("broke")
+
+    values = []
+    with pytest.raises(RuntimeError, match="broke"):
+        async for value in stream_from_thread(work):
+            values.append(value)
+    assert values == list(range(100))
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+async def test_a_reader_that_stops_ends_the_work_and_waits_for_its_end(how):
+    """An engine that still computes cannot take the next call. A disconnected client cancels the reading task."""
+    began, ended = threading.Event(), threading.Event()
+
+    def work(emit, cancelled):
+        emit(1)
+        began.set()
+        cancelled.wait()
+        ended.set()
+
+    async def read():
+        async for _ in stream:
+            pass
+
+    stream = stream_from_thread(work)
+    if how == "closed":
+        assert await anext(stream) == 1
+        await stream.aclose()
+    else:
+        task = asyncio.ensure_future(read())
+        await until(began.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert ended.is_set()
+
+
+async def test_one_value_from_a_thread():
+    assert await in_thread(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 / 0)
+
+
+# -- the thoughts of a model -----------------------------------------------------------------------
+LAST = "{{ messages[-1].content }}"  # a fake model answers with its prompt
+OPENS = f"{LAST}{{{{ '' if add_generation_prompt }}}}<think>\n"  # the template opens them
+
+
+def read(pieces: list[str], begun: bool) -> tuple[str, str]:
+    reader = Thoughts(TAGS[0], begun)
+    read = [*(reader.feed(piece) for piece in pieces), reader.rest()]
+    return "".join(thought for thought, _ in read), "".join(answer for _, answer in read)
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "expected"),
+    [
+        ("<think>\n17 is\nprime.\n</think>\n\nYes. ", False, ("17 is\nprime.", "Yes. ")),
+        ("17 is prime.</think>Yes.", True, ("17 is prime.", "Yes.")),
+        ("\n<think></think>Yes.", False, ("", "Yes.")),
+        ("17 is pri", True, ("17 is pri", "")),  # the limit of tokens was reached
+        (" a < b, <think> is a tag", False, ("", " a < b, <think> is a tag")),
+        ("<thi", False, ("", "<thi")),
+        ("<think>x</think>a</think>b", False, ("x", "a</think>b")),
+    ],
+)
+@given(cuts=st.sets(st.integers(0, 40)))
+def test_the_pieces_of_a_text_may_end_anywhere(text, begun, expected, cuts):
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    assert read(pieces, begun) == expected
+
+
+async def test_a_template_may_open_the_thoughts():
+    """JSON that a grammar forces is the answer, even if the template has opened the thoughts."""
+
+    class AfterPrompt(EchoAdapter):
+        """Answers with the prompt up to its last tag, as a model continues its prompt."""
+
+        def __init__(self, value: Any, spec: Any) -> None:
+            super().__init__(lambda prompt: prompt.rpartition("<think>")[0], spec)
+
+    async with harness(
+        qwen=4,
+        options={"qwen": {"chat_template": OPENS}},
+        make_adapter=lambda value, spec, http: AfterPrompt(value, spec),
+    ) as k:
+        found = (await k.chat("qwen", "17 is prime. </think>\nYes.")).json["choices"][0]["message"]
+        assert (found["reasoning_content"], found["content"]) == ("17 is prime.", "Yes.")
+        forced = await k.chat("qwen", '{"a": 1}', response_format={"type": "json_object"})
+        assert forced.json["choices"][0]["message"]["content"] == '{"a": 1}'
