@@ -147,9 +147,10 @@ def test_pieces_that_the_host_can_take_count_for_the_own_limit():
     _, wait = decide(page, request("new", 5), there)
     assert isinstance(wait, Wait) and tuple(wait.recalls.values()) == (size(3),)
     mine = lease("mine", sim1=8, piece_bytes=GIB, droppable=False)
-    page, there = book(mine), world(sim0=10, sim1=8, host=3, limit_bytes=size(12))
-    _, wait = decide(page, request("new", 5), there)
-    assert [step.shares for step in wait.steps] == [shares(host=1)]
+    there = world(sim0=10, sim1=8, host=8, limit_bytes=size(12))
+    for pieces in range(1, 7):  # of another card, so the missing bytes of this card do not tell
+        _, wait = decide(book(mine), request("new", 4 + pieces), there)
+        assert [step.shares for step in wait.steps] == [shares(host=pieces)]
 
 
 def test_pieces_leave_if_the_host_can_take_no_whole_model():

@@ -1,5 +1,6 @@
 """Law 16: what leaves must be able to return. Real decisions and the ledger's laws; `Notebooks` moves."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from gpu_runtime.facts import (
     Refuse,
     Request,
     Share,
+    Wait,
     World,
 )
 from gpu_runtime.ledgers.invariants import refuse_unlawful
@@ -24,7 +26,7 @@ from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import obey
-from tests.worlds import NOW, WALL, Rules, at, book, lease, owner
+from tests.worlds import NOW, WALL, Rules, at, book, lease, owner, ticket
 
 CARD = "sim:0"
 KERNEL = {"kind": "kernel", "droppable": False}
@@ -94,10 +96,9 @@ class Notebooks:
         self.move(step, who)
         return True
 
-    def cell(self, who: int) -> bool:
-        """A cell of this notebook begins. Returns whether it may run."""
+    def request(self, who: int) -> Request:
         held = self.lease(who)
-        request = Request(
+        return Request(
             f"cell {who}",
             replace(held, shares=(), piece_bytes=0, phase=Phase.SETTLED),
             Footprint.of(held.own_bytes, "measured"),
@@ -105,7 +106,10 @@ class Notebooks:
             PlacementRules(devices=(CARD,)),
             stage_bytes=1,
         )
-        other = 3 - who
+
+    def cell(self, who: int) -> bool:
+        """A cell of this notebook begins. Returns whether it may run."""
+        request, other = self.request(who), 3 - who
         for _ in range(99):
             after, verdict = admit(self.book, request, self.world, lru)
             self.write(after, who)
@@ -196,6 +200,24 @@ def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces():
         assert both.cell(who)
         assert both.lease(who).shares == (Share(CARD, sum(both.tensors[who])),)
     assert both.turns > 3, "more than one piece returned at a time"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_piece_moves_while_the_other_notebook_runs_or_another_request_is_ahead(ahead):
+    both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
+    both.hold(1, [5] * 9)
+    assert both.park(1)
+    both.hold(2, [5] * 18)
+    theirs = both.lease(2)
+    _, verdict = admit(both.book, both.request(1), both.world, lru)
+    assert verdict.recalls == {theirs.id: 5}
+    elder = ticket("big", by=2, refreshed=both.world.now, importance="urgent")
+    elder = replace(elder, need=(Share(CARD, 10),))
+    in_use = replace(theirs, pins=1)
+    page = both.book.with_ticket(elder) if ahead else both.book.with_lease(in_use)
+    _, verdict = admit(page, both.request(1), both.world, lru)
+    assert isinstance(verdict, Wait) and (verdict.recalls, verdict.steps) == ({}, ())
+    assert verdict.blockers == (() if ahead else (theirs.id,))
 
 
 def test_a_return_that_cannot_end_moves_no_piece():
