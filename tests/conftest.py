@@ -94,7 +94,7 @@ PROCESSES = (
     "browser/", "frameworks/", "install/", "stories/", "backends/test_contract.py",
     "backends/test_engine_server.py", "backends/test_file_guard.py", "backends/test_interrupts.py",
     "backends/test_model_processes.py", "backends/test_diffusers.py",
-    "core/test_docs.py", "core/test_imports.py", "faces/test_cli.py", "faces/test_gate.py",
+    "core/test_additions.py", "core/test_docs.py", "core/test_imports.py", "faces/test_cli.py", "faces/test_gate.py",
     "faces/test_login.py",
     "faces/test_unsafe_options.py", "faces/test_launcher.py", "faces/test_notebook.py",
     "ledgers/test_keeper_process.py", "ledgers/test_redis.py", "ledgers/test_shared.py",

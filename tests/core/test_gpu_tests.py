@@ -71,6 +71,7 @@ def test_a_fact_that_cannot_be_read_does_not_end_the_report(monkeypatch, capsys)
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("says", "python"),
     [("ready", "python3"), ("python3 lacks packages. msgspec", ".venv-gpu/bin/python")],

@@ -157,6 +157,7 @@ def test_a_block_that_has_not_begun_or_has_ended_is_not_stopped_and_its_error_is
         block.result()
 
 
+@pytest.mark.processes
 def test_after_a_stopped_block_a_debugger_works():
     """In an earlier version the stop left a flag of Python's set, with which each function that is
     traced hangs: a breakpoint in a notebook never came after one load had taken too long.

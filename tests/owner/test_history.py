@@ -323,6 +323,7 @@ def test_a_shared_ledgers_history_is_its_groups_and_a_private_ones_nobody_elses(
         os.umask(old)
 
 
+@pytest.mark.processes
 def test_a_reader_who_may_not_write_reads(record):
     """The reader's file is a copy, or on a read-only mount. The reader makes no other file in its directory."""
     record.append([moment(WALL)])

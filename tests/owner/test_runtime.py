@@ -568,7 +568,7 @@ def test_a_block_has_the_registration_s_wishes_unless_it_has_its_own(
 
 
 def overlapping(use: Callable[[], Any], stop: threading.Event) -> list[threading.Thread]:
-    """Two threads whose uses overlap: each stays until the other one has begun, or for 0.2 s."""
+    """Two threads whose uses overlap: each stays until the other one has begun, or for 0.2 s, and then computes."""
     began = [threading.Event(), threading.Event()]
 
     def work(own: threading.Event, other: threading.Event) -> None:
@@ -577,6 +577,7 @@ def overlapping(use: Callable[[], Any], stop: threading.Event) -> list[threading
             with use():
                 own.set()
                 other.wait(0.2)
+                stop.wait(0.01)
 
     pairs = (tuple(began), tuple(reversed(began)))
     threads = [threading.Thread(target=work, args=pair) for pair in pairs]

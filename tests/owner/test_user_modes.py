@@ -11,6 +11,8 @@ from gpu_runtime.torch_modes import outside_modes, with_own_modes
 from tests import tiny_models
 from tests.user_modes import MODES, RaisingFunctions, RaisingOperators, default_device
 
+QUICK = ("function mode", "torch.device")  # the two that `make check` tries too
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
@@ -47,7 +49,10 @@ def _every_verb(rt: Any, kernel: Any, llama: Any, module: nn.Module) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=() if mode in QUICK else pytest.mark.thorough) for mode in MODES],
+)
 def test_every_verb_works_in_each_mode_of_the_user_and_outside_of_it(started, llama, mode):
     """A load in a mode for meta tensors has real weights, and no mode of the user's sees a call."""
     module = nn.Linear(16, 16).eval()
