@@ -889,12 +889,19 @@ class KeepWarm:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _try_to_evict(self, model: str) -> None:
-        if await self._evict(model):
-            self._evict_soon.discard(model)
-        elif not self._closed:
-            # The model is in use by a call of this server, whose end sets a new time, or by another process.
-            self._until.setdefault(model, self._clock() + RETRY_SECONDS)
-            self._schedule()
+        soon = model in self._evict_soon
+        # A call may load the model again before this task knows that the eviction has ended.
+        self._evict_soon.discard(model)
+        if await self._evict(model) or self._closed:
+            return
+        # The model is in use by a call of this server, whose end sets a new time, or by another process.
+        again = self._clock() + RETRY_SECONDS
+        if soon:
+            self._evict_soon.add(model)
+            self._until[model] = min(self._until.get(model, again), again)
+        else:
+            self._until.setdefault(model, again)
+        self._schedule()
 
     def _schedule(self) -> None:
         if self._timer is not None:

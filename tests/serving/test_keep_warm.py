@@ -64,6 +64,28 @@ async def test_a_call_that_ends_while_the_eviction_is_tried_sets_the_time():
     await card.keep_warm.close()
 
 
+async def test_a_model_that_is_loaded_again_as_its_eviction_ends_stays_warm():
+    """The eviction is done in a thread. Until the event loop knew, a new load was evicted at once."""
+    card = Card()
+    evict = card.keep_warm._evict
+
+    async def then_loaded(model: str) -> bool:
+        done = await evict(model)
+        card.keep_warm.keep(model, 300.0)
+        return done
+
+    card.keep_warm._evict = then_loaded
+    card.keep_warm.evict_soon("a")
+    assert await card.later(0.0) == ["a"]
+    assert await card.later(299.0) == ["a"]
+    card.held.add("a")
+    card.keep_warm.evict_soon("a")
+    await card.later(0.0)
+    card.held.clear()
+    assert await card.later(RETRY_SECONDS) == ["a", "a"], "tried again soon, not after 300 s"
+    await card.keep_warm.close()
+
+
 async def test_a_model_to_evict_soon_is_evicted_at_the_end_of_its_calls():
     """The keep-warm times of the calls make no difference, because the model must be loaded again."""
     card = Card()

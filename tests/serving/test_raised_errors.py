@@ -6,6 +6,7 @@ frames until the next collection, which is rare in `gpu serve`.
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Awaitable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from gpu_runtime.serving.api.openai import unless_gone
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.thread_stream import in_thread
+from tests.clock import PATIENCE
 from tests.serving.harness import harness
 from tests.serving.loops import settle, until
 
@@ -52,8 +54,11 @@ async def error_of(work: Awaitable[Any]) -> list[weakref.ref[BaseException]]:
 
 
 async def kept(errors: list[weakref.ref[BaseException]]) -> list[str]:
-    """The classes of the `errors` that still exist after all tasks have run."""
+    """The classes of the `errors` that still exist after all tasks have run, and the thread that raised them."""
+    end = time.monotonic() + PATIENCE
     await settle()
+    while any(error() is not None for error in errors) and time.monotonic() < end:
+        await asyncio.sleep(0.001)
     return [type(error()).__name__ for error in errors if error() is not None]
 
 
