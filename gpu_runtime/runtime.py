@@ -44,6 +44,7 @@ from .owner import (
     arrivals,
     checkpoints,
     doctor,
+    drain,
     history,
     holdings,
     kernel,
@@ -502,7 +503,7 @@ class Runtime:
         A drain applies to all processes of the ledger until it is undone or the machine restarts.
         Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
         """
-        return operations.drain(self._session, device, undo=undo, timeout=timeout)
+        return drain.drain(self._session, device, undo=undo, timeout=timeout)
 
     @checked
     def tell_waits(
