@@ -157,7 +157,7 @@ class Metrics(Scraped):
         yield from _held(snapshot, host)
         for name, text in TOTALS.items():
             value = snapshot.totals.get(name, 0)
-            yield CounterMetricFamily(f"gpuconsole_{name}", f"{text}, since the boot", value)
+            yield CounterMetricFamily(f"gpuconsole_{name}", f"{text}, since the book began", value)
         waiting = len(snapshot.tickets)
         yield GaugeMetricFamily(
             "gpuconsole_waiting_requests", "Requests for memory that wait", waiting

@@ -118,7 +118,7 @@ def test_evictions_are_offloads_and_unloads_and_outlive_their_processes():
     page = books.reap(page.without_lease(ME.id, "other"), [owner(2).id], THERE)
     none = dict(restorations=0, loads=0, refusals=0)
     assert books.totals(page) == dict(evictions=2, offloads=1, unloads=1, **none)
-    # Totals count events since the boot, so the evictions of a kernel that has ended still count.
+    # Totals count events since the book began, so the evictions of a kernel that has ended still count.
     page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
     assert books.totals(books.resign(page, ME.id)) == books.totals(page)
     assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
