@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 import os
 from collections import Counter, deque
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpu_runtime import Runtime
+from gpu_runtime import Runtime, threads
+from gpu_runtime.backends import fake
+from gpu_runtime.backends.fake import FakeBackend, FakeModel
 from gpu_runtime.devices import allocators
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.ledgers import base
@@ -53,6 +56,7 @@ class Wire:
         self.number = self.keeper.accept(self)
         self.inbox: deque[tuple[float, bytes]] = deque()
         self.descriptors: list[int] = []
+        self.receiver: Thread | None = None  # which waits for a message
         self._open = True
 
     def send(self, message: core.Request) -> None:
@@ -76,7 +80,9 @@ class Wire:
             if machine.now >= deadline:
                 raise ledger._Lost(f"no answer within {seconds:g} s")
             times = [deadline, *(at for at, _ in list(self.inbox)[:1])]
+            self.receiver = machine.current
             machine.pause(lambda: self.readable() or not self.is_open(), min(times) - machine.now)
+            self.receiver = None
 
     def readable(self) -> bool:
         return bool(self.inbox) and self.inbox[0][0] <= Box.active.machine.now
@@ -280,6 +286,23 @@ class KeeperServer:
         due = self.box.machine.now + self.box.delay()
         due = max([due, *(at for at, _ in list(wire.inbox)[-1:])])
         wire.inbox.append((due, encode(message)))
+        if wire.receiver is not None and wire.receiver.deadline is not None:
+            wire.receiver.deadline = min(wire.receiver.deadline, due)
+
+
+class Weightless(FakeBackend):
+    """Fake models, of which some have weights that exist nowhere else."""
+
+    def droppable(self, model: FakeModel) -> bool:
+        return model.hook not in Box.active.precious
+
+    def drop(self, model: FakeModel) -> None:
+        kernel, name = Box.active.precious.get(model.hook, (None, ""))
+        if kernel is not None and not kernel.closed and model.place[0]:
+            resident = kernel.rt._session.residents.get(name)
+            if resident is not None and not resident.is_forgotten and resident.handle is not None:
+                raise AssertionError(f"the only copy of {name} was dropped")
+        super().drop(model)
 
 
 class Kernel:
@@ -290,6 +313,11 @@ class Kernel:
         self.rt: Any = None
         self.closed = False
         self.models: list[str] = []
+
+    @property
+    def me(self) -> str:
+        """The owner's id in the book; empty until the runtime is open."""
+        return self.rt._opened.me if self.rt is not None else ""
 
 
 class Box:
@@ -305,11 +333,17 @@ class Box:
         self._memories: list[shared_book.Writer] = []
         self._pids = FIRST_PID
         self._ids: dict[int, Process] = {}
+        self._seen: list[Any] = []
+        self.stopped: set[Process] = set()
+        self.troubled_until = 0.0  # connections that were cut are opened again
         self._died_at: dict[int, float] = {}
+        self.precious: dict[Any, tuple[Kernel, str]] = {}  # hooks of models without a source
         self.slow = 0.0  # how often a message is late
         Box.active = self
         ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
-        lifetime.open_ledger = KeeperLedger  # type: ignore[assignment]
+        lifetime.open_ledger = KeeperLedger
+        threads._set_async_error = machine.raise_in
+        fake.FakeBackend = Weightless  # type: ignore[misc]
         self.limits = {one.id: int(one.total_bytes) for one in open_probe(devices).devices}
 
     def note(self, text: str) -> None:
@@ -339,6 +373,7 @@ class Box:
     def kill_keeper(self, torn: bool = False) -> None:
         """Kills the keeper; if `torn`, while it writes the next page."""
         if self.keeper is not None:
+            self.troubled_until = self.machine.now + 2.0
             self.note(f"{self.keeper.process} is killed")
             self.machine.kill(self.keeper.process)
             if torn:
@@ -349,6 +384,7 @@ class Box:
     def cut(self) -> None:
         """Cuts one connection, with all messages that are under way."""
         if self.keeper is not None and self.keeper.wires:
+            self.troubled_until = self.machine.now + 2.0
             wire = self.machine.random.choice(list(self.keeper.wires.values()))
             self.note(f"a connection of {wire.process} is cut")
             wire.inbox.clear()
@@ -385,6 +421,9 @@ class Box:
         self._died_at[kernel.process.pid] = self.machine.now
         self.kernels.remove(kernel)
         if self.keeper is not None:
+            for wire in [*self.keeper.wires.values()]:
+                if wire.process is kernel.process:
+                    wire.close()
             self.keeper.wake()
 
     def start_kernel(self, **settings: Any) -> Kernel:
@@ -401,6 +440,17 @@ class Box:
 
         self.machine.start(work, (), kernel.process, "open")
         return kernel
+
+    def changed(self) -> bool:
+        """Whether a process holds other bytes than at the last call, or the newest page has changed."""
+        now: list[Any] = [self.keeper, self.keeper and self.keeper.written]
+        for kernel in self.kernels:
+            if kernel.rt is not None:
+                for device in self.limits:
+                    memory = kernel.rt.probe.place(device)
+                    now += (memory._state, len(memory._freed))
+        before, self._seen = self._seen, now
+        return len(now) != len(before) or not all(map(operator.is_, now, before))
 
     def physical(self, device: str) -> dict[Process, int]:
         """The bytes that each living process holds on the `device`."""

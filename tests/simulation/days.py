@@ -5,14 +5,17 @@ import gc
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
-from gpu_runtime.units import show_bytes
+from gpu_runtime.scheduler import admission
 
 from .box import Box, Kernel
+from .laws import Laws
 from .machine import Machine, Stuck
 
+REST_SECONDS = 30.0  # in which threads without work end, and the last fact is published
+MOST = admission.MOST_LEASES, admission.MOST_WAITING
 QUIET_SECONDS = 400.0  # in which every request ends, once nobody asks for more
 SIZES = ("1GiB", "2GiB", "3GiB", "5GiB", "8GiB")
 
@@ -21,22 +24,37 @@ class Call(str):
     """A call that has not returned, in words."""
 
     process: Any = None
+    thread: Any = None
+
+
+class Limits(NamedTuple):
+    """What a day may have. A day with less is easier to read."""
+
+    kernels: int = 6
+    users: int = 3
+    faults: tuple[str, ...] = ()
+    acts: tuple[str, ...] = ()
 
 
 class Day:
     """One seed: the box, its users and its faults."""
 
-    def __init__(self, seed: int, seconds: float, trace: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, seed: int, seconds: float, trace: Callable[[str], None] | None, limits: Limits
+    ) -> None:
         self.machine = Machine(seed)
-        self.seconds = seconds
+        self.seconds, self.limits = seconds, limits
         self.lines: list[str] = []
         self.box = Box(self.machine, self._devices(), trace or self.lines.append)
+        small = self.machine.random.random() < 0.1  # a page that is soon full
+        admission.MOST_LEASES, admission.MOST_WAITING = (8, 12) if small else MOST
+        self.laws = Laws(self.box)
         self.random = self.machine.random
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
+        self.precious = self.random.choice((0.0, 0.0, 0.1))
         self.over = False  # nobody asks for anything more
         self.asking: dict[object, Call] = {}  # the calls that have not returned
-        self.problem = ""
         self.owner_seconds = 0.0
         self._done: list[str] = []
 
@@ -48,18 +66,14 @@ class Day:
     def run(self) -> str:
         """Why the day failed; empty if all held."""
         gc.disable()
-        try:
-            return self._run()
-        finally:
-            self.machine.close()
-            gc.enable()
+        return self._run()
 
     def _run(self) -> str:
         box, machine = self.box, self.machine
-        machine.after_step = self._check
+        machine.after_step = self.laws.after_step
         box.slow = self.random.choice((0.0, 0.0, 0.02, 0.2))
         god = box.process("the operator")
-        for _ in range(self.random.randint(1, 4)):
+        for _ in range(min(self.random.randint(1, 4), self.limits.kernels)):
             self._open_kernel()
         machine.start(self._faults, (), god, "faults")
         try:
@@ -72,26 +86,52 @@ class Day:
             for kernel in self._open():
                 machine.start(self._tidy, (kernel,), kernel.process, "tidy")
             ended = machine.run(lambda: not self.asking or bool(self._wrong()), QUIET_SECONDS)
-            if len(self.ranks) > 1:
-                return self._wrong()
+            if wrong := self._wrong():
+                return wrong
             if not ended:
                 return f"after {QUIET_SECONDS:g} s without new requests: {', '.join(self.asking.values())}"
-            return self._wrong() or self._usable()
+            return self._rests(self.laws.at_rest) or self._usable() or self._closes()
         except Stuck as error:
             return f"{error}: {', '.join(self.asking.values())}"
 
     def _open(self) -> list[Kernel]:
         return [one for one in self.box.kernels if one.rt is not None and not one.closed]
 
+    def _rests(self, left: Callable[[], str]) -> str:
+        """What is `left` over after a time without requests."""
+        tidy = [kernel for kernel in self._open() if left == self.laws.at_rest]
+        for kernel in tidy:  # a user may have failed since the others were asked to end
+            self.machine.start(self._tidy, (kernel,), kernel.process, "tidy")
+        end = self.machine.now + REST_SECONDS
+        self.machine.run(lambda: self.machine.now >= end or bool(self._wrong()), REST_SECONDS + 1)
+        self.machine.run(lambda: not left() or bool(self._wrong()), 2 * REST_SECONDS)
+        return self._wrong() or (left() and f"at rest: {left()}")
+
+    def _closes(self) -> str:
+        """At the end: nothing is left of the runtimes."""
+        for kernel in self._open():
+            self._close(kernel)
+        return self._rests(self.laws.ended)
+
     def _tidy(self, kernel: Kernel) -> None:
-        """Undoes the pins and drains whose users have failed or were killed."""
+        """Undoes the pins and drains whose users have failed or were killed, and forgets what can never leave."""
         undo = [partial(kernel.rt.unpin, spec.name) for spec in kernel.rt.specs()]
-        undo += [
-            partial(kernel.rt.drain, card, undo=True) for card in self.box.limits if card != "host"
-        ]
+        only = [name for owner, name in self.box.precious.values() if owner is kernel]
+        undo += [partial(kernel.rt.forget, name) for name in only]  # else they stay for ever
+        undo += [partial(kernel.rt.drain, card, undo=True) for card in self._cards()]
         for act in undo:
             with contextlib.suppress(GpuError):  # it closes just now, or the model is not loaded
                 act()
+        if len(self.ranks) > 1:  # for requests of less importance
+            self._evict_all(kernel)
+            while self.asking:
+                self.machine.pause(None, 2.0)
+                self._evict_all(kernel)
+
+    def _evict_all(self, kernel: Kernel) -> None:
+        for spec in kernel.rt.specs():
+            with contextlib.suppress(GpuError):  # it is in use, or forgotten just now
+                kernel.rt.evict(spec.name)
 
     def _usable(self) -> str:
         """At quiet: every living kernel can use each of its models that fits."""
@@ -111,50 +151,19 @@ class Day:
         self._done = []
         try:
             with kernel.rt.use(name, timeout=300):
-                self._done.append("")
+                pass
+            if len(self.ranks) > 1:
+                self._evict_all(kernel)
+            self._done.append("")
         except GpuError as error:
             self._done.append(f"{kernel.process} cannot use {name} at quiet: {error}")
-
-    # -- what must hold
-
-    def _check(self) -> None:
-        for device, limit in self.box.limits.items():
-            held = self.box.physical(device)
-            if sum(held.values()) > limit and not self.problem:
-                sizes = ", ".join(f"{who} {show_bytes(size)}" for who, size in held.items() if size)
-                self.problem = (
-                    f"{device} has {show_bytes(limit)}, and holds: {sizes}\n{self._leases()}"
-                )
-
-            for kernel in self.box.kernels:
-                self._all_is_leased(kernel, device, held.get(kernel.process, 0))
-
-    def _all_is_leased(self, kernel: Kernel, device: str, size: int) -> None:
-        """A process holds no byte that the newest page does not claim for it."""
-        if size and not self.problem:
-            section = self.box.book().sections.get(kernel.rt._opened.me)
-            claimed = section.claims().get(device, 0) if section is not None else 0
-            if size > claimed:
-                self.problem = (
-                    f"{kernel.process} holds {show_bytes(size)} on {device}, and the ledger has "
-                    f"{show_bytes(claimed)}\n{self._leases()}"
-                )
-
-    def _leases(self) -> str:
-        """The book, for a failure: a line for each lease and each of the last events."""
-        book = self.box.book()
-        leases = [
-            f"  {one.id} {one.phase.value} shares={one.shares} target={one.target} filled={one.filled} pins={one.pins}"
-            for one in book.leases()
-        ]
-        return "\n".join([*leases, *[f"  {event.owner} {event}" for event in book.events[-12:]]])
 
     def _wrong(self) -> str:
         for process in self.box._ids.values():
             for error in process.failures:
                 lines = traceback.format_exception(error)
                 return f"{process}: {''.join(lines)}"
-        return self.problem
+        return self.laws.problem
 
     # -- users
 
@@ -166,7 +175,7 @@ class Day:
             gpu_policy=random.choice(("lru", "cost_aware", "keep_score")),
         )
         self.box.note(f"{kernel.process} opens")
-        for number in range(random.randint(1, 3)):
+        for number in range(min(random.randint(1, 3), self.limits.users)):
             self.machine.start(self._user, (kernel, number), kernel.process, f"user {number}")
         return kernel
 
@@ -178,31 +187,41 @@ class Day:
             if self.over:
                 return
             act = random.choice(RARE if random.random() < 0.02 else ACTIONS)
+            if act.__name__ not in (self.limits.acts or act.__name__):
+                continue
             token = object()
             self._asks(token, kernel, act.__name__)
             self.box.met[act.__name__] += 1
             try:
                 act(self, kernel, token)
-            except GpuError as error:
+            except (GpuError, KeyboardInterrupt) as error:
                 self.box.met[type(error).__name__] += 1
-                self.box.note(f"{self.asking[token]}: {str(error).splitlines()[0]}")
+                first = (str(error).splitlines() or ["interrupted"])[0]
+                self.box.note(f"{self.asking[token]}: {first}")
             finally:
                 self.asking.pop(token, None)
 
+    def _cards(self) -> list[str]:
+        return [device for device in self.box.limits if device != "host"]
+
     def _asks(self, token: object, kernel: Kernel, what: str) -> None:
         call = self.asking[token] = Call(f"{kernel.process}: {what}")
-        call.process = kernel.process
+        call.process, call.thread = kernel.process, self.machine.current
 
     def _a_model(self, kernel: Kernel) -> str:
         if kernel.models and self.random.random() < 0.7:
             return self.random.choice(kernel.models)
         name = f"m{self.box._pids}.{len(kernel.models)}"
         random = self.random
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"size": random.choice(SIZES)}
         if random.random() < 0.3:
             options["shadow"] = True
         if random.random() < 0.3:
             options["pieces"] = 8
+        if random.random() < 0.1:
+            options |= {"devices": random.choice(self._cards()), "size": random.choice(SIZES[:4])}
+        if random.random() < 0.2:
+            options["keep_alive"] = random.choice((1, 20))
         slow = random.choice((0.0, 0.01, 0.5, 5.0))
         faulty = random.choice((0.0, 0.0, 0.05, 0.2))
 
@@ -214,9 +233,11 @@ class Day:
                 )
 
         kernel.rt.register(
-            name, hook, backend="fake", size=random.choice(SIZES),
+            name, hook, backend="fake",
             importance=random.choice(self.ranks), **options,
         )  # fmt: skip
+        if random.random() < self.precious:  # its weights exist nowhere else
+            self.box.precious[hook] = kernel, name
         kernel.models.append(name)
         return name
 
@@ -227,13 +248,21 @@ class Day:
             return self._a_model(kernel)
         return f"{self.random.choice(other.models)}"
 
-    def use(self, kernel: Kernel, token: object) -> None:
+    def use(self, kernel: Kernel, token: object, depth: int = 0) -> None:
         name, random = self._a_model(kernel), self.random
         seconds = random.choice((None, 0.5, 5.0, 30.0))
+        wish = random.choice(self.ranks) if random.random() < 0.1 else None
         self._asks(token, kernel, f"use({name}, timeout={seconds})")
-        with kernel.rt.use(name, timeout=seconds):
+        with kernel.rt.use(name, timeout=seconds, importance=wish):
             self.box.note(f"{kernel.process} uses {name}")
             self.machine.pause(None, random.expovariate(1.0))
+            if random.random() < 0.15 and depth < 2:
+                self.use(kernel, token, depth + 1)
+
+    def cancel(self, kernel: Kernel, token: object) -> None:
+        name = self._a_target(kernel)
+        self._asks(token, kernel, f"cancel({name})")
+        kernel.rt.cancel(name, timeout=10)
 
     def block(self, kernel: Kernel, token: object) -> None:
         size = self.random.choice(SIZES)
@@ -243,13 +272,16 @@ class Day:
 
     def evict(self, kernel: Kernel, token: object) -> None:
         name = self._a_target(kernel)
-        self._asks(token, kernel, f"evict({name})")
-        kernel.rt.evict(name, timeout=10)
+        if self.random.random() < 0.1:
+            name = "*"
+        drop, wait = self.random.random() < 0.3, self.random.random() < 0.8
+        self._asks(token, kernel, f"evict({name}, drop={drop}, wait={wait})")
+        kernel.rt.evict(name, timeout=10, drop=drop, wait=wait)
 
     def preload(self, kernel: Kernel, token: object) -> None:
         name = self._a_target(kernel)
         self._asks(token, kernel, f"preload({name})")
-        kernel.rt.preload(name, timeout=20)
+        kernel.rt.preload(name, timeout=20, wait=self.random.random() < 0.8)
 
     def keep(self, kernel: Kernel, token: object) -> None:
         name = self._a_model(kernel)
@@ -268,12 +300,12 @@ class Day:
 
     def move(self, kernel: Kernel, token: object) -> None:
         name = self._a_model(kernel)
-        card = self.random.choice([device for device in self.box.limits if device != "host"])
+        card = self.random.choice(self._cards())
         self._asks(token, kernel, f"move({name}, {card})")
         kernel.rt.move(name, card)
 
     def drain(self, kernel: Kernel, token: object) -> None:
-        card = self.random.choice([device for device in self.box.limits if device != "host"])
+        card = self.random.choice(self._cards())
         self._asks(token, kernel, f"drain({card})")
         kernel.rt.drain(card)
         self.machine.pause(None, self.random.expovariate(0.5))
@@ -295,7 +327,7 @@ class Day:
             self.owner_seconds += (self.machine.now - before) * len(box.kernels)
             if calm or self.over:
                 continue
-            fault = random.choice(FAULTS)
+            fault = random.choice(self.limits.faults or FAULTS)
             box.met[fault] += 1
             if fault == "keeper":
                 box.kill_keeper(torn=random.random() < 0.5)
@@ -304,7 +336,7 @@ class Day:
                 if victim.rt is not None:
                     self._forget_calls(victim)
                     box.kill(victim)
-            elif fault == "new kernel" and len(box.kernels) < 6:
+            elif fault == "new kernel" and len(box.kernels) < self.limits.kernels:
                 self._open_kernel()
             elif fault == "stop keeper" and box.keeper is not None:
                 self._stop(box.keeper.process)
@@ -316,8 +348,23 @@ class Day:
                 box.cut()
             elif fault == "suspend":
                 self.machine.now += random.choice((5.0, 600.0))
+                self.laws.jumped()
+            elif fault == "interrupt":
+                self._interrupt()
             elif fault == "collect":
                 gc.collect()
+
+    def _interrupt(self) -> None:
+        """The stop button: a thread that waits in a call gets a KeyboardInterrupt."""
+        waiting = [
+            one for one in self.machine.threads
+            if one.name.startswith("user") and (one.ready is not None or one.deadline is not None)
+            and any(call.thread is one for call in self.asking.values())
+        ]  # fmt: skip
+        if waiting:
+            one = self.random.choice(waiting)
+            self.box.note(f"{one.process} is interrupted in {one.name}")
+            one.error, one.deadline = KeyboardInterrupt(), self.machine.now
 
     def _close(self, kernel: Kernel) -> None:
         """The notebook closes its runtime, while its threads still use it."""
@@ -337,9 +384,12 @@ class Day:
         threads = [one for one in self.machine.threads if one.process is process]
         for one in threads:
             one.frozen = True
+        self.box.stopped.add(process)
         self.machine.pause(None, self.random.choice((0.1, 2.0, 20.0)))
         for one in threads:
             one.frozen = False
+        self.box.stopped.discard(process)
+        self.laws.jumped()
 
 
 ACTIONS = (Day.use,) * 6 + (
@@ -350,6 +400,7 @@ ACTIONS = (Day.use,) * 6 + (
     Day.forget,
     Day.look,
     Day.move,
+    Day.cancel,
 )
 RARE = (Day.drain,)
 FAULTS = (
@@ -360,5 +411,7 @@ FAULTS = (
     "stop kernel",
     "cut",
     "suspend",
+    "interrupt",
+    "interrupt",
     "collect",
 )

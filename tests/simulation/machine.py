@@ -1,31 +1,33 @@
 """A machine in one process: threads of which one runs at a time, a clock that waits move, and a seed that chooses.
 
-`install` replaces the locks, queues, clocks and sleeps of Python, so that the product's own code runs here unchanged.
-Each thread runs until it waits or until the seed lets another go on. Call it before `gpu_runtime` is imported.
+`install` replaces the threads, locks, queues, clocks and sleeps of Python, so that the product's own code runs here
+unchanged. A thread is a greenlet, which the system need not switch (a day takes a third of the time that it took
+with threads). It runs until it waits or until the seed lets another go on. Call `install` before `gpu_runtime` is
+imported.
 """
 
 import _thread
-import gc
+import itertools
 import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_start, _lock, _ident = _thread.start_new_thread, _thread.allocate_lock, _thread.get_ident
-# Python 3.13 has no such lock any more. A seed may then be another day now and then.
-_sentinel = getattr(_thread, "_set_sentinel", lambda: None)
+import greenlet
+
+_start, _ident = _thread.start_new_thread, _thread.get_ident
+_main_thread = threading.main_thread()
+_numbers = itertools.count(1)
 SWITCH = 0.15  # how often a thread that could go on lets another one run
+MOST_STEPS = 20_000  # at one moment of the clock
 BEGAN = 1000.0  # the clock at the start, in seconds
 
 
-class Killed(BaseException):
-    """Raised in every call of a thread whose process was killed, so that the thread ends."""
-
-
 class Stuck(Exception):
-    """Raised if all threads wait, and no time will ever wake one."""
+    """Raised if all threads wait for ever, or if they never wait."""
 
 
 class Thread:
@@ -33,14 +35,14 @@ class Thread:
 
     def __init__(self, process: Any, name: str) -> None:
         self.process, self.name = process, name
-        self.baton = _lock()
-        self.baton.acquire()
+        self.number = next(_numbers)  # what `get_ident` returns
+        self.greenlet: Any = None
+        self.locals: dict[Any, dict[str, Any]] = {}  # of each `threading.local`
         self.ready: Callable[[], Any] | None = None  # what it waits for; None: only for the time
         self.deadline: float | None = None
         self.ended = False
+        self.error: BaseException | None = None  # what interrupts its wait
         self.frozen = False  # stopped, as by SIGSTOP
-        self.calls_after_kill = 0
-        self.gone: Any = None  # a lock that is free once the thread has let go of all its objects
 
 
 class Machine:
@@ -55,9 +57,8 @@ class Machine:
         self.current: Thread | None = None
         self.after_step: Callable[[], None] = lambda: None
         self.steps = 0
-        self._home = _lock()
-        self._home.acquire()
-        self._dead: list[Thread] = []
+        self._home = greenlet.getcurrent()
+        self._dead: list[Thread] = []  # kept, or Python would end them, and run their code
         Machine.active = self
 
     def start(
@@ -67,22 +68,16 @@ class Machine:
         thread = Thread(process, name)
 
         def run() -> None:
-            thread.gone = _sentinel()
-            # Else a thread with the number of an ended one would be taken for that one, or not.
-            threading._active.pop(_ident(), None)  # type: ignore[attr-defined]
-            thread.baton.acquire()
             try:
-                if not process.killed:
-                    work(*arguments)
-            except (Killed, SystemExit):
+                work(*arguments)
+            except SystemExit:
                 pass
             except BaseException as error:  # noqa: BLE001 - the run fails with it
                 process.failures.append(error)
             thread.ended = True
-            self._home.release()
 
+        thread.greenlet = greenlet.greenlet(run, self._home)
         self.threads.append(thread)
-        _start(run, ())
         return thread
 
     # -- called by the running thread
@@ -93,38 +88,25 @@ class Machine:
         assert thread is not None
         thread.ready = ready
         thread.deadline = None if seconds is None else self.now + max(0.0, seconds)
-        self._home.release()
-        thread.baton.acquire()
-        if thread.process.killed:
-            self._end(thread)
+        self._home.switch()
+        error, thread.error = thread.error, None
+        if error is not None:
+            raise error
         return ready() if ready else None
-
-    def _end(self, thread: Thread) -> None:
-        """Raises Killed. A thread that goes on after 100 of them, such as one that takes no interrupts, is left."""
-        thread.calls_after_kill += 1
-        if thread.calls_after_kill > 100:
-            thread.ended = True
-            self._home.release()
-            thread.baton.acquire()
-        raise Killed
 
     def switch(self) -> None:
         """Lets another thread run, if the seed chooses so."""
         thread = self.current
-        if thread is None:
-            return
-        if thread.process.killed:
-            self._end(thread)
-        if self.random.random() < SWITCH:
+        if thread is not None and self.random.random() < SWITCH:
             self.pause(None, 0)
 
     # -- called by the main thread
 
     def run(self, until: Callable[[], bool], seconds: float) -> bool:
         """Runs the threads until `until()` is true. Returns False if that takes more than `seconds` of the clock."""
-        end = self.now + seconds
+        end, busy = self.now + seconds, 0
         while not until():
-            runnable = [one for one in self.threads if self._may_run(one)]
+            runnable = self._runnable()
             if not runnable:
                 times = [
                     one.deadline
@@ -133,54 +115,52 @@ class Machine:
                 ]
                 if not times:
                     raise Stuck(f"all {len(self.threads)} threads wait for ever")
-                self.now = min(times)
+                self.now, busy = min(times), 0
                 if self.now > end:
                     return False
                 continue
+            busy += 1
+            if busy > MOST_STEPS:
+                names = sorted({f"{one.process} {one.name}" for one in runnable})
+                raise Stuck(f"{MOST_STEPS} steps in no time: {', '.join(names)}")
             self._step(self.random.choice(runnable))
             self.after_step()
         return True
 
-    def _may_run(self, thread: Thread) -> Any:
-        if thread.frozen:
-            return False
-        on_time = thread.deadline is not None and thread.deadline <= self.now
-        return (
-            on_time
-            or (thread.ready is None and thread.deadline is None)
-            or (thread.ready and thread.ready())
-        )
+    def _runnable(self) -> list[Thread]:
+        found, now = [], self.now
+        for one in self.threads:
+            ready, deadline = one.ready, one.deadline
+            if one.frozen:
+                continue
+            if deadline is not None and deadline <= now:
+                found.append(one)
+            elif ready() if ready is not None else deadline is None:
+                found.append(one)
+        return found
 
     def _step(self, thread: Thread) -> None:
         self.steps += 1
         thread.ready = thread.deadline = None
         self.current = thread
-        thread.baton.release()
-        self._home.acquire()
+        thread.greenlet.switch()
         self.current = None
         if thread.ended:
             self.threads.remove(thread)
-            if thread.gone is not None and not thread.calls_after_kill:
-                thread.gone.acquire()
+
+    def raise_in(self, thread: int, kind: type[BaseException]) -> None:
+        """Lets a thread raise an error of this `kind` when its wait ends; the running one raises it now."""
+        for one in self.threads:
+            if one.number == thread:
+                if one is self.current:
+                    raise kind
+                one.error = kind()
 
     def kill(self, process: Any) -> None:
         """Ends a process between two steps: no code of it changes anything any more."""
         process.killed = True
-        gone = [one for one in self.threads if one.process is process]
+        self._dead += [one for one in self.threads if one.process is process]
         self.threads = [one for one in self.threads if one.process is not process]
-        self._dead += gone
-
-    def close(self) -> None:
-        """Ends all threads."""
-        for thread in (*self.threads, *self._dead):
-            thread.process.killed = True
-        for thread in (*self.threads, *self._dead):
-            while not thread.ended:  # its own clean-up may wait again
-                self.current = thread
-                thread.baton.release()
-                self._home.acquire()
-        self.current = Machine.active = None
-        gc.collect()
 
 
 class Lock:
@@ -219,16 +199,73 @@ class Lock:
         self.release()
 
 
+class Queue:
+    """A `queue.SimpleQueue` of the simulated threads, in which nothing is interrupted, as in C."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+
+    def __class_getitem__(cls, item: Any) -> type:
+        return cls
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        machine = Machine.active
+        if block and not self._items and machine is not None and machine.current is not None:
+            machine.pause(lambda: self._items, timeout)
+        if not self._items:
+            raise queue.Empty
+        return self._items.popleft()
+
+
 def _begin(work: Callable[..., Any], arguments: tuple[Any, ...] = (), keywords: Any = None) -> int:
     machine = Machine.active
     if machine is None or machine.current is None:
         return _start(work, arguments)
     process = machine.current.process
-    machine.start(work, arguments, process, getattr(work, "__qualname__", "thread"))
-    return 0
+    return machine.start(work, arguments, process, getattr(work, "__qualname__", "thread")).number
 
 
-def _sleep(seconds: float) -> None:
+def _get_ident() -> int:
+    machine = Machine.active
+    return machine.current.number if machine is not None and machine.current else _ident()
+
+
+def _current_thread() -> Any:
+    machine = Machine.active
+    return machine.current if machine is not None and machine.current else _main_thread
+
+
+class Local:
+    """A `threading.local` of the simulated threads."""
+
+    _main: dict[Any, dict[str, Any]] = {}  # of the thread that runs the machine
+
+    def __getattribute__(self, name: str) -> Any:
+        own = _own(self)
+        return own[name] if name in own else object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _own(self)[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if _own(self).pop(name, None) is None:
+            raise AttributeError(name)
+
+
+def _own(local: Local) -> dict[str, Any]:
+    """The attributes of `local` in the running thread."""
+    machine = Machine.active
+    here = machine.current.locals if machine is not None and machine.current else Local._main
+    if local not in here:
+        here[local] = {}
+        type(local).__init__(local)
+    return here[local]
+
+
+def _sleep(seconds: Any) -> None:
     machine = Machine.active
     if machine is not None and machine.current is not None:
         machine.pause(None, seconds)
@@ -240,10 +277,13 @@ def _now(*_: object) -> float:
 
 def install() -> None:
     """Replaces what Python's threads, queues and clocks are made of."""
-    _thread.allocate_lock = threading._allocate_lock = threading.Lock = Lock  # type: ignore[attr-defined,assignment,misc]
-    threading.RLock = threading._PyRLock  # type: ignore[attr-defined,assignment,misc]
-    queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[attr-defined,assignment,misc]
-    _thread.start_new_thread = _begin  # type: ignore[assignment]
+    _thread.allocate_lock = threading._allocate_lock = threading.Lock = Lock
+    threading.RLock = threading._PyRLock  # type: ignore[attr-defined,assignment]
+    queue.SimpleQueue = Queue  # type: ignore[assignment,misc]
+    _thread.start_new_thread = threading._start_new_thread = _begin  # type: ignore[attr-defined]
+    _thread.get_ident = threading.get_ident = _get_ident
+    threading.current_thread = _current_thread
+    threading.local = Local
     time.sleep = _sleep
     for name in ("monotonic", "time", "clock_gettime", "perf_counter", "thread_time"):
         setattr(time, name, _now)
