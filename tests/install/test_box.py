@@ -465,28 +465,51 @@ def test_the_next_versions_keeper_goes_on_with_the_book(machine, plain, monkeypa
         assert "m" in kernel.run("%gpu models")
 
 
-@pytest.mark.timeout(600)
-def test_an_upgrade_and_a_downgrade_disturb_no_notebook(machine, plain, monkeypatch, tmp_path):
-    """Two notebooks begin with each installation. The model of each makes room for those of all others."""
+TWELVE = 12
+COUNT = 5 << 20  # values of 4 bytes: three notebooks fit on the card
+TENSOR = f"import torch; w = torch.arange({COUNT}, dtype=torch.int32)"
+A_LONG_CELL = """
+import os, time
+while not os.path.exists({flag!r}):
+    w += 0
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.timeout(900)
+def test_an_upgrade_and_a_downgrade_disturb_none_of_twelve_notebooks(
+    machine, monkeypatch, tmp_path
+):
+    """Six notebooks of each version park for one another, and one runs a cell all the while."""
+    pytest.importorskip("torch")
     monkeypatch.setenv("PIP_FIND_LINKS", str(machine.source))
+    python = environment(tmp_path / "env", ["ipykernel", "torch", "numpy"])
     old = next(machine.source.glob("gpu_console-*.whl"))
+    new, flag = as_version(old, NEXT, tmp_path), machine.root / "flag"
     kernels: list[BoxKernel] = []
     with contextlib.ExitStack() as ends:
-        for wheel in (old, as_version(old, NEXT, tmp_path), old):
+        for wheel in (old, new):
             machine.install(wheel)
-            for _ in range(2):
+            for _ in range(TWELVE // 2):
                 name = f"{len(kernels)}.ipynb"
-                kernel = BoxKernel(plain, machine.root, name, EVICTION_GRACE_SECONDS="0")
+                kernel = BoxKernel(python, machine.root, name, EVICTION_GRACE_SECONDS="0")
                 kernels.append(ends.enter_context(kernel))
-                kernels[-1].run("rt.register('m', backend='fake', size='40MiB')")
-            for kernel in kernels:
-                assert kernel.run("rt.preload('m')").startswith("preload m: m is on sim:0")
-                assert kernel.run("1") == "1"
-        places = kernels[0].run("print(sorted(lease.where for lease in rt.status().leases()))")
-        assert places == f"{['host'] * 5 + ['sim:0']}\n"
-        shown = kernels[0].run("%gpu")
-        assert f"{NEXT} in 2.ipynb (pid {kernels[2].pid}); 3.ipynb" in shown
-        assert [kernel.log for kernel in kernels] == [[]] * 6
+                assert "Error" not in (said := kernel.run(TENSOR)), said
+        busy, *others = kernels
+        running = busy.client.execute(A_LONG_CELL.format(flag=str(flag)))
+        for number, wheel in enumerate((old, new), 1):
+            machine.install(wheel)
+            for kernel in others:
+                *said, total = kernel.run("w += 1\nprint(w.sum().item())", stays=True).splitlines()
+                assert int(total) == COUNT * (COUNT - 1) // 2 + number * COUNT
+                assert len(said) <= 1, said
+        flag.touch()
+        assert busy.reply(running)["status"] == "ok"
+        assert busy.run("print(w.sum().item())").splitlines()[-1] == f"{COUNT * (COUNT - 1) // 2}"
+        places = busy.run("print(sorted(one.where for one in rt.status().leases()))")
+        assert places.count("'host'") >= TWELVE - 3 and places.count("'") == 2 * TWELVE, places
+        assert f"{NEXT} in 10.ipynb (pid {kernels[10].pid}); 11.ipynb" in busy.run("%gpu")
+        assert [kernel.log for kernel in kernels] == [[]] * TWELVE
 
 
 SYSTEMCTL = """#!/bin/sh

@@ -61,24 +61,36 @@ class Notebook:
     def pid(self) -> int:
         return self.manager.provisioner.process.pid
 
-    def run(self, code: str) -> str:
-        """Runs a cell. Returns what it printed, displayed or raised, as text."""
+    def run(self, code: str, *, stays: bool = False) -> str:
+        """Runs a cell. Returns what it printed, displayed or raised, as text.
+
+        With `stays`, a later text that replaces a displayed one counts in its place, as on the screen.
+        """
         while True:
             shown: list[str] = []
+            places: dict[str, int] = {}  # id of a display -> its place in `shown`
 
-            def show(message: dict[str, Any], shown: list[str] = shown) -> None:
+            def show(
+                message: dict[str, Any],
+                shown: list[str] = shown,
+                places: dict[str, int] = places,
+            ) -> None:
                 content = message["content"]
+                id = content.get("transient", {}).get("display_id", "")
                 if message["msg_type"] == "stream":
                     shown.append(content["text"])
                 elif message["msg_type"] in ("display_data", "execute_result"):
+                    places[id] = len(shown)
                     shown.append(content["data"]["text/plain"])
+                elif message["msg_type"] == "update_display_data" and stays:
+                    shown[places[id]] = content["data"]["text/plain"]
                 elif message["msg_type"] == "error":
                     shown.append("\n".join(content["traceback"]))
 
             done = self.client.execute_interactive(code, timeout=scaled(90), output_hook=show)
             # For a moment after a failed cell, a kernel aborts cells.
             if done["content"]["status"] != "aborted":
-                return "\n".join(shown)
+                return "\n".join(filter(None, shown) if stays else shown)
 
     def reply(self, message: str, channel: str = "shell") -> dict[str, Any]:
         """The content of the reply to the message with that id."""
