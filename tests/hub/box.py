@@ -66,6 +66,7 @@ c.Authenticator.admin_users = {{{ops!r}}}
 c.JupyterHub.allow_named_servers = True
 c.JupyterHub.spawner_class = "localprocess"
 c.Spawner.default_url = "/lab"
+c.Spawner.start_timeout = c.Spawner.http_timeout = {seconds:.0f}  # the hub gives up after 30 s
 c.Spawner.args = ["--LabApp.expose_app_in_browser=True", "--LabApp.news_url=",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
 c.Spawner.environment = {environment!r}
@@ -126,6 +127,7 @@ class HubBox:
             ops=OPS,
             environment=of_user,
             token=TOKEN,
+            seconds=START_SECONDS,
             more=more.format(service_port=free_port()),
         )
         (self.root / "jupyterhub_config.py").write_text(text)
