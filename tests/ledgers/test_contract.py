@@ -1,7 +1,10 @@
 """The contract of every ledger. Each test runs for each kind of store."""
 
+import os
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -20,12 +23,14 @@ from gpu_runtime.facts import (
     Event,
     Holder,
     Holdings,
+    Owner,
     Sample,
     SegmentMap,
     Share,
 )
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.notify import Doorbell, _Waiter
+from gpu_runtime.ledgers.liveness import start_ticks
+from gpu_runtime.ledgers.notify import Bell, Doorbell, _Waiter
 from gpu_runtime.ledgers.redis.page import RevisionHint
 from tests.clock import PATIENCE
 
@@ -425,6 +430,24 @@ def test_a_wait_without_a_ring_times_out(new_owner):
     started = time.monotonic()
     assert not a.wait(0.05)
     assert time.monotonic() - started >= 0.05
+
+
+def test_the_end_of_a_watched_process_ends_even_a_wait_of_no_time_and_counts_once():
+    """A descriptor of a process that is watched no more is closed."""
+    process, bell = subprocess.Popen(["sleep", "600"]), Bell()
+    started = start_ticks(Path(f"/proc/{process.pid}/stat").read_text())
+    watched = [Owner("box", "boot", process.pid, started)]
+    assert not bell.wait(0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert not bell.wait(0, watched)
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    assert not bell.wait(0)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not bell.wait(0, watched)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert bell.wait(0, watched) and not bell.wait(0, watched)
+    process.wait()
 
 
 def test_closing_wakes_waiting_threads(new_owner):

@@ -7,6 +7,7 @@ section of the page in a local file, its roster. A lost page is rebuilt from the
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -162,6 +163,17 @@ def test_a_page_that_went_back_in_a_running_redis_is_noticed_by_an_owner_that_sa
     redis.cli("COPY", "older", page_of(ledger), "REPLACE", database=redis.databases)
     found = ledger.transact(lambda book: (book, sorted(one.name for one in book.leases())))
     assert found == ["llama", "qwen"]
+
+
+def test_commands_share_a_connection(redis, open_at):
+    """A new one for each command would take most of the time of a read."""
+    made = lambda: re.search(r"total_connections_received:(\d+)", redis.cli("INFO", "stats"))[1]
+    one = open_at(redis.fresh())
+    count(one)
+    before = int(made())
+    for _ in range(5):
+        count(one)
+    assert int(made()) == before + 1, "that of redis-cli"
 
 
 def test_a_second_write_in_a_row_reads_nothing(new_owner_here, monkeypatch):

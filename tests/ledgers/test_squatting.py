@@ -5,6 +5,7 @@ If home directories are on a network, the default ledger is in /var/tmp, under a
 can guess.
 """
 
+import contextlib
 import os
 import shutil
 import stat
@@ -48,6 +49,16 @@ def test_the_fallback_directory_is_this_users_alone(fallback):
         os.umask(before)
     about = fallback.stat()
     assert (about.st_uid, stat.S_IMODE(about.st_mode)) == (os.geteuid(), 0o700)
+
+
+@needs_root
+@pytest.mark.parametrize("user", [0, 1000])
+def test_root_prepares_the_ledger_of_another_user_and_nobody_else_does(tmp_path, monkeypatch, user):
+    os.chown(tmp_path, NOBODY, NOBODY)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    refused = pytest.raises(LedgerUnavailable, match="belongs to another user")
+    with refused if user else contextlib.nullcontext():
+        access.prepare(tmp_path)
 
 
 def _is_made(place: Path) -> None:
