@@ -31,8 +31,9 @@ RUNBOOKS_STAMP := $(VENV)/.runbooks-$(FLAVOUR)
 LLAMA_WHEEL := $(VENV)/wheels/.built-$(FLAVOUR)
 # An environment of the other flavour is made anew: pip takes an installed CPU build of torch for good enough.
 OTHER_FLAVOUR := $(filter-out %-$(FLAVOUR),$(wildcard $(VENV)/.installed-* $(VENV)/.runbooks-*))
-# Without these plugins a process starts two seconds earlier.
-LEAN := -p no:langsmith_plugin -p no:nbval -p no:schemathesis -p no:xdist
+# No test needs these plugins, and without them a process starts a second earlier: three seconds without the next ones too.
+PLAIN := -p no:langsmith_plugin -p no:frontrun -p no:anyio -p no:platformdirs
+LEAN := $(PLAIN) -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
 # Each takes about a third of the time. Most tests of the first two need torch and transformers.
 MODELS := tests/backends tests/serving
@@ -118,7 +119,7 @@ check-rest: $(STAMP)
 test:
 	@$(MAKE) --no-print-directory -j3 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -p no:langsmith_plugin -rsfE -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest $(PLAIN) -rsfE -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
 
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test

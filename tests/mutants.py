@@ -44,7 +44,9 @@ PRODUCT = {
 FAULTS = ROOT / "tests" / "faults"
 MAPS = ROOT / "build" / "mutants"
 IMPORTED = ["gpu_runtime", "kernel_ext", "panels"]
-LEAN = "-q --no-header -p no:cacheprovider -p no:nbval -p no:schemathesis -p no:xdist".split()
+LEAN = (
+    "-q --no-header -p no:cacheprovider -p no:nbval -p no:schemathesis -p no:xdist -p no:frontrun"
+).split()
 # of tests for one mutant, as the map measured them; the quickest tests come first
 MOST_SECONDS = 60.0
 

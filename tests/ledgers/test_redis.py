@@ -277,6 +277,7 @@ def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeyp
     ledger, other, runs, flushed = new_owner_here(), new_owner_here(), [], []
     put(ledger, "qwen")
     put(other)
+    other.transact(lambda book: (book.with_ticket(ticket(other, "theirs")), None))
     run = ledger._store._run
 
     def lose_the_page(what, *more):
@@ -296,6 +297,7 @@ def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeyp
     monkeypatch.setattr(ledger._store, "_run", lose_the_page)
     ledger.transact(decide)
     assert len(runs) == 2 and names(other) == names(ledger) == names(new_owner_here()) == ["qwen"]
+    assert [one.key for one in other.read().tickets] == ["theirs"], "others wait as before"
 
 
 def test_on_a_full_disk_bytes_are_released_and_nothing_is_granted(
