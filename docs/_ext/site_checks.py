@@ -137,13 +137,28 @@ def write_for_machines(app: Sphinx, error: Exception | None) -> None:
         (out / f"{name}.md").write_text(for_machines(source[0]))
         listed.append(f"- [{app.env.titles[name].astext()}]({name}.md)")
     (out / "llms.txt").write_text("\n".join([*listed, ""]))
+    shutil.copytree(DOCS / "grafana", out / "grafana", dirs_exist_ok=True)
+    for file in (*(out / f"{name}.md" for name in app.env.found_docs), out / "llms.txt"):
+        for missing in broken(file):
+            log.warning("%s leads to %s, which is not there", file.relative_to(out), missing)
+
+
+def broken(file: Path) -> list[str]:
+    """The relative links in the Markdown `file` that lead to no file."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", file.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", text)
+    return [link for link in links if not (file.parent / urldefrag(link)[0]).exists()]
 
 
 def for_machines(markdown: str) -> str:
-    """A page's `markdown` without the marks that only Sphinx reads, and with links that lead to Markdown."""
+    """A page's `markdown` without the marks that only Sphinx reads, and with links that lead to Markdown.
+
+    A picture is left out; its words stay.
+    """
     text = re.sub(r"^```\{toctree\}\n.*?^```\n?", "", markdown, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^:{3,}.*\n(?::[\w-]+:.*\n)*", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\{\.[\w-]+\}", "", text)
+    text = re.sub(r"^!\[.*\]\(.*\)\{\.only-dark\}\n?", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^!\[(.*)\]\(.*\)(\{\.[\w-]+\})?$", r"Picture: \1", text, flags=re.MULTILINE)
     return re.sub(r"(\]\((?!https?:)[^)\s]*)\.ipynb", r"\1.md", text)
 
 

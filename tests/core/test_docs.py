@@ -299,13 +299,15 @@ def test_what_the_pages_lack_is_noticed():
     assert site_checks.reached("a", links, 2) == {"a", "b", "c"}
 
 
-def test_a_page_for_machines_is_plain_markdown_with_links_to_markdown():
+def test_a_page_for_machines_is_plain_markdown_with_links_to_markdown(tmp_path):
     page = (
         "# One\n\n::::{grid} 1\n:gutter: 3\n\nA [b](c/d.md), an [e](_notebooks/f.ipynb#g).\n::::\n"
     )
-    page += "![x](y.svg){.only-light}\n\n```{toctree}\n:hidden:\n\nc\n```\nend\n"
+    page += "![x](y.svg){.only-light}\n![x](z.svg){.only-dark}\n\n```{toctree}\n:hidden:\n\nc\n```\nend\n"
     plain = site_checks.for_machines(page)
-    assert plain == ("# One\n\n\nA [b](c/d.md), an [e](_notebooks/f.md#g).\n![x](y.svg)\n\nend\n")
+    assert plain == ("# One\n\n\nA [b](c/d.md), an [e](_notebooks/f.md#g).\nPicture: x\n\nend\n")
+    (tmp_path / "there.md").write_text("[a](there.md#x) [b](https://b) [c](gone.md) `[d](e.md)`")
+    assert site_checks.broken(tmp_path / "there.md") == ["gone.md"]
     cells = [
         {"cell_type": "markdown", "source": ["# T\n", "words"]},
         {"cell_type": "code", "source": "%gpu"},
