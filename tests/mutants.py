@@ -61,7 +61,10 @@ def product_files(folder: str) -> Iterator[Path]:
 
 
 class Mapper:
-    """A pytest plugin: gives each test a coverage context, and keeps the seconds of those that pass."""
+    """A pytest plugin: gives each test a coverage context, and keeps the seconds of those that pass.
+
+    On a busy machine they are divided by how much slower it is. Else fewer tests would be tried.
+    """
 
     def __init__(self, coverage: Any, file: Path) -> None:
         self.coverage, self.file = coverage, file
@@ -79,7 +82,11 @@ class Mapper:
             self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        passed = {test: took for test, took in self.seconds.items() if test not in self.failed}
+        from tests.clock import SLOWNESS
+
+        passed = {
+            test: took / SLOWNESS for test, took in self.seconds.items() if test not in self.failed
+        }
         self.file.write_text(json.dumps(passed))
 
 
@@ -425,7 +432,10 @@ def main() -> int:
             (Path(folder) / str(job)).mkdir()
             places.put(f"{folder}/{job}")
         with ProcessPoolExecutor(options.jobs, context, make_copy, (places,)) as pool:
-            took = [[known.seconds.get(test, 60.0) for test in trial.tests] for trial in trials]
+            took = [
+                [clock.scaled(known.seconds.get(test, 60.0)) for test in trial.tests]
+                for trial in trials
+            ]
             totals, longest = map(sum, took), (max(each, default=0.0) for each in took)
             for trial, result in zip(
                 trials, pool.map(attempt, trials, totals, longest), strict=True
