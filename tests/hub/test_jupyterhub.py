@@ -144,8 +144,8 @@ def test_a_member_sees_the_own_notebooks_and_the_sum_of_each_other_user(visitors
     seen = visitors[ANN].open("/services/gpu").ready()  # also without the slash at the end
     seen.page.get_by_text(f"{ANN} · member").wait_for()
     assert row(seen, "ann.ipynb", ANN).count() == 1 and row(seen, "all notebooks", BOB).count() == 1
-    assert seen.page.get_by_role("tab").all_inner_texts() == ["Now", "Models", "Leases"]
-    for tab in ("Leases", "Models", "Now"):
+    assert seen.page.get_by_role("tab").all_inner_texts() == ["Now", "Models", "Leases", "Hours"]
+    for tab in ("Hours", "Leases", "Models", "Now"):
         seen.tab(tab)
         assert "bob.ipynb" not in seen.page.content() and "operator" not in seen.page.content()
     assert row(seen, "all notebooks").locator("button").count() == 0
