@@ -577,7 +577,7 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "layout": Field(TEXT._replace(written=_LAYOUT),
                         "How the model is split: auto, single, balanced, proportional or whole.", default="auto"),
         "gpu_fraction_factor": _in_file(number_in_file(float, above=0, most=MOST_FACTOR),
-                                        "The memory to lease, as a multiple of the weights; replaces the estimate."),
+                                        "The memory to reserve, as a multiple of the weights; replaces the estimate."),
         "fraction_largest_possible": _in_file(number_in_file(float, above=0, most=1), "With `gpu_fraction_factor`: "
                                               "a model above this part of a GPU gets the whole."),
     },
@@ -592,7 +592,7 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "embedding": Field(TRUTH, "llama.cpp: the model makes vectors.", LLAMA),
         "use_mmap": Field(TRUTH, "llama.cpp: the file is mapped.", LLAMA),
         "use_mlock": Field(TRUTH, "llama.cpp: its pages stay in RAM.", LLAMA),
-        "offload_kqv": Field(TRUTH, "llama.cpp: `false`: the cache is in host memory.", LLAMA),
+        "offload_kqv": Field(TRUTH, "llama.cpp: `false`: the cache is in RAM.", LLAMA),
         "swa_full": Field(TRUTH, "llama.cpp: windows keep the whole context.", LLAMA),
         "logits_all": Field(TRUTH, "llama.cpp: scores of all tokens.", LLAMA),
         "rope_freq_base": Field(NUMBER, "llama.cpp: the base of RoPE.", LLAMA),

@@ -261,7 +261,7 @@ HISTORY = (  # what `backtest` replays, and with what
     option("--policy", "P,P", ", ".join(POLICIES)),
     option("--engine", "E,E", "plain, full or bounded"),
     option("--device", "SIZE,SIZE", "cards, such as 80GB,10% of all models"),
-    option("--host", "SIZE,SIZE", "host memory, such as 0GB,256GB,50%"),
+    option("--host", "SIZE,SIZE", "RAM, such as 0GB,256GB,50%"),
 )
 NEW_NAME = positional("name", "NAME", "the name to give it", "models")
 SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
@@ -731,9 +731,9 @@ _TABLE = (
     Verb("hibernate", "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
         arguments=(WHO,)),
     Verb("unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)),
-    Verb("drain", "stops new leases on a card, and moves its idle models away", arguments=(
+    Verb("drain", "puts nothing new on a card, and moves its idle models away", arguments=(
         positional("device", "DEVICE", "a card, such as cuda:1", "devices"),
-        switch("--undo", "allow leases on it again"), TIMEOUT,
+        switch("--undo", "use it again"), TIMEOUT,
     )),
     Verb("defrag", "releases cached, unused device memory: of all processes, or of one",
         arguments=(PROCESS, TIMEOUT)),
@@ -874,7 +874,7 @@ def overview(place: str) -> str:
         lines.append(
             (
                 "%%gpu [SIZE] [--model M] [--importance I]",
-                "runs the cell under a lease; reports peak and delta",
+                "reserves memory for the cell; reports peak and delta",
             )
         )
         everywhere += (

@@ -387,7 +387,7 @@ class LeaseState(NamedTuple):
 
     activity: str  # "arriving", "leaving", "in use", "idle" or "never used"
     seconds: float = 0.0  # how long it has been in use, or idle; 0: not known
-    # Of a settled, unused lease in host memory: `warm`, `asleep` if it is an engine's, or `parked` if it is a
+    # Of a settled, unused lease in host memory: `in RAM`, `asleep` if it is an engine's, or `parked` if it is a
     # notebook's own memory.
     away: str = ""
 
@@ -398,13 +398,13 @@ class LeaseState(NamedTuple):
     def text(
         self, duration: Callable[[float], str] = show_seconds, least_seconds: float = 1.0
     ) -> str:
-        """The state with its duration, such as `in use for 40 s` or `warm, idle 3 min`.
+        """The state with its duration, such as `in use for 40 s` or `in RAM, idle 3 min`.
 
         `duration` writes the seconds as text. A use shorter than `least_seconds` is written without
         a time.
 
-        >>> LeaseState("idle", 180.0, away="warm").text()
-        'warm, idle 3 min'
+        >>> LeaseState("idle", 180.0, away="in RAM").text()
+        'in RAM, idle 3 min'
         """
         text = self.activity
         if self.activity == "in use" and self.seconds >= least_seconds:
@@ -420,7 +420,7 @@ def away_word(lease: Lease) -> str:
         return ""
     if lease.kind == "kernel":
         return "on disk" if lease.on_disk else "parked"
-    return ASLEEP if lease.backend in ENGINES else "warm"
+    return ASLEEP if lease.backend in ENGINES else "in RAM"
 
 
 def lease_state(lease: Lease, now: float) -> LeaseState:

@@ -102,7 +102,7 @@ def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
         free = view.device.total_bytes - view.measured_bytes
         if free < LOW_HOST_PART * view.device.total_bytes:
             text = (
-                f"The host has {show_bytes(max(0, free))} of RAM free. Evicted models do not fit "
+                f"Only {show_bytes(max(0, free))} of RAM is free. Evicted models do not fit "
                 "there and are loaded from disk again. End programs that hold RAM."
             )
             yield Problem(ProblemKind.HOST_MEMORY_LOW, HOST, text, view.measured_bytes)

@@ -37,7 +37,7 @@ def drain(
     act = relief.undrain if undo else relief.drain
     session.decide(lambda book, world: (act(book, device, user, world), None))
     if undo:
-        said = "takes leases again" if was_drained else "was not drained"
+        said = "can be used again" if was_drained else "was not drained"
         return Outcome("drain --undo", device.id, True, f"{device.id} {said}", where=device.id)
     before = [lease for lease, _ in relief.staying(book, device.id, world)]
     session.ledger.ring({lease.owner for lease in before} - {session.me})
@@ -45,7 +45,7 @@ def drain(
     still_there = {lease.id for lease, _ in staying}
     left = [lease for lease in before if lease.id not in still_there]
     freed = sum(lease.bytes_on(device.id) for lease in left)
-    said = "is drained already" if was_drained else "is drained: it takes no new leases"
+    said = "is drained already" if was_drained else "is drained: nothing new is put on it"
     sentences = [f"{device.id} {said}", *_reasons(session, staying)]
     return Outcome("drain", device.id, True, ". ".join(sentences), freed, device.id)
 

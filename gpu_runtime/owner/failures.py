@@ -43,14 +43,14 @@ def refused_write(session: Session, error: BaseException) -> str:
     names = [one.spec.name for one in away if one.lease.kind == "model"]
     if any(one.lease.kind == "kernel" for one in away):
         return (
-            "This notebook is parked: its memory is in host memory (gpu-console), where it can be "
+            "This notebook is parked: its memory is in RAM (gpu-console), where it can be "
             "read and not written. Bring it back:  %gpu unpark"
         )
     if not names:
         return ""
     named = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     return (
-        f"The weights of {named} are in host memory (gpu-console), where they can be read and not "
+        f"The weights of {named} are in RAM (gpu-console), where they can be read and not "
         f"written. Bring them back:  with rt.use({names[0]!r}) as model:"
     )
 
@@ -115,7 +115,7 @@ def driver_failure(
     _put_away(session, resident, fault)
     return EngineFault(
         f"{name} failed ({fault.kind}): {fault.line}.\n"
-        f"  It was unloaded and its lease returned; the next use of {name} loads it again. If that "
+        f"  It was unloaded and its memory was given back; the next use of {name} loads it again. If that "
         f"fails too, restart the kernel.",
         name=name,
         kind=fault.kind.value,
@@ -144,7 +144,7 @@ def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
     return ProcessLost(
         f"this process (pid {os.getpid()}) can no longer use the GPU, since {name} failed:\n"
         f"  {why.rstrip('.')}.\n"
-        f"  Its leases are returned; the memory itself is freed when the process ends.\n"
+        f"  Its memory counts as free, and is freed when the process ends.\n"
         f"  Restart the kernel, then run the cells again. To find the place:  "
         f"CUDA_LAUNCH_BLOCKING=1\n"
         f"  Models in processes of their own (llama.cpp isolated, servers) go on.",

@@ -161,7 +161,7 @@ class Kernel:
         # If the memory is on its card, the cell runs in spite of an error (an unreadable ledger,
         # say).
         if why and not (resident is None or resident.enter(pin)):
-            place = "on a disk" if resident.lease.on_disk else "in host memory"
+            place = "on a disk" if resident.lease.on_disk else "in RAM"
             self._here.refusal = refusal(why, resident.lease.own_bytes, place)
         elif isinstance(why, WaitEnded):
             self._here.refusal = refusal(why)
@@ -978,7 +978,7 @@ def interrupted() -> WaitEnded:
     return WaitEnded(why, name=KERNEL, by="you", because="")
 
 
-def refusal(why: Exception, parked_bytes: int = 0, place: str = "in host memory") -> GpuError:
+def refusal(why: Exception, parked_bytes: int = 0, place: str = "in RAM") -> GpuError:
     """The error of a cell that must not run because of `why`, with the class of `why`.
 
     `parked_bytes` are the bytes of the notebook's memory that are parked in `place`.

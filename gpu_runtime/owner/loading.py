@@ -326,7 +326,7 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
         if name not in ("importance", *PLACED):
             raise BadSetting(name, value, "left out: a size has no such option")
     rank = read("importance", given.get("importance", NORMAL), FIELDS["importance"].rule)
-    name = f"a lease of {show_bytes(size)}"
+    name = f"a block of {show_bytes(size)}"
     wanted = Lease(session.me, name, kind="block", importance=rank)
     rules = PlacementRules(policy=session.settings.gpu_placement)
     if is_placed(given):

@@ -184,7 +184,7 @@ def evict_lease(
     where = "host" if isinstance(step, Move) else "disk"
     if resident.lease.kind == KERNEL and resident.lease.on_host:
         freed = resident.lease.bytes  # it may have taken more since it was counted
-    moved = "was offloaded to host memory" if where == "host" else "was unloaded"
+    moved = "was offloaded to RAM" if where == "host" else "was unloaded"
     because = f"{title} {moved}; {show_bytes(freed)} came free"
     return Outcome("evict", title, True, because, freed, where, session.clock() - began)
 
@@ -397,7 +397,7 @@ def cards_named(session: Session, name: str, wanted: str | Iterable[str]) -> tup
     words = wanted if isinstance(wanted, str) else ",".join(wanted)
     for word in relief.parse_cards(words):
         if word == HOST:
-            hint = f"a card; to move it to host memory:  %gpu evict {name}"
+            hint = f"a card; to move it to RAM:  %gpu evict {name}"
             raise BadSetting("device", word, hint)
         if word not in by_name:
             raise UnknownDevice(word, tuple(known))
@@ -751,7 +751,7 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
         return books.reap(book, dead, world, said_by), None
 
     session.decide(end)
-    because = f"its leases were ended; {show_bytes(freed)} came free. {holds}"
+    because = f"its memory counts as free; {show_bytes(freed)} came free. {holds}"
     return Outcome(verb="evict", name=process, done=True, because=because, bytes=freed)
 
 

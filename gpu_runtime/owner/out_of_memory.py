@@ -235,7 +235,7 @@ class Telling:
         view = next(one for one in views(book, world) if one.device.id == card)
         unleased = (view.measured_bytes or 0) - view.claimed_bytes
         if unleased > SMALLEST_STRANGER:
-            words.append(f"{show_bytes(unleased)} without a lease stays")
+            words.append(f"{show_bytes(unleased)} of other programs stays")
             staying_bytes += unleased
         return tuple(words), staying_bytes
 

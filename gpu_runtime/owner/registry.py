@@ -160,7 +160,7 @@ def adopt(
     _install_adopted(session, resident, module, optimizer)
     spec = _add(session, resident)
     lease = resident.lease
-    because = f"{name} was adopted where it is, on {lease.where}."
+    because = f"{name} is governed where it is, on {lease.where}."
     session.note(lease, "adopted", "request", because, size=lease.bytes)
     return spec
 

@@ -172,7 +172,7 @@ def _cannot_return(session: Session, lease: Lease, why: str) -> DoesNotFit:
 def _only_copy(session: Session, lease: Lease, is_needed: bool) -> DoesNotFit:
     why, advice = victims.needs_host_room(lease), f"give it up for good:  rt.forget({lease.name!r})"
     if is_needed:
-        why = "is needed by an autograd graph or a view, and the host has no room for it"
+        why = "is needed by an autograd graph or a view, and RAM has no room for it"
         advice = "delete what holds it, for example the loss of an unfinished step"
     fixed = explain.advice_on_fixed(why, lease.name)
     return DoesNotFit(

@@ -40,7 +40,7 @@ class Place(enum.Enum):
     """Where a model is."""
 
     HERE = "on its device"
-    AWAY = "in host memory"
+    AWAY = "in RAM"
     GONE = "not loaded"
     MOVING = "being moved"
 

@@ -294,7 +294,7 @@ def block(used: Any) -> str:
     """The memory that the leased block of code `used` has used. None is shown as unknown, never as zero."""
     leased = f"on {used.device.id}"
     if used.bytes:
-        leased = f"{show_bytes(used.bytes)} leased {leased}"
+        leased = f"{show_bytes(used.bytes)} reserved {leased}"
     if used.peak_bytes is None and used.delta_bytes is None:
         return f"{leased} · peak and delta unknown: only torch on a real card reports them"
     sign = "+" if (used.delta_bytes or 0) > 0 else ""

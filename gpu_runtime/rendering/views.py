@@ -472,7 +472,7 @@ def _ticket_sentence(snapshot: Snapshot, ticket: Ticket) -> str:
 
 _EVENT_PHRASES = {
     "granted": "was granted {bytes} on {device}",
-    "adopted": "got a lease of {bytes} on {device}",
+    "adopted": "got {bytes} on {device}",
     "grown": "was granted {bytes} more on {device}",
     "loaded": "was loaded, {bytes} on {device}",
     "offloaded": "was offloaded from {device}, freeing {bytes}",
@@ -494,7 +494,7 @@ _EVENT_PHRASES = {
     "unpin": "was unpinned",
     "preload": "was loaded for another process",
     "drained": "was drained",
-    "undrained": "accepts leases again",
+    "undrained": "can be used again",
     "restore": "was restored for another process",
     "defrag": "released its allocator's cache",
     "resume": "continued a stopped process",
@@ -639,7 +639,7 @@ def verdict(plan: Plan) -> str:
 
 def _is_size(name: str) -> bool:
     """Whether a plan's `name` stands for a number of bytes, such as `a lease of 2.0 GiB`."""
-    return name.startswith("a lease of ")
+    return name.startswith("a block of ")
 
 
 def how_to_do_it(plan: Plan, prompt: str) -> str:
@@ -673,7 +673,7 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
         return (
             f"load {name} ({size}) on {target}"
             if not _is_size(name)
-            else f"lease {size} on {target}"
+            else f"reserve {size} on {target}"
         )
     if after:
         return f"move {name} ({size}){of_holder} from {source} to {target}"

@@ -1,6 +1,6 @@
 """Decides whether a request gets memory, waits, or is refused: the numbered decision tree.
 
-Pure. A book (all leases and requests of a host), a request and the world (devices and rules) go in.
+Pure. A book (all holders and requests of a host), a request and the world (devices and rules) go in.
 A new book and a verdict come out. So a decision can be made twice, or replayed in a test.
 
 Parts of the decision have modules of their own:
@@ -18,7 +18,7 @@ card. The bus does both at once. So a large model leaves in stages: after each s
 the bytes of that stage as free. A waiting model returns in parts. No part is larger than the bytes
 that are free now.
 
-The page is the stored form of the book. Its entries are leases and requests, and their number is
+The page is the stored form of the book. Its entries are holders and requests, and their number is
 limited. New leases never take the last 2 * RESERVED entries: RESERVED of them are for requests that
 wait, the others for requests to owners. So even a full page can take the requests that empty it.
 """
@@ -709,7 +709,7 @@ def full_for_waiting(book: Book, request: Request) -> bool:
 
 def page_full(request: Request) -> Refuse:
     """The refusal of the `request` if no lease may leave the full page."""
-    because = f"the book is full: {MOST_ENTRIES} leases and requests"
+    because = f"the book is full: {MOST_ENTRIES} holders and requests"
     return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
 
 
@@ -721,7 +721,7 @@ def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
     `rank` is the eviction policy.
     """
     book, request, world = context.book, context.request, context.world
-    head = f"The book is full ({book.entries} leases and requests)"
+    head = f"The book is full ({book.entries} holders and requests)"
     leaving = _leaving(context)
     if leaving is not None:
         recalls = {} if leaving.owner == request.lease.owner else {leaving.id: 0}
@@ -1088,7 +1088,7 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
         idle = lease.idle_seconds(world.now)
         left = max(0.0, world.rules.grace_seconds - idle)
         used = f"was used {show_seconds(idle)} ago{_by(book, lease, wanted.owner, world)}"
-        return f"{used}, and becomes evictable in {show_seconds(left)}"
+        return f"{used}, and can leave in {show_seconds(left)}"
     if why == MOVE_FAILED:
         return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
     if why == "more important":
@@ -1131,5 +1131,5 @@ def _outside_memory(shares: Shares, context: Context) -> str:
     need = sum(share.bytes for share in shares)
     return (
         f"{where(shares)} {has} {show_bytes(free)} free as measured, {show_bytes(need)} are needed; "
-        "memory outside our leases is in the way"
+        "memory of other programs is in the way"
     )

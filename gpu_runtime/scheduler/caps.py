@@ -298,7 +298,7 @@ def drained_cards(
     take = "takes" if len(sentences) == 1 else "take"
     because = (
         f"{request.called} needs {show_bytes(size)}; {', '.join(sentences.values())}, "
-        f"and {take} no new leases"
+        f"and {take} nothing new"
     )
     found = {}
     for card in sentences:

@@ -656,7 +656,7 @@ class _Eviction:
         """Frees the shadow of `lease`; recalls the shadow if the requester does not own `lease`."""
         self.spared.add(lease.id)
         self.freed_soon += lease.shed_bytes
-        copy = f"the copy of {lease.name} in host memory"
+        copy = f"the copy of {lease.name} in RAM"
         free = f"free {copy}"
         if not lease.shadow_bytes:
             free = f"move {show_bytes(lease.stow_bytes)} of its parked memory from RAM to its disk"
@@ -679,16 +679,16 @@ class _Eviction:
         if lease.owner != self.request.lease.owner:
             self.recalled[lease.id] = 0
             self.sentences.append(
-                f"{self._owner(lease)} is asked to unload {self._title(lease)} from the warm pool."
+                f"{self._owner(lease)} is asked to unload {self._title(lease)} from RAM."
             )
             return
         name = self._title(self.request.lease)
         if lease.id == self.request.lease.id:
-            because = f"Host memory has no room for {name} beside the models that leave {self.at}."
-            done = "is unloaded from the warm pool, and loaded again then"
+            because = f"RAM has no room for {name} beside the models that leave {self.at}."
+            done = "is unloaded from RAM, and loaded again then"
         else:
-            because = f"The warm pool is full; {name} needs room on {self.at}."
-            done = "is unloaded from the warm pool"
+            because = f"RAM is full; {name} needs room on {self.at}."
+            done = "is unloaded from RAM"
         self._leave(Drop(lease.id, lease.shares, because))
         self.sentences.append(f"{self._title(lease)} {done}.")
 
@@ -712,15 +712,15 @@ class _Eviction:
         if isinstance(step, Move):
             self.host_room -= copied_bytes(lease, step)
         elif self._free_host_memory(lease):
-            self.sentences.append(f"{described} is moved to the host in their place.")
+            self.sentences.append(f"{described} is moved to RAM in their place.")
             return
         if lease.owner != self.request.lease.owner:
             self._recall(lease, described)
         elif step is None:
-            self.sentences.append(f"{title} is evicted once the host has room.")
+            self.sentences.append(f"{title} is evicted once RAM has room.")
         else:
             self._leave(step)
-            done = "offloaded to host" if isinstance(step, Move) else "unloaded"
+            done = "offloaded to RAM" if isinstance(step, Move) else "unloaded"
             self.sentences.append(f"{described} is {done}.")
 
     def _free_host_memory(self, lease: Lease) -> bool:

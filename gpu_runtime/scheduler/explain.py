@@ -165,7 +165,7 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
             "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, "
             f"or give it up:  rt.forget({first_holder!r})"
         )
-    less = "Lease fewer bytes" if _is_block(name) else "Use a smaller or quantised model"
+    less = "Ask for fewer bytes" if _is_block(name) else "Use a smaller or quantised model"
     return (
         f"{less}, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n  Nothing was evicted. See:  {plan}"
     )
@@ -371,7 +371,7 @@ def _unleased_lines(book: Book, world: World) -> Iterator[str]:
     for view in views(book, world):
         unleased = (view.measured_bytes or 0) - view.claimed_bytes
         if not view.device.is_host and unleased > SMALLEST_STRANGER:
-            yield _line(unleased, view.device.id, "not leased by any process")
+            yield _line(unleased, view.device.id, "held by programs that do not use gpu-console")
 
 
 def _cache_lines(maps: Iterable[AllocatorMap]) -> Iterator[str]:

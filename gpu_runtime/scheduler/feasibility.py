@@ -190,7 +190,7 @@ def host_bytes_to_be_had(book: Book, world: World, wanted: str) -> int:
 
 
 GB = 2**30
-TOO_MANY = "exists nowhere else, and the host has no room for them all"
+TOO_MANY = "exists nowhere else, and RAM has no room for them all"
 
 Bytes = Mapping[str, int]  # by device id
 

@@ -186,7 +186,7 @@ def _steps_of_others(book: Book, verdict: Wait, world: World) -> list[Step]:
     leases = [lease for id in verdict.recalls if (lease := book.find(id))]
     leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
     steps: list[Step] = [
-        shed_step(lease, "Another model needs its place in host memory.")
+        shed_step(lease, "Another model needs its place in RAM.")
         for id in verdict.shadows
         if (lease := book.find(id))
     ]
@@ -325,7 +325,7 @@ def load_ahead(
     if isinstance(verdict, Grant):
         return _granted_ahead(book, request, world, rank, f"loaded ahead: {cell} uses it")
     if verdict.shadows or any(isinstance(step, Shed) for step in verdict.steps):
-        return book, Wait("host memory has too little free room for the models that would leave")
+        return book, Wait("RAM has too little free room for the models that would leave")
     if verdict.asked or not verdict.steps:
         return book, Wait(verdict.because)
     room_for = f"room for {request.lease.name}: {cell} uses it, and no cell before uses"
@@ -445,7 +445,7 @@ def _parts(verdict: Verdict) -> dict[str, str]:
     parts = {"verdict": verdict_kind(verdict)}
     parts["steps"] = ", ".join(_step(step) for step in getattr(verdict, "steps", ()))
     if isinstance(verdict, Wait):
-        parts["recalled leases"] = ", ".join((*verdict.asked, *verdict.shadows))
+        parts["what was asked to leave"] = ", ".join((*verdict.asked, *verdict.shadows))
     return parts
 
 

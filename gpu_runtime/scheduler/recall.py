@@ -1,6 +1,6 @@
 """Requests of one owner to another: written on a ticket, carried out, and answered in the book.
 
-The book is all leases and requests of a host. A ticket is the entry of one request in the book.
+The book is all holders and requests of a host. A ticket is the entry of one request in the book.
 
 Pure. Every owner follows the same rules: a model in use is never moved, and a kept model is never
 evicted. The requester writes the request and reads the answer. The owner that receives it decides
@@ -141,7 +141,7 @@ def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tup
     ticket = book.ticket(asked.key)
     if ticket is None:
         if book.entries >= MOST_ENTRIES:
-            full = f"the book is full: {MOST_ENTRIES} leases and requests"
+            full = f"the book is full: {MOST_ENTRIES} holders and requests"
             return book, Refuse(full, kind="full")
         ticket = _new_ticket(asked, world)
         book = _log(book, asked, world, "asked", request)
@@ -238,13 +238,13 @@ def _known_result(
         if lease is not None and lease.shed_bytes:
             return None
         free = lease or Lease(section.owner.id, name)
-        return Grant(free, (), f"{name} has no copy in host memory")
+        return Grant(free, (), f"{name} has no copy in RAM")
     if asked.verb == "evict":
         if lease is None:
             return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
         stays = lease.on_host and lease.phase is Phase.SETTLED
         if stays and not (DISK in asked.places and lease.droppable):
-            return Grant(lease, (), f"{lease_title(lease, section.owner)} is in host memory")
+            return Grant(lease, (), f"{lease_title(lease, section.owner)} is in RAM")
     if lease is None:
         return Refuse(f"{section.owner.label} does not hold {name}", kind="unknown")
     title = lease_title(lease, section.owner)
@@ -337,7 +337,7 @@ def wish(verb: str, name: str) -> str:
     if verb == "who":
         return "which variables hold memory"
     if verb == "shed":
-        return f"to free its copy of {name} in host memory"
+        return f"to free its copy of {name} in RAM"
     if verb == "cancel":
         return f"to end its wait for {name}"
     if name == "kernel" and verb in OWN_MEMORY:
@@ -544,7 +544,7 @@ def _steps_for(
         return (replace(step, by=by),) if step is not None else ()
     if found is None:
         return alone
-    because = f"The warm pool is full; {because}"
+    because = f"RAM is full; {because}"
     freed = [shed_step(other, because, reason, by) for other in found[0]]
     return (*freed, *[Drop(one.id, one.shares, because, reason, by) for one in found[1]])
 
@@ -585,7 +585,7 @@ def _unload_from_host(lease: Lease, ticket: Ticket, who: str, by: str) -> tuple[
     if not lease.droppable:
         return ()
     if ticket.verb != "evict":
-        because = f"{who} needs host memory to make room for {ticket.name}."
+        because = f"{who} needs RAM to make room for {ticket.name}."
         return (Drop(lease.id, lease.shares, because, "recall", by),)
     if DISK in ticket.places:
         return (Drop(lease.id, lease.shares, f"{who} asked to unload it.", "evict", by),)
@@ -617,7 +617,7 @@ def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Sh
     if not lease.shed_bytes or lease.stowing:
         return []
     who, by = _names_of_asker(book, ticket, asker)
-    return [shed_step(lease, f"{who} needs host memory.", "recall", by)]
+    return [shed_step(lease, f"{who} needs RAM.", "recall", by)]
 
 
 def answer(

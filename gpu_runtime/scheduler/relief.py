@@ -330,7 +330,7 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key in book.drained:
         return book
     marks = {**book.drained, device.key: Drain(by, world.wall)}
-    because = f"{by} drained {device.id}: it takes no new leases, and its idle models leave."
+    because = f"{by} drained {device.id}: nothing new is put on it, and its idle models leave."
     return _noted(replace(book, drained=marks), world, device, "drained", because, by)
 
 
@@ -342,7 +342,7 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key not in book.drained:
         return book
     marks = {key: mark for key, mark in book.drained.items() if key != device.key}
-    because = f"{by} ended the drain of {device.id}: it takes leases again."
+    because = f"{by} ended the drain of {device.id}: it can be used again."
     return _noted(replace(book, drained=marks), world, device, "undrained", because, by)
 
 

@@ -449,7 +449,7 @@ def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] 
     ):
         return ""
     if _uses_host_memory(lease, world):
-        return "exists nowhere else, and is in the host's memory already"
+        return "exists nowhere else, and is in RAM already"
     if card := beyond_its_card(lease, world):
         return f"holds more than {card} has, so it could not return"
     return needs_host_room(lease)
@@ -467,7 +467,7 @@ def needs_host_room(lease: Lease) -> str:
         return EXEMPT
     if not lease.movable:
         return FIXED
-    return "exists nowhere else, and the host has no room for it"
+    return "exists nowhere else, and RAM has no room for it"
 
 
 def why_not_moved(book: Book, lease: Lease) -> str:

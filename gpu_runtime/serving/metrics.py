@@ -51,10 +51,10 @@ EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
 VERDICT_ACTIONS = ("granted", "waiting", "refused")
 BREAKER_VALUES = {"closed": 0, "half-open": 1, "open": 2}
 TOTALS = {
-    "evictions": "Models that left a card or the warm pool",
-    "offloads": "Moves to host memory",
+    "evictions": "Models that left a card or RAM",
+    "offloads": "Moves to RAM",
     "unloads": "Models dropped",
-    "restorations": "Returns from host memory",
+    "restorations": "Returns from RAM",
     "loads": "Models loaded",
     "refusals": "Requests refused",
 }
@@ -125,7 +125,7 @@ class Metrics(Scraped):
         self._rt = rt
         self._lock = threading.Lock()
         registry = self.registry
-        text = "Models that left a card or the warm pool"
+        text = "Models that left a card or RAM"
         labels = ["reason", "action"]
         self._evictions = Counter("gpuconsole_evictions_by_reason", text, labels, registry=registry)
         text = "Requests for memory: granted, waiting, refused"

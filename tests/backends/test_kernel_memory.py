@@ -19,7 +19,7 @@ from tests import simgpu
 
 TO_HOST = (Share(HOST, 1),)
 
-PARKED = "parked in host memory"
+PARKED = "parked in RAM"
 
 
 class Still:

@@ -85,7 +85,7 @@ def test_as_many_pieces_leave_as_fit_and_the_others_stay_where_they_are(backend)
     move(backend, model, card, 0)
     before, held = values(module), total(backend, model)
     assert backend.piece_bytes(model) == LAYER + 2 * 32 * 4, "layers that share storage are one"
-    with pytest.raises(CannotGovern, match="partly in host memory"):
+    with pytest.raises(CannotGovern, match="partly in RAM"):
         move(backend, model, card, 100)
     assert backend.measure(model) == (Share(card, held),), "100 bytes are less than every piece"
     stays = module.layers[1].weight.untyped_storage().data_ptr()
@@ -115,7 +115,7 @@ def test_as_many_pieces_return_as_fit_and_the_first_come_first(backend):
     stays = module.layers[1].weight.untyped_storage().data_ptr()
     move(backend, model, card, held - first - 3 * LAYER)
     assert module.layers[1].weight.untyped_storage().data_ptr() == stays, "it was not copied again"
-    with pytest.raises(CannotGovern, match="partly in host memory"):
+    with pytest.raises(CannotGovern, match="partly in RAM"):
         move(backend, model, card, on(backend, model, HOST) - 100)
     move(backend, model, card, 0)
     assert backend.measure(model) == (Share(card, held),)

@@ -399,7 +399,7 @@ def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
     model = backend.adopt(ModelSpec("net", "torch"), module.eval())
     with pytest.raises(CannotGovern, match="cannot be split over 2 devices: it must stay whole"):
         backend.move(model, accelerator.shares(0, 1))
-    with pytest.raises(CannotGovern, match="partly in host memory"):
+    with pytest.raises(CannotGovern, match="partly in RAM"):
         backend.move(
             backend.adopt(ModelSpec("net", "torch"), Trunk().eval()),
             (Share("simgpu:0", 1), Share(HOST, 1)),

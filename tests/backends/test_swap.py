@@ -28,7 +28,7 @@ from tests.backends.test_interrupts import interrupted_at
 
 CARD, OTHER, HOST = (Share("simgpu:0", 1),), (Share("simgpu:1", 1),), (Share("host", 1),)
 NET = ModelSpec("net", "torch")
-AWAY = "the weights of net are in host memory"
+AWAY = "the weights of net are in RAM"
 
 
 @pytest.fixture

@@ -247,7 +247,7 @@ def swap() -> Iterator[Row]:
     copy, comparison, back = (statistics.median(some[1:]) for some in (copies, compared, returns))
     yield Row.against("return of 1 GiB, against a bare copy into fresh memory", back, copy, 1.3)
     yield Row.against(
-        "the comparison of 1 GiB in host memory at the exchange, against a bare copy into fresh memory",
+        "the comparison of 1 GiB in RAM at the exchange, against a bare copy into fresh memory",
         comparison, copy, 0.1
     )  # fmt: skip
 

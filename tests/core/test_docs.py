@@ -284,7 +284,7 @@ def test_one_thing_has_one_name():
     guides = [name for name in PAGES if name.startswith(("docs/guides/", "README"))]
     prose = {name: without_code(PAGES[name]).lower() for name in guides}
     assert len(guides) > 10
-    assert [name for name, text in prose.items() if "host memory" in text] == []
+    assert [name for name, text in prose.items() if "RAM" in text] == []
 
 
 def test_what_the_pages_lack_is_noticed():

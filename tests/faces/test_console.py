@@ -368,7 +368,7 @@ def test_a_confirmed_action_runs_in_a_thread_and_its_outcome_is_shown(
     assert not page.actions.dialog.open and "waiting for" in page.actions.outcomes.object
     assert where(rt) == "sim:0", "the thread of the page does not act"
     outcome = carried_out(page, waiting_threads)
-    assert "qwen was offloaded to host memory; 14.0 GiB came free" in outcome
+    assert "qwen was offloaded to RAM; 14.0 GiB came free" in outcome
     assert where(rt) == "host" and rt.why("qwen")[0].by.startswith("ann, console")
 
 

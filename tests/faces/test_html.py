@@ -89,7 +89,7 @@ def test_status_has_labelled_bars_and_a_table_of_holders():
         ["model", "size", "where", "held by", "importance", "state"],
         ["qwen", "14.0 GiB", "sim:0", "this process", "pinned", "in use for 40 s"],
         ["reranker", "4.0 GiB", "sim:0", "analysis.ipynb (pid 4121), bob", "high", "idle 12 s"],
-        ["llama", "8.0 GiB", "RAM", "this process", "", "warm, idle 3 min"],
+        ["llama", "8.0 GiB", "RAM", "this process", "", "in RAM, idle 3 min"],
     ]
     assert ("aria-label", "sim:0: qwen 14.0 GiB, reranker 4.0 GiB") in tree(page).attributes
     # JupyterLab removes the style sheet of an untrusted notebook and keeps its inline styles.

@@ -1,5 +1,6 @@
 """Every face shows the same label for the same lease: its state, its holder and its cards."""
 
+import ast
 import inspect
 import re
 
@@ -36,7 +37,7 @@ LEASES = {
     "in use for 70 s": {"pins": 1, "pinned_since": NOW - 70.0},
     "idle 3 min": {"last_used": NOW - 200.0},
     "never used": {},
-    "warm, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0},
+    "in RAM, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0},
     "asleep, idle 3 min": {
         "shares": (Share(HOST, 8),),
         "last_used": NOW - 200.0,
@@ -101,7 +102,49 @@ def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
     assert cards_label((Share("cuda:0", 1), Share("cuda:1", 1)), "fake") == "GPUs: 0,1"
 
 
-@pytest.mark.parametrize("words", ["(TP:", '"this process"', 'else "warm"'])
+# The strings of these files are shown to people who never read the glossary.
+SHOWN = (
+    *(
+        "kernel_ext",
+        "gpu_runtime/rendering",
+        "gpu_runtime/scheduler",
+        "gpu_runtime/backends/pytorch",
+    ),
+    *(
+        f"gpu_runtime/owner/{name}.py"
+        for name in ("failures", "kernel", "holdings", "release", "out_of_memory")
+    ),
+    *("gpu_runtime/facts", "panels/gpu_panels/data", "gpu_runtime/owner/loading.py"),
+)
+JARGON = re.compile(
+    r"\b(leases?|leased|ledgers?|host memory|the host|host's|warm|evictable|shadows?|adopted|pins|residue)\b",
+    re.IGNORECASE,
+)
+TYPED = re.compile(r"%gpu leases|rt\.lease\(|rt\.adopt\(|GPU_\w+")  # a person types them
+
+
+def test_no_sentence_has_a_word_that_only_the_glossary_explains():
+    """JupyterLab's panel and the console's status bar name the ledger, and a tooltip says what it is."""
+    found = []
+    for path in sources():
+        if not str(path.relative_to(ROOT)).startswith(SHOWN):
+            continue
+        tree = ast.parse(path.read_text())
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        docs = {
+            id(one.body[0].value)
+            for one in ast.walk(tree)
+            if isinstance(one, documented) and ast.get_docstring(one)
+        }
+        for one in ast.walk(tree):
+            if isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in docs:
+                is_sentence = " " in one.value.strip()
+                if is_sentence and JARGON.search(TYPED.sub("", one.value)):
+                    found.append((path.name, one.lineno, one.value))
+    assert found == []
+
+
+@pytest.mark.parametrize("words", ["(TP:", '"this process"', 'ENGINES else "in RAM"'])
 def test_the_words_are_written_in_one_file(words):
     """With a second copy, two faces could differ again."""
     code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}

@@ -49,11 +49,11 @@ SHOWN = {
     "next": "No cell waits that uses a model",
     "plan qwen": "qwen is loaded already",
     "plan llama": "llama fits once 1 other is evicted",
-    "plan 2GiB": "A lease of 2.0 GiB fits in the free memory",
+    "plan 2GiB": "A block of 2.0 GiB fits in the free memory",
     "why qwen": "was loaded, 14.0 GiB",
     "why": "About a model or a notebook:  %gpu why NAME",
     "why qwen --replay": "Decided again: the same.",
-    "evict qwen": "evict qwen: qwen was offloaded to host memory; 14.0 GiB came free",
+    "evict qwen": "evict qwen: qwen was offloaded to RAM; 14.0 GiB came free",
     "preload llama": "preload llama: llama is on sim:0",
     "restore llama": "restore llama: llama is on sim:0",
     "pin qwen": "pin qwen: qwen is kept",
@@ -61,7 +61,7 @@ SHOWN = {
     "defrag": "defrag: ",
     "free": "free: 0 B came free",
     "move qwen sim:0": "move qwen: qwen is on sim:0 already",
-    "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new leases",
+    "drain sim:0": "drain sim:0: sim:0 is drained: nothing new is put on it",
     "drain sim:0 --undo": "sim:0 was not drained",
     "doctor": "last refusals",
     "config": "SETTING",
@@ -80,7 +80,7 @@ SHOWN = {
     "load phi:4b": "load phi:4b: phi:4b is on sim:0",
     "register small --backend fake --size 2 GiB": "small: fake, 2.0 GiB; load it with  %gpu preload small",
     "forget llama": "forget llama: llama is no longer registered here",
-    "plan 2 GiB": "A lease of 2.0 GiB fits in the free memory",
+    "plan 2 GiB": "A block of 2.0 GiB fits in the free memory",
 }
 FRAMES = {
     "models": "name backend where bytes idle_seconds uses importance keep owner",
@@ -288,7 +288,7 @@ def test_a_cell_runs_in_the_users_namespace_under_a_lease(shell, rt):
     assert shell.user_ns["kind"] == [("block", 8 * GIB)] and list(rt.status().leases()) == []
     first, second = shown.strip().splitlines()
     assert first.endswith("1")
-    assert second.startswith("8.0 GiB leased on sim:0 · peak and delta unknown")
+    assert second.startswith("8.0 GiB reserved on sim:0 · peak and delta unknown")
     silenced = printed(shell, "%%gpu 1GiB\ninner = %gpu health\n41 + 1;")
     assert silenced.startswith("1.0 GiB leased") and shell.user_ns["inner"].value.healthy
 

@@ -45,7 +45,7 @@ RAM    ████············│···············   8
 MODEL         SIZE  WHERE  HELD BY                         IMPORTANCE  STATE
 qwen      14.0 GiB  sim:0  this process                    pinned      in use for 40 s
 reranker   4.0 GiB  sim:0  analysis.ipynb (pid 4121), bob  high        idle 12 s
-llama      8.0 GiB  RAM    this process                                warm, idle 3 min
+llama      8.0 GiB  RAM    this process                                in RAM, idle 3 min
 
 Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
@@ -218,7 +218,7 @@ def test_an_event_without_a_model_names_its_process():
     for event, sentence in (
         (released, "released its allocator's cache, requested by root, pid 7: 0 B came free."),
         (stepped_aside, "was offloaded from sim:0, freeing 8.0 GiB."),
-        (replace(stepped_aside, action="adopted"), "got a lease of 8.0 GiB on sim:0."),
+        (replace(stepped_aside, action="adopted"), "got 8.0 GiB on sim:0."),
         (replace(stepped_aside, action="grown"), "was granted 8.0 GiB more on sim:0."),
     ):
         shown = replace(samples.busy, events=(event,))
@@ -317,8 +317,8 @@ def test_a_host_is_quiet_only_after_a_while_without_an_update(seconds, quiet):
 
 
 @pytest.mark.parametrize(("peak", "delta", "words"), [
-    (None, None, "peak and delta unknown"), (0, 0, "peak 0 B · 1.0 GiB leased on sim:0 · delta 0 B"),
-    (GIB, None, "peak 1.0 GiB · 1.0 GiB leased on sim:0 · delta unknown"),
+    (None, None, "peak and delta unknown"), (0, 0, "peak 0 B · 1.0 GiB reserved on sim:0 · delta 0 B"),
+    (GIB, None, "peak 1.0 GiB · 1.0 GiB reserved on sim:0 · delta unknown"),
     (GIB, 2 * GIB, "delta +2.0 GiB"),
 ])  # fmt: skip
 def test_the_memory_that_a_block_used_is_shown_as_far_as_it_is_known(peak, delta, words):

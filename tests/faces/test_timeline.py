@@ -109,7 +109,7 @@ def test_the_arrow_leads_to_the_process_that_requested_the_room(by, because, hei
 @pytest.mark.parametrize("event", [
     evicted(50, because="llama was evicted by hand."),
     evicted(50, because="nobody needs 8.0 GiB on sim:0"),
-    evicted(50, because="The warm pool is full; qwen needs room on sim:0.", device=HOST),
+    evicted(50, because="RAM is full; qwen needs room on sim:0.", device=HOST),
     evicted(150), evicted(50, model="unknown"),
 ])  # fmt: skip
 def test_no_arrow_is_drawn_without_a_row_at_both_ends(event):

@@ -70,7 +70,7 @@ def test_load_offload_restore_and_drop_on_a_card(torch, probe, settle):
         )
         assert all(p.is_cuda for p in module.parameters())
         for access in (torch.Tensor.sum, torch.Tensor.cpu, torch.Tensor.data_ptr, repr):
-            with pytest.raises(RuntimeError, match="the weights of net are in host memory"):
+            with pytest.raises(RuntimeError, match="the weights of net are in RAM"):
                 access(next(module.parameters()))
         backend.move(model, CARD)
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_pieces_leave_and_return_on_a_card(torch, probe):
         backend.move(model, (Share("cuda:0", size - part), Share("host", part)))
         assert backend.measure(model) == (Share("cuda:0", size - part), Share("host", part))
         assert held_on_card - torch.cuda.memory_allocated() == part
-        with pytest.raises(RuntimeError, match="the weights of net are in host memory"):
+        with pytest.raises(RuntimeError, match="the weights of net are in RAM"):
             module[-1].weight.sum()
         assert module[0].weight.sum().isfinite()
     backend.move(model, CARD)
@@ -143,7 +143,7 @@ def test_training_continues_after_a_round_trip(torch, probe):
         model = model or backend.adopt(ModelSpec("net", "torch"), module, optimizers[0])
         loss = module(batch).square().mean()
         backend.move(model, HOST)
-        with pytest.raises(RuntimeError, match="the weights of net are in host memory"):
+        with pytest.raises(RuntimeError, match="the weights of net are in RAM"):
             loss.backward(retain_graph=True)
         backend.move(model, CARD)
         loss.backward()

@@ -72,7 +72,7 @@ def test_a_kernel_of_each_environment_does_what_the_page_says(
             assert "leaves when this cell has ended" in kernel.run("%gpu park")
             kernel.run("rt.register('m', lambda: torch.nn.Linear(1024, 1024))")
             assert "m is on sim:0" in kernel.run("rt.preload('m')")
-            assert "offloaded to host memory" in kernel.run("rt.evict('m')")
+            assert "offloaded to RAM" in kernel.run("rt.evict('m')")
             assert kernel.run("print(float(x.sum()))").endswith("2000000.0\n")
         else:
             told = kernel.run("rt.register('m', lambda: 1)")

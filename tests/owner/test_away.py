@@ -266,7 +266,7 @@ def test_a_refused_write_names_what_is_away_and_what_to_type(started, directory)
     with pytest.raises(RuntimeError) as raised:
         weight.data.add_(1)
     news = kernel.make_room(raised.value)
-    assert "weights of llm are in host memory" in news and "rt.use('llm')" in news
+    assert "weights of llm are in RAM" in news and "rt.use('llm')" in news
     assert kernel.make_room(RuntimeError("another error")) == ""
     with rt.use("llm"):
         weight.data.add_(1)

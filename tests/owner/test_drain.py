@@ -23,7 +23,7 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     done = rt.drain("sim:0")
     assert done.done
     assert done.bytes == 8 * 2**30
-    assert done.because == "sim:0 is drained: it takes no new leases"
+    assert done.because == "sim:0 is drained: nothing new is put on it"
     assert where(rt) == {"a": "host", "b": "host"}
     assert rt.preload("a").where == "sim:1"
     assert rt.status().devices[0].drained.by == rt.status().owner.user
@@ -57,7 +57,7 @@ def test_what_is_pinned_stays_and_what_is_new_is_refused(runtime):
     rt.register("b", backend="fake", size="1GiB")
     with pytest.raises(
         DoesNotFit,
-        match=r"sim:0 was drained by .*, and takes no new leases.*\n.*gpu drain sim:0 --undo",
+        match=r"sim:0 was drained by .*, and takes nothing new.*\n.*gpu drain sim:0 --undo",
     ):
         rt.preload("b")
     rt.unpin("a")
@@ -69,7 +69,7 @@ def test_undone_the_card_is_as_before(runtime):
     rt = runtime(devices="sim:16GiB")
     rt.drain("sim:0")
     assert rt.drain("sim:0").because == "sim:0 is drained already"
-    assert rt.drain("sim:0", undo=True).because == "sim:0 takes leases again"
+    assert rt.drain("sim:0", undo=True).because == "sim:0 can be used again"
     assert rt.drain("sim:0", undo=True).because == "sim:0 was not drained"
     assert fake(rt, "a") == "sim:0"
     assert [event.action for event in rt.why("sim:0")] == ["undrained", "drained"]

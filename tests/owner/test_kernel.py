@@ -690,7 +690,7 @@ def test_a_notebook_or_process_is_parked_by_its_name(train):
     rt, _, other = train
     parked = other.park("train.ipynb")
     assert (parked.name, parked.done, HOST in own(rt)) == ("train.ipynb", True, True)
-    assert parked.because == "train.ipynb is in host memory"
+    assert parked.because == "train.ipynb is in RAM"
     assert list(other.evictions().model) == ["train.ipynb"]
     for again in (other.evict("train.ipynb"), other.park("train.ipynb")):
         assert (again.name, again.done, again.bytes) == ("train.ipynb", True, 0)

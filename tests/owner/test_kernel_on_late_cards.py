@@ -82,7 +82,7 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
     with simgpu.limited(**{f"card{full}": 18 * MIB}):
         for _ in range(2):
             cell(kernel)
-            assert "did not run" in kernel.refused and "parked in host memory" in kernel.refused
+            assert "did not run" in kernel.refused and "parked in RAM" in kernel.refused
             assert type(kernel.refusal) is OutOfMemory
             assert kernel.refusal.device == f"simgpu:{full}", "the full one, and not the first"
             assert own(rt) == {HOST: 50 * MIB}
@@ -107,11 +107,11 @@ def test_torch_save_reads_parked_tensors_from_host_memory(late):
     cell(kernel)
     here = saved(both)
     rt.park()
-    with pytest.raises(RuntimeError, match="parked in host memory"):
+    with pytest.raises(RuntimeError, match="parked in RAM"):
         saved(both)
     with kernel.readable():
         assert saved(both) == here
-    with pytest.raises(RuntimeError, match="parked in host memory"):
+    with pytest.raises(RuntimeError, match="parked in RAM"):
         saved(both)
 
 
@@ -159,7 +159,7 @@ def test_storages_leave_and_return_one_by_one(late):
     kernel.count()
     assert kernel.resident.lease.piece_bytes == 8 * MIB
     assert at(7, 10) == [("simgpu:1", 9), (HOST, 8)], "the largest storages that fit into 10 MiB"
-    with pytest.raises(RuntimeError, match="parked in host memory"):
+    with pytest.raises(RuntimeError, match="parked in RAM"):
         tensors[0].cpu()
     assert at(3, 14) == [("simgpu:1", 3), (HOST, 14)]
     assert at(9, 8) == [("simgpu:1", 9), (HOST, 8)]

@@ -46,7 +46,7 @@ def test_every_recorded_decision_comes_out_the_same(busy):
         ("huge", "refused"),
     ]
     assert all(again.same and not again.differs for again in found)
-    assert "a (8.0 GiB, idle 2 min) is offloaded to host." in found[3].decided
+    assert "a (8.0 GiB, idle 2 min) is offloaded to RAM." in found[3].decided
 
 
 def test_a_scheduler_that_decides_otherwise_is_named_with_what_it_does(busy, monkeypatch):

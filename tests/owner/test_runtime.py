@@ -473,7 +473,7 @@ def test_the_advice_for_a_lease_that_does_not_fit_speaks_of_bytes(runtime):
     """A block of code has no model that could be smaller."""
     with pytest.raises(DoesNotFit) as refused, runtime().lease("50 GiB"):
         pass
-    assert "Lease fewer bytes, or raise the budget" in str(refused.value)
+    assert "Ask for fewer bytes, or raise the budget" in str(refused.value)
 
 
 def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime):

@@ -40,13 +40,13 @@ def size(*modules: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("end", ["forget", "close"])
-@pytest.mark.parametrize("place", ["on the card", "in host memory"])
+@pytest.mark.parametrize("place", ["on the card", "in RAM"])
 def test_a_factory_that_returns_the_users_own_module_never_costs_its_weights(runtime, end, place):
     rt, mine = runtime(), backbone()
     before = answer(mine)
     rt.register("m", lambda: mine)
     rt.preload("m")
-    if place == "in host memory":
+    if place == "in RAM":
         rt.evict("m")
     rt.forget("m") if end == "forget" else rt.close()
     assert type(mine) is nn.Sequential and torch.equal(answer(mine), before)

@@ -146,7 +146,7 @@ def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
             "exists nowhere else, and its process cannot move it (torch 2.3.1 is old)",
             "%gpu free",
         ),
-        ({}, "exists nowhere else, and the host has no room for it", "CPU_MEMORY_MAX_PERCENT"),
+        ({}, "exists nowhere else, and RAM has no room for it", "CPU_MEMORY_MAX_PERCENT"),
     ],
 )
 def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(more, because, hint):
@@ -277,7 +277,7 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
     assert page.find(step.lease).phase is Phase.LEAVING
     assert verdict.because == (
         "next needs 4.7 GiB; sim:0 has 2.2 GiB free. "
-        "old (3.7 GiB, idle 15 min) is offloaded to host."
+        "old (3.7 GiB, idle 15 min) is offloaded to RAM."
     )
 
 
@@ -298,7 +298,7 @@ def test_a_busy_neighbour_has_five_seconds_of_grace_as_long_as_the_operator_says
         book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20)
     )
     assert (verdict.asked, verdict.retry_at) == ((), NOW + 1)
-    assert "was used 4.0 s ago by pid 2, and becomes evictable in 1.0 s" in verdict.because
+    assert "was used 4.0 s ago by pid 2, and can leave in 1.0 s" in verdict.because
     page = book(lease("theirs", by=2, **just_used))
     wanted = request("qwen", 14, arrived=NOW + 1)
     assert decide(page, wanted, world(sim0=20, now=NOW + 1))[1].asked == (at(2, "theirs"),)
@@ -519,7 +519,7 @@ def test_a_full_page_refuses_what_is_new_and_restores_what_it_holds():
     page = book(lease("old", sim0=10), *many)
     after, verdict = decide(page, request("qwen", 14), world(sim0=20))
     assert verdict == Refuse(
-        f"the book is full: {MOST_ENTRIES} leases and requests", kind="full", need_bytes=14 * GIB
+        f"the book is full: {MOST_ENTRIES} holders and requests", kind="full", need_bytes=14 * GIB
     )
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
     assert decide(page, request("small", 1), world(sim0=20))[1].kind == "full"
@@ -545,7 +545,7 @@ def test_an_entry_is_evicted_like_bytes():
     page, verdict = decide(full_page(), request("qwen", 1, importance=0), there)
     assert isinstance(verdict, Wait) and verdict.asked == (at(2, f"m{MOST_LEASES - 1}"),)
     assert verdict.because == (
-        f"The book is full ({MOST_LEASES} leases and requests); pid 2 is asked to unload "
+        f"The book is full ({MOST_LEASES} holders and requests); pid 2 is asked to unload "
         f"m{MOST_LEASES - 1} (idle {show_seconds(999 + MOST_LEASES)})."
     )
     page, steps, _ = obey(page, owner(2).id, there, "k2")
@@ -688,7 +688,7 @@ def test_a_measured_card_is_used_if_another_is_not_measured():
 def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
     _, verdict = decide(book(), request("q", 14), real(6))
     assert verdict == Wait(
-        "cuda:0 has 6.0 GiB free as measured, 14.0 GiB are needed; memory outside our leases is in "
+        "cuda:0 has 6.0 GiB free as measured, 14.0 GiB are needed; memory of other programs is in "
         "the way",
         retry_at=NOW + 1,
         considered=verdict.considered,
@@ -722,7 +722,7 @@ def test_a_plan_lists_every_step_and_does_none():
     ]
     assert told.because == (
         "qwen needs 14.0 GiB; sim:0 has 6.0 GiB free. "
-        "old (14.0 GiB, idle 17 min) is offloaded to host. "
+        "old (14.0 GiB, idle 17 min) is offloaded to RAM. "
         "Then sim:0 has 20.0 GiB free and would keep 6.0 GiB."
     )
     page = book(lease("a", cuda0=10, last_used=1), lease("b", cuda0=10, last_used=2))

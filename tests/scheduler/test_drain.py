@@ -42,7 +42,7 @@ def test_if_every_card_is_drained_the_refusal_names_each_and_says_what_to_type()
     }
     error = refusal("qwen", verdict)
     assert isinstance(error, DoesNotFit)
-    assert "qwen needs 4.0 GiB; sim:0 was drained by ann 3 min ago, and takes no new leases" in str(
+    assert "qwen needs 4.0 GiB; sim:0 was drained by ann 3 min ago, and takes nothing new" in str(
         error
     )
     assert "gpu drain sim:0 --undo" in str(error)

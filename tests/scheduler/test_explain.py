@@ -104,7 +104,9 @@ def test_the_report_of_a_memory_error_lists_the_holders_the_largest_first():
     report = str(told).splitlines()
     assert "large, idle" in report[2] and "pid" not in report[2]
     assert "small, idle" in report[3] and "pinned" in report[3] and "pid 2" in report[3]
-    assert [("not leased" in line, "reserved by torch" in line) for line in report[4:6]] == [
+    assert [
+        ("do not use gpu-console" in line, "reserved by torch" in line) for line in report[4:6]
+    ] == [
         (True, False),
         (False, True),
     ]

@@ -110,9 +110,7 @@ def test_no_copy_in_host_memory_is_freed_for_a_guess(holder):
     )
     after, verdict = guess(them, "b", "b", gib=12, running=["used"], room={"sim0": 20, "host": 8})
     assert after is them and isinstance(verdict, Wait) and not verdict.steps
-    assert verdict.because == (
-        "host memory has too little free room for the models that would leave"
-    )
+    assert verdict.because == ("RAM has too little free room for the models that would leave")
 
 
 @given(

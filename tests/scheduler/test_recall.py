@@ -56,7 +56,7 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     page = left(page, step, step.shares, THERE, by="pid 2")
     page, verdict = asking(page, "evict")
     assert isinstance(verdict, Grant)
-    assert verdict.because == "qwen is in host memory"
+    assert verdict.because == "qwen is in RAM"
     assert page.tickets == ()
     assert page.events[-1].by == "pid 2"
 
@@ -152,7 +152,7 @@ def test_an_eviction_by_a_person_unloads_the_owners_warm_pool_if_needed():
     assert isinstance(verdict, Wait)
     page, [drop], _ = obeying(page, there=there)
     assert isinstance(drop, Drop) and drop.lease == at(1, "warm")
-    assert drop.because == "The warm pool is full; pid 2 asked to evict it."
+    assert drop.because == "RAM is full; pid 2 asked to evict it."
     page = left(page, drop, (), there)
     _, [move], _ = obeying(page, there=there)
     assert (type(move), move.lease) == (Move, at(1, "qwen"))
@@ -183,7 +183,7 @@ def test_a_copy_of_some_bytes_is_no_room_for_the_others(host, leaves):
 
 def test_evicting_what_is_gone_is_granted_and_an_owner_that_is_gone_cannot_act():
     assert asking(two(), "evict")[1] == Grant(Lease("1.1.0", "qwen"), (), "qwen is on no device")
-    assert asking(two(lease("qwen", host=8)), "evict")[1].because == "qwen is in host memory"
+    assert asking(two(lease("qwen", host=8)), "evict")[1].because == "qwen is in RAM"
     page = two(lease("qwen", sim0=8))
     page, _ = asking(page, "evict")
     sections = {id: one for id, one in page.sections.items() if id == owner(2).id}

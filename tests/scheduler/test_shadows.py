@@ -150,7 +150,7 @@ def test_a_person_asks_the_owner_of_a_shadow():
     assert isinstance(step, Shed) and not orders
     page = books.perform(page, step, THERE)
     page, verdict = ask(page, wanted, THERE)
-    assert verdict.because == "theirs has no copy in host memory" and not page.tickets
+    assert verdict.because == "theirs has no copy in RAM" and not page.tickets
 
 
 def test_the_plan_names_the_shadows_that_are_freed():

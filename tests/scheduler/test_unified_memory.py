@@ -67,10 +67,7 @@ def test_an_idle_model_is_dropped_if_a_move_would_free_nothing_and_precious_weig
     page, there = book(lease("mine", cuda0=60, droppable=False)), unified(free=40.0)
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Refuse)
-    assert (
-        "mine (60.0 GiB) exists nowhere else, and is in the host's memory already"
-        in verdict.because
-    )
+    assert "mine (60.0 GiB) exists nowhere else, and is in RAM already" in verdict.because
 
 
 @given(

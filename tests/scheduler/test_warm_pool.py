@@ -62,7 +62,7 @@ def test_the_model_that_is_about_to_return_stays_where_others_can_make_room():
     victim = lease("victim", sim0=14, last_used=NOW - 60)
     page, heard = ask_until(book(wanted, victim), request("wanted", 9), world(sim0=20, host=14))
     assert page.find(at(1, "wanted")) is not None
-    assert "unloaded from the warm pool" not in " ".join(verdict.because for verdict in heard)
+    assert "unloaded from RAM" not in " ".join(verdict.because for verdict in heard)
     # Another process has just used its model. Once that model may be unloaded, the room is enough.
     wanted, victim = lease("wanted", host=2), lease("victim", sim0=9, droppable=False)
     fresh = lease("fresh", by=2, host=9, last_used=NOW - 1)
@@ -83,10 +83,10 @@ def test_the_model_that_is_about_to_return_is_unloaded_if_a_victim_has_no_other_
         Drop(
             at(1, "wanted"),
             wanted.shares,
-            "Host memory has no room for wanted beside the models that leave sim:0.",
+            "RAM has no room for wanted beside the models that leave sim:0.",
         ),
     )
-    assert "wanted is unloaded from the warm pool, and loaded again then." in heard[0].because
+    assert "wanted is unloaded from RAM, and loaded again then." in heard[0].because
 
 
 def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():

@@ -312,10 +312,10 @@ async def test_a_waiting_caller_learns_its_place_and_what_its_model_does():
     shelf.holds[-1].waits, shelf.holds[-1].because = True, "warm is in use"
     assert shelf.queue.state_of(turns["c"]).endswith("; slow waits for room: warm is in use")
     said, hold = {}, shelf.holds[-1]
-    for away in ("asleep", "warm", ""):
+    for away in ("asleep", "in RAM", ""):
         hold.waits, hold.returns_from = False, away
         said[away] = shelf.queue.state_of(turns["c"]).partition("; ")[2].partition(",")[0]
-    assert said == {"asleep": "waking slow", "warm": "restoring slow", "": "loading slow"}
+    assert said == {"asleep": "waking slow", "in RAM": "restoring slow", "": "loading slow"}
     for one in calls:
         one.cancel()
     await asyncio.gather(*calls, return_exceptions=True)

@@ -68,7 +68,7 @@ def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, 
     assert "holds less than 1.0 MiB on a card" in parked.run("%gpu park")
     parked.run("import torch; x = torch.full((7_500_000,), 3.0); y = torch.ones(300_000)")
     rest(rt)
-    until(lambda: "host memory" in keeper.run("%gpu park one.ipynb"))
+    until(lambda: "RAM" in keeper.run("%gpu park one.ipynb"))
     keeper.run("import torch; z = torch.zeros(9_000_000)")
     keeper.run("%gpu park never")
     rest(rt, "two.ipynb", 36_000_000)

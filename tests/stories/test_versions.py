@@ -72,7 +72,7 @@ def test_two_versions_share_a_card(first, keeper, path_of):
             notebook.run("rt.register('m', backend='fake', size='40MiB')")
         for notebook, other in both.items():
             assert "m is on sim:0" in notebook.run("rt.preload('m')")
-            assert "host memory" in (said := other.run(f"%gpu evict m@{notebook.pid}")), said
+            assert "RAM" in (said := other.run(f"%gpu evict m@{notebook.pid}")), said
             assert "m is on sim:0" in other.run("rt.preload('m')")
         shown = later.run("%gpu status")
         assert f"Versions: {VERSION} in {both[later].name} (pid" in shown

@@ -54,7 +54,7 @@ def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(keepe
         assert "weights" in other.run(f"%gpu who {train.pid}")
         assert "In [" in other.run("%gpu who train.ipynb"), "with the cell that made it"
         counted = train.run("get_ipython().execution_count")
-        until(lambda: "host memory" in other.run("%gpu park train.ipynb"))
+        until(lambda: "RAM" in other.run("%gpu park train.ipynb"))
         parked = other.run("%gpu who train.ipynb")
         assert "weights" in parked and "8.0 MiB is parked in RAM" in parked, parked
         assert "host" in other.run("%gpu leases")

@@ -50,7 +50,9 @@ from .park_file import ParkFile
 from .search import FOREIGN, UNREADABLE, Found, Known, Place, counted_on, search
 from .torch_model import ending
 
-SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
+SENTENCE = (
+    "These bytes are parked in RAM. They return before the next cell runs, or with  %gpu unpark"
+)
 _NEVER = 2**31 - 1  # a threshold of new objects that no process reaches, so no collection starts
 _usual_threshold = [*gc.get_threshold()]
 CHANGES = "its memory changes while it is copied"

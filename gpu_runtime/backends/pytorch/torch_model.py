@@ -566,9 +566,9 @@ def _in_parts(
     returns = wanted[cards[0]] > sizes[cards[0]]
     if returns and model._foreign([g for g in groups if places.get(g.storage._cdata) is host]):
         raise CannotGovern(
-            f"{model.spec.name} cannot be partly in host memory: torch has allocated some of it.",
+            f"{model.spec.name} cannot be partly in RAM: torch has allocated some of it.",
             name=model.spec.name,
-            why="partly in host memory",
+            why="partly in RAM",
         )
     source, target = (host, cards[0]) if returns else (cards[0], host)
     left = wanted[target] - sizes[target]
@@ -583,7 +583,7 @@ def _in_parts(
             moved = True
     at_home = set(places.values()) <= {host, cards[0]} and len(cards) == 1
     if not (moved and at_home):
-        name, why = model.spec.name, "partly in host memory"
+        name, why = model.spec.name, "partly in RAM"
         raise CannotGovern(
             f"{name} cannot be {why}: no piece of it on {source.device} fits into "
             f"{show_bytes(max(0, left))}.",
@@ -714,7 +714,7 @@ def _ordinary(content: Tensor, host: Memory) -> Tensor:
 def away_sentence(name: str) -> str:
     """The text of the error for an access to tensors of the model `name` that are in host memory."""
     return (
-        f"the weights of {name} are in host memory (gpu-console). "
+        f"the weights of {name} are in RAM (gpu-console). "
         f"Bring them back:  with rt.use({name!r}) as model:"
     )
 

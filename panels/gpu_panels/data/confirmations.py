@@ -188,13 +188,13 @@ def _question_card(proposal: Proposal, snapshot: Snapshot) -> Question:
         )
         return Question("Compact all processes?", lines, label)
     if proposal.verb == "undrain":
-        return Question(f"End the drain of {card}?", (f"{card} takes new leases again.",), label)
+        return Question(f"End the drain of {card}?", (f"{card} can be used again.",), label)
     count = f"{len(idle)} idle model{'' if len(idle) == 1 else 's'}"
     if proposal.verb == "evict_idle":
         lines = (f"This frees {size} on {card}: {count}.", "Each returns at its next use.")
         return Question(f"Evict all idle models on {card}?", lines, f"Evict, freeing {size}", True)
     lines = (
-        f"{card} takes no new leases until the drain is ended or the machine restarts.",
+        f"{card} takes nothing new until the drain is ended or the machine restarts.",
         f"{count} with {size} leave now. Models in use leave when they are idle.",
     )
     return Question(f"Drain {card}?", lines, label, grave=True)

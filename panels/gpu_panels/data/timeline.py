@@ -192,10 +192,7 @@ def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
 def _empty_note(moments: Sequence[Moment]) -> str:
     if moments:
         return "No process held memory in this time."
-    return (
-        "No history is recorded in this time. Recording runs while any notebook or server uses the "
-        "ledger."
-    )
+    return "No history is recorded in this time. Recording runs while any notebook or server runs."
 
 
 def _held(spans: Mapping[str, Sequence[Span]]) -> Counter[str]:

@@ -12,6 +12,7 @@
   const MOST_PAUSE_MS = 60000 // after errors
   const DONE_MS = 20000 // how long a successful action, and an alert, is shown
   const TOLD_MS = 600000 // before the same alert is shown again, such as of a card that fills and empties all the time
+  const LEDGER = 'A ledger is the list in which notebooks agree who holds how much of a card.'
 
   const ICON = `<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16" viewBox="0 0 24 24">
     <path class="jp-icon3" fill="#616161" fill-rule="evenodd" d="M2 5h2v1h17a1 1 0 0 1 1 1v9a1 1 0 0 1-1 1h-5v2H7v-2H4v3H2zm9 3a3.5 3.5 0 1
@@ -204,10 +205,10 @@
           make('span', {class: 'gpu-size'}, card.fill)),
         make('div', {class: 'gpu-bar', role: 'img', 'aria-label': `${card.title}: ${card.fill}`, title: card.name},
           make('div', {style: `width: ${100 * card.part}%`}))))
-      const several = found.several && make('div', {class: 'gpu-note'}, make('p', {},
+      const several = found.several && make('div', {class: 'gpu-note', title: LEDGER}, make('p', {},
         `${found.several}. The notebook in front uses ${found.ledger.title}. The GPU console shows ${found.tile}.`))
       return make('section', {class: 'gpu-block', 'aria-label': 'Devices'}, ...cards, several || null,
-        make('div', {class: 'gpu-soft'}, separated([found.simulated && 'simulated', `ledger ${found.ledger.title}`]).join('')),
+        make('div', {class: 'gpu-soft', title: LEDGER}, separated([found.simulated && 'simulated', `ledger ${found.ledger.title}`]).join('')),
         found.week ? make('div', {class: 'gpu-soft'}, found.week) : null)
     }
 
@@ -449,7 +450,7 @@
       text.textContent = answer ? words(answer) : 'GPU ?'
       status.classList.toggle('gpu-off', Boolean(error))
       status.classList.toggle('gpu-problem', problems.length + above.length > 0)
-      const lines = answer ? [...answer.devices.map(card => `${card.title}: ${card.fill}`), ...problems.map(one => one.text), ...above, `Ledger: ${answer.ledger.title}`] : []
+      const lines = answer ? [...answer.devices.map(card => `${card.title}: ${card.fill}`), ...problems.map(one => one.text), ...above, `Ledger: ${answer.ledger.title}. ${LEDGER}`] : []
       status.title = [error, ...lines].filter(Boolean).join('\n')
       status.setAttribute('aria-label', `GPU memory: ${text.textContent}`)
       item.setHidden(chosen.show === 'nothing')
