@@ -302,7 +302,7 @@ def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
         rt.preload("giant")
     poller.poll()
     page.tick()
-    assert page._problems.visible and "giant was refused" in page._problems.rows
+    assert page._problems.visible and "giant needs" in page._problems.rows
     assert "1 problem" in page.status_bar.words
     rt.forget("giant")
     poller.result = poller.result._replace(snapshot=samples.busy, revision=99)

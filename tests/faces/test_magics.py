@@ -290,7 +290,7 @@ def test_a_cell_runs_in_the_users_namespace_under_a_lease(shell, rt):
     assert first.endswith("1")
     assert second.startswith("8.0 GiB reserved on sim:0 · peak and delta unknown")
     silenced = printed(shell, "%%gpu 1GiB\ninner = %gpu health\n41 + 1;")
-    assert silenced.startswith("1.0 GiB leased") and shell.user_ns["inner"].value.healthy
+    assert silenced.startswith("1.0 GiB reserved") and shell.user_ns["inner"].value.healthy
 
 
 @pytest.mark.parametrize(

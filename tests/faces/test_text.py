@@ -57,7 +57,8 @@ def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
     expected = """\
 1 × NVIDIA H100
 The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
-cuda:0 is over its budget by 1.4 GiB. Nothing is granted on it.
+cuda:0 is over its budget by 1.4 GiB: qwen in train.ipynb (pid 4000) 14.0 GiB, \
+llama in analysis.ipynb (pid 4121) of bob 9.0 GiB. Nothing is granted on it.
 
 cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  over its budget by 1.4 GiB, measured \
 23.5 GiB, 37 % busy
@@ -353,7 +354,7 @@ def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     owner = next(iter(samples.busy.sections))
     seen = replace(samples.busy, events=(replace(event, owner=owner),))
     (alarm,) = views.alarms(seen)
-    assert alarm.startswith("giant was refused: giant needs 50.0 GiB. Since ")
+    assert alarm.startswith("giant in train.ipynb was refused: giant needs 50.0 GiB. Since ")
 
 
 def test_json_has_every_field_and_plain_values():
