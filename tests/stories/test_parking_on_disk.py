@@ -8,9 +8,11 @@ import psutil
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.facts import HOST
+from gpu_runtime.backends.engines.recipes import Vllm
+from gpu_runtime.facts import HOST, Evidence
 from gpu_runtime.units import MIB
-from tests.clock import until
+from tests.backends.test_engine_sleep import place as place
+from tests.clock import PATIENCE, until
 
 from .notebooks import CARD, Notebook, leases, park, places, rest
 
@@ -49,10 +51,10 @@ def ram(notebook: Notebook) -> int:
     return psutil.Process(notebook.pid).memory_info().rss
 
 
-def assert_whole(notebook: Notebook, rt: Runtime) -> None:
+def assert_whole(notebook: Notebook, rt: Runtime, size: int = 600 * MIB) -> None:
     shown = notebook.run("print(digest() == before)")
     assert "True" in shown, shown
-    rest(rt, notebook.name, 600 * MIB)
+    rest(rt, notebook.name, size)
 
 
 def test_three_notebooks_of_600_mib_share_a_card_of_700_a_host_of_800_and_a_disk(
@@ -99,6 +101,43 @@ def test_two_notebooks_that_each_fill_most_of_the_ram_change_places(notebooks):
         assert "True" in shown and "came back from the disk" in shown, shown
         rest(rt, notebook.name, 600 * MIB)
         assert places(rt, notebook.name) == {CARD}
+
+
+def test_two_notebooks_and_an_engine_take_turns_and_nothing_is_ended(place, tmp_path, monkeypatch):
+    """A tenth of the sizes: notebooks of 60 MiB, a card of 70 and a host of 80.
+
+    Of the engine's 60 MiB most is its cache: asleep, it keeps weights of 15 MiB in RAM, beside one notebook.
+    """
+    monkeypatch.setattr(Vllm, "sleeps", lambda self, device: True)
+    evidence = Evidence(weight_bytes=15 * MIB, at_load=True)
+    monkeypatch.setattr(Vllm, "evidence", lambda self, spec: evidence)
+    devices, url = "sim:70MiB,host:80MiB", f"keeper://{tmp_path}/ledger"
+    settings = {name.upper(): value for name, value in WHOLE.items()}
+    settings |= {"GPU_DEVICES": devices, "GPU_PARK_DIR": str(tmp_path / "disk")}
+    with (
+        Runtime(devices=devices, ledger=url, eviction_grace_seconds=0, **WHOLE) as rt,
+        Notebook("one.ipynb", url, **settings) as one,
+        Notebook("two.ipynb", url, **settings) as two,
+    ):
+        rt.register("engine", "org/name", backend="vllm", size="60MiB")
+
+        def pids() -> tuple[int, ...]:
+            with rt.use("engine", timeout=PATIENCE) as served:
+                assert served.health()
+                return served.pids
+
+        for number, notebook in enumerate((one, two)):
+            assert notebook.run(MAKE.replace("600", "60").format(number)) == ""
+            rest(rt, notebook.name, 60 * MIB)
+        first = pids()
+        for _ in range(2):
+            for notebook in (one, two):
+                assert_whole(notebook, rt, 60 * MIB)
+            assert pids() == first
+            # Two of the three are away, and RAM has room for one.
+            assert any(on_disk(rt, notebook.name) for notebook in (one, two))
+        totals = rt.status().totals
+        assert (totals["loads"], totals["unloads"]) == (1, 0)
 
 
 def file_of(notebook: Notebook, directory: Path) -> str:
