@@ -226,3 +226,23 @@ def test_if_a_segment_keeps_a_storage_the_next_victim_leaves_too(
         del moving, staying
         rt.close()
         gc.collect()
+
+
+def test_the_largest_storage_is_looked_for_only_while_another_process_s_lease_waits_in_ram(
+    started, runtime, guards, shared_book
+):
+    """The other lease may have to change places with the notebook's memory in pieces."""
+    gc.collect()
+    with simgpu.late(segment_bytes=SEGMENT_BYTES):
+        rt, kernel = started(probe=MeasuredProbe(), ledger=shared_book, monitor=False)
+        tensors = [on(0, size, 1.0) for size in (8, 3)]
+        cell(kernel)
+        rt.tick()
+        assert kernel.resident.lease.piece_bytes == 0
+        other = runtime(ledger=shared_book, monitor=False)
+        other.adopt("theirs", linear(1, "cpu"))  # in host memory, and nowhere else
+        rt.tick()
+        assert kernel.resident.lease.piece_bytes == 8 * MIB
+        del tensors
+        rt.close()
+        gc.collect()
