@@ -602,9 +602,10 @@ def require_private(directory: Path) -> None:
     if not is_default and (os.geteuid() == 0 or access_to(directory).group is not None):
         return
     try:
-        if is_default:
-            make_directory(base)
         weak = weak_step(directory, may_be_writable=not is_default)
+        if is_default and not weak:
+            make_directory(base)
+            weak = weak_step(directory)
     except OSError as error:
         if not is_default:  # such as another group's ledger: opening it raises the right error
             return
