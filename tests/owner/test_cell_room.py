@@ -66,7 +66,8 @@ def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
     cell(kernel, lambda: seen.append((own(rt), claims(rt))), BIG)
     assert seen[0][0] == {"sim:0": held + 10 * GIB} and seen[0][1][HOST] == 16 * GIB
     assert not kernel.refused
-    assert any("the last time" in event.because for event in rt.why("kernel"))
+    [grown] = [event for event in rt.why("kernel") if event.action == "grown"]
+    assert (grown.bytes, grown.device) == (10 * GIB, "sim:0") and "the last time" in grown.because
 
 
 @pytest.mark.parametrize("text", ["%gpu", "# and now?\n%gpu who", "df = %gpu leases", "%gpu free"])
