@@ -131,7 +131,7 @@ class Day:
     def _evict_all(self, kernel: Kernel) -> None:
         for spec in kernel.rt.specs():
             with contextlib.suppress(GpuError):  # it is in use, or forgotten just now
-                kernel.rt.evict(spec.name)
+                kernel.rt.evict(spec.name, drop=True)  # a small page has no entry for it in RAM
 
     def _usable(self) -> str:
         """At quiet: every living kernel can use each of its models that fits."""

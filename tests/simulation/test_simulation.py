@@ -22,7 +22,6 @@ def test_new_days_hold(days):
     """In a process of its own, because the simulation replaces all locks and clocks of a process."""
     seed = secrets.randbelow(1_000_000)
     command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--seeds", str(days)]
-    command += ["--branches"] if days == SOAK_DAYS else []
     done = subprocess.run(command, capture_output=True, text=True)  # no limit: the clock is its own
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     add("keeper", simulated_days=days)
