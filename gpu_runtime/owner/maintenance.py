@@ -41,9 +41,10 @@ def tick(session: Session, notebook: str = "") -> float:
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)
     book = session.ledger.read()
-    # An order is a request of another owner. Its key stays in `session.orders` while its ticket is
-    # in the book, so that the order is not carried out twice.
-    session.orders.intersection_update([ticket.key for ticket in book.tickets])
+    # An order is a request of another owner. It stays in `session.orders` while its ticket is in the
+    # book, so that it is not carried out twice.
+    for key in session.orders.keys() - {ticket.key for ticket in book.tickets}:
+        session.orders.pop(key, None)
     pause_uses(session, book)
     if book.tickets:  # first: another process waits
         _start_orders(session)
@@ -295,11 +296,21 @@ def obey(session: Session) -> tuple[Order, ...]:
 
 
 def _start_orders(session: Session) -> None:
-    """Starts a thread for each new order, so that a long load does not hold up the monitor."""
+    """Starts a thread for each new order, so that a long load does not hold up the monitor.
+
+    An answer is an event, and the book keeps the newest only. If the answer has left the book before
+    the requester has read it, it is given again: else the requester would wait for ever.
+    """
     for order in obey(session):
         if order.key not in session.orders:
-            session.orders.add(order.key)
+            session.orders[order.key] = None
             threads.start(partial(carry_out_order, session, order))
+        elif (said := session.orders[order.key]) and order.key not in _answered(session):
+            _answer(session, order, *said)
+
+
+def _answered(session: Session) -> set[str]:
+    return {event.answers for event in session.ledger.read().events}
 
 
 def carry_out_order(session: Session, order: Order) -> None:
@@ -312,15 +323,20 @@ def carry_out_order(session: Session, order: Order) -> None:
     except Exception as error:  # every error is answered, else the requester waits for ever
         action, because, size = "failed", first_line(error), 0
     try:
-        session.decide(
-            lambda book, world: (
-                recall.answer(book, world, session.me, order, action, because, size),
-                None,
-            )
-        )
+        _answer(session, order, action, because, size)
+        session.orders[order.key] = action, because, size
     except GpuError as error:
-        session.orders.discard(order.key)  # there is no answer yet, so the order must run again
+        session.orders.pop(order.key, None)  # there is no answer yet, so the order must run again
         log.warning("%s", error)
+
+
+def _answer(session: Session, order: Order, action: str, because: str, size: int) -> None:
+    session.decide(
+        lambda book, world: (
+            recall.answer(book, world, session.me, order, action, because, size),
+            None,
+        )
+    )
 
 
 def _perform(session: Session, order: Order) -> Outcome:

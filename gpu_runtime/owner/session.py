@@ -152,7 +152,8 @@ class Session:
         self.monitor: Monitor | None = None
         self.monitor_started = self.dozing = self.closed = False
         self.breaker = Breaker()
-        self.orders: set[str] = set()  # keys of other owners' requests that are being carried out
+        # Other owners' requests that are carried out, by key: the answer, once it was given.
+        self.orders: dict[str, tuple[str, str, int] | None] = {}
         self.overstayed: set[str] = set()  # blocks whose overlong lease was logged
         self.reap_turn = 0
         # The last `Memory.pulse` of host memory, and when it was first seen.

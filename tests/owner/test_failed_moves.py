@@ -11,7 +11,7 @@ from gpu_runtime.devices.process_memory import out_of_memory
 from gpu_runtime.owner import maintenance, release
 from gpu_runtime.scheduler.recall import Order
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
 from .conftest import fakes, loaded, where
 
@@ -276,7 +276,7 @@ def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime
     """Otherwise the process that gave the order waits until its own time is over."""
     rt = fakes(runtime(), m="4GiB")
     session, order = rt._session, Order("k", "preload", "m")
-    session.orders.add(order.key)
+    session.orders[order.key] = None
 
     def fails(*_, **__):
         raise LedgerUnavailable("the disk is full", path="/x")
@@ -285,6 +285,25 @@ def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime
         broken.setattr(session, "decide", fails)
         maintenance.carry_out_order(session, order)
     assert order.key not in session.orders
+
+
+def test_an_answer_that_left_the_book_before_it_was_read_is_given_again(runtime, shared_book):
+    """The book keeps the newest events only. A stopped requester waited for ever."""
+    a, b = (runtime(ledger=shared_book, monitor=False, **BOX) for _ in "ab")
+    bus = Bus(a, "m")
+    bus.broken = None
+    a.evict("m")
+    bus.broken = RuntimeError("the bus is gone")
+    b.preload("m", wait=False)
+    [key] = b._session.standing
+    maintenance.tick(a._session)
+    until(lambda: a._session.orders[key.text])
+    a._session.decide(lambda book, world: (replace(book, events=()), None))
+    maintenance.tick(a._session)
+    maintenance.tick(b._session)
+    assert not b._session.standing
+    maintenance.tick(a._session)
+    assert not a._session.orders
 
 
 # -- in a container
