@@ -167,7 +167,7 @@ def choose(notebook, **settings):
         settings,
     )
     notebook.page.reload()
-    notebook.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    notebook.page.locator(".jp-Notebook .jp-CodeCell:visible").first.wait_for()
 
 
 def test_the_users_settings_choose_the_words_and_an_alert(train):

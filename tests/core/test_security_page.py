@@ -40,7 +40,7 @@ replace the socket of a console, or use a socket that is open to them
 read the token in a log, on a command line or in a file
     test_tokens_are_in_no_log_and_on_no_command_line
     test_only_a_terminal_gets_the_url_with_the_token
-request an eviction of another user's idle model, and nothing else
+have another user's idle model evicted, and an idle notebook parked: both return when they are used
     test_another_user_may_request_an_eviction_and_nothing_else
 read, replace or remove what a notebook has parked on a disk: the file has no name, and its directory is
 one that only the user and root can replace

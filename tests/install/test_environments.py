@@ -20,7 +20,7 @@ SHOWN_BY = (
     "test_an_installation_changes_no_package_of_the_user",
     "test_two_versions_share_a_card",
     "test_beside_a_notebook_of_version_0_2_no_second_book_is_begun",
-    "test_an_upgrade_and_a_downgrade_disturb_no_notebook",
+    "test_an_upgrade_and_a_downgrade_disturb_none_of_twelve_notebooks",
     "test_after_an_upgrade_under_a_kernel_each_verb_says_so_and_nothing_is_lost",
     "test_a_user_outside_the_group_is_told_once_what_to_ask_for",
 )
