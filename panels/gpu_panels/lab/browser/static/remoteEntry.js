@@ -414,14 +414,14 @@
 
     const text = make('span')
     const status = make('button', {class: 'gpu-status', type: 'button', onclick: reveal}, text)
+    // The user's settings (schemas/gpu-console/memory.json); a page without a registry has the defaults.
+    const chosen = {show: 'cards', alertPercent: 0, alertWaitSeconds: 0}
     const item = new Widget({node: make('div')})
     item.node.append(status)
     item.hide()
-    if (bar) bar.registerStatusItem(`${NAME}:memory`, {item, align: 'left', rank: 90, isActive: () => true})
+    if (bar) bar.registerStatusItem(`${NAME}:memory`, {item, align: 'left', rank: 90, isActive: () => chosen.show !== 'nothing'})
     else app.shell.add(Object.assign(item, {id: `${NAME}-status`}), 'menu', {rank: 900}) // Notebook 7 has no status bar
 
-    // The user's settings (schemas/gpu-console/memory.json); a page without a registry has the defaults.
-    const chosen = {show: 'cards', alertPercent: 0, alertWaitSeconds: 0}
     const words = answer => {
       if (chosen.show !== 'notebook') return chosen.show === 'sum' ? answer.sum : answer.status
       const own = answer.groups.find(one => one.kernel && one.kernel === kernel())
