@@ -305,12 +305,9 @@ def _start_orders(session: Session) -> None:
         if order.key not in session.orders:
             session.orders[order.key] = None
             threads.start(partial(carry_out_order, session, order))
-        elif (said := session.orders[order.key]) and order.key not in _answered(session):
-            _answer(session, order, *said)
-
-
-def _answered(session: Session) -> set[str]:
-    return {event.answers for event in session.ledger.read().events}
+        elif said := session.orders[order.key]:
+            if all(event.answers != order.key for event in session.ledger.read().events):
+                _answer(session, order, *said)
 
 
 def carry_out_order(session: Session, order: Order) -> None:

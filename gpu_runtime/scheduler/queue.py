@@ -231,6 +231,7 @@ class Context(NamedTuple):
             room_now, blocking, leases, freed_since(book, world), request.lease.id if held else ""
         )
         own_left, own_left_later = _left_of_own_limit(book, request, world)
+        cap = world.rules.cap
         return cls(
             book=book,
             request=request,
@@ -250,9 +251,7 @@ class Context(NamedTuple):
             silent_shadows=_silent_shadows(book.ticket(request.key), leases, world),
             cap_left=caps.left(book, world),
             cap_left_later=caps.left(book, world, leaving=False),
-            cap_owners=caps.owners_of(book, world.rules.cap.user)
-            if world.rules.cap
-            else frozenset(),
+            cap_owners=caps.owners_of(book, cap.user) if cap else frozenset(),
             held=held,
         )
 
