@@ -475,3 +475,13 @@ def test_the_source_decides_the_backend_and_other_sources_are_refused(tmp_path):
         backend_for("org/name", "onnx")
     with pytest.raises(BadSetting):
         open_backend("onnx", None)
+
+
+def test_a_factory_that_loads_weights_is_sized_without_a_warning_about_weights(backend, recwarn):
+    def build():
+        module = nn.Linear(4, 4)
+        module.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+        return module
+
+    assert backend.evidence(SPEC, build).weight_bytes == 80
+    assert not recwarn.list

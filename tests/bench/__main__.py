@@ -6,6 +6,7 @@ suite does not run this module. Each part is the module `bench_` with its name.
 
 import argparse
 import importlib
+import traceback
 
 from .results import HEAD, RESULTS, merged, this_machine
 
@@ -22,13 +23,19 @@ def main() -> None:
     parser.add_argument("--note", default="", help="put behind the machine's name")
     wanted = parser.parse_args()
     print(HEAD)
-    lines = []
+    failed = []
     for name in wanted.which or PARTS:
-        for row in importlib.import_module(f".bench_{name}", __package__).rows():
-            lines.append(row.line(this_machine() + wanted.note))
-            print(lines[-1], flush=True)
-    if wanted.write:
-        RESULTS.write_text(merged(RESULTS.read_text(), lines))
+        try:
+            for row in importlib.import_module(f".bench_{name}", __package__).rows():
+                line = row.line(this_machine() + wanted.note)
+                print(line, flush=True)
+                if wanted.write:
+                    RESULTS.write_text(merged(RESULTS.read_text(), [line]))
+        except Exception:  # the other parts are measured all the same
+            traceback.print_exc()
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

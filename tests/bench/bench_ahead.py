@@ -60,7 +60,7 @@ def spin():
 """
 USE = """
 with rt.use("model"):
-    print("end", [seconds, rt.schedule().loaded_ahead])
+    print("end", [seconds, any("loaded ahead" in event.because for event in rt.events)])
 """
 
 

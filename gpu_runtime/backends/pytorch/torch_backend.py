@@ -15,6 +15,7 @@ readable.
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -94,8 +95,7 @@ class TorchBackend(Backend):
             size = st.nbytes(TorchModel(spec, origin).groups())
             return Evidence(size, "module", config=_config(origin))
         try:
-            with with_own_modes(), torch.device("meta"):
-                module = origin()
+            module = _without_data(origin)
             size = st.nbytes(st.grouped(st.slots(module)))
             return Evidence(size, "shapes", config=_config(module))
         except Exception as error:  # the factory is the user's code; the user reads its error
@@ -235,8 +235,7 @@ class TorchBackend(Backend):
         module = model.module if model else origin
         if not isinstance(module, nn.Module):
             try:
-                with with_own_modes(), torch.device("meta"):
-                    module = origin()
+                module = _without_data(origin)
             except Exception:  # the factory is the user's code; the load reports its error
                 return (1,)
         groups = model.groups() if model else st.grouped(st.slots(module))
@@ -473,6 +472,16 @@ def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
     del known  # free the old entry first: both together may exceed the capacity
     if size:
         model.noted[memory] = memory.allocate(size, force=True)
+
+
+def _without_data(factory: Callable[[], nn.Module]) -> nn.Module:
+    """What `factory` builds on torch's meta device, which has shapes and no data.
+
+    Its warnings are not shown: they are about weights that are not there, and the load shows its own.
+    """
+    with with_own_modes(), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return factory()
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
