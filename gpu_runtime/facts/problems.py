@@ -7,6 +7,7 @@ JupyterLab all use this list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ..compat import StrEnum
@@ -87,12 +88,26 @@ def problems(seen: Snapshot) -> tuple[Problem, ...]:
 
 def _driver_faults(seen: Snapshot) -> Iterator[Problem]:
     if seen.degraded:
-        yield Problem(ProblemKind.DRIVER_FAULT, "", f"The monitor cannot see: {seen.degraded}")
+        text = f"The monitor cannot see: {seen.degraded}. {_how_to_look(seen.degraded)}"
+        yield Problem(ProblemKind.DRIVER_FAULT, "", text)
         return
     for view in seen.devices:
         if view.blind:
-            text = f"Nothing is granted on {view.device.id}: {view.blind}"
+            text = (
+                f"Nothing is granted on {view.device.id}: {view.blind}. {_how_to_look(view.blind)}"
+            )
             yield Problem(ProblemKind.DRIVER_FAULT, view.device.id, text, view.claimed_bytes)
+
+
+def _how_to_look(fault: str) -> str:
+    """What to type about a driver's `fault`, which may name a card."""
+    if not re.search(r"\blost\b|off the bus", fault):
+        return "To look at it: gpu doctor"
+    number = re.search(r"\b(?:cuda:|card )(\d+)", fault)
+    return (
+        "To see why: dmesg | grep Xid  To reset it, as root, once its programs have ended: "
+        f"nvidia-smi -r -i {number[1] if number else 'N'}  Else restart the machine."
+    )
 
 
 def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:

@@ -190,7 +190,8 @@ def host_bytes_to_be_had(book: Book, world: World, wanted: str) -> int:
 
 
 GB = 2**30
-TOO_MANY = "exists nowhere else, and RAM has no room for them all"
+NO_ROOM = "exists nowhere else, and RAM has no room for"
+TOO_MANY = f"{NO_ROOM} them all"
 
 Bytes = Mapping[str, int]  # by device id
 
@@ -458,9 +459,12 @@ def _cards(request: Request, world: World) -> list[str]:
 
 
 def _holders_in_words(stuck: Iterable[tuple[Lease, str]], titles: Mapping[str, str]) -> str:
+    found = list(stuck)
+    if sum(why == TOO_MANY for _, why in found) == 1:
+        found = [(lease, f"{NO_ROOM} it" if why == TOO_MANY else why) for lease, why in found]
     return "; ".join(
         f"{titles.get(lease.id, lease.name)} ({show_bytes(lease.bytes)}) {why}"
-        for lease, why in stuck
+        for lease, why in found
     )
 
 

@@ -200,6 +200,18 @@ def test_a_driver_that_cannot_measure_is_the_first_problem():
     assert kinds(replace(seen, degraded="the driver is gone"))[0] == "driver_fault"
 
 
+def test_a_lost_card_names_the_commands_and_another_fault_the_doctor():
+    """A reset is advised only for a card that has fallen off the bus."""
+    seen = with_views(snapshot(), blind="the last measurement of sim:0 is 40 s old")
+    assert problems(seen)[0].text.endswith("gpu doctor")
+    for fault in (
+        "cuda:3 (NVIDIA H100) does not answer: GPU is lost",
+        "card 3 cannot be used: GPU has fallen off the bus",
+    ):
+        [found] = problems(replace(seen, degraded=fault))
+        assert "dmesg | grep Xid" in found.text and "nvidia-smi -r -i 3" in found.text
+
+
 def test_host_memory_is_low_below_a_twentieth():
     seen = snapshot(host=100)
     card, host = seen.devices

@@ -56,7 +56,7 @@ def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
     """On a real card, memory without a lease is shown with the process that holds it."""
     expected = """\
 1 × NVIDIA H100
-The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
+The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s. To look at it: gpu doctor
 cuda:0 is over its budget by 1.4 GiB: qwen in train.ipynb (pid 4000) 14.0 GiB, \
 llama in analysis.ipynb (pid 4121) of bob 9.0 GiB. Nothing is granted on it.
 

@@ -127,7 +127,7 @@ def test_a_model_in_parts_on_a_card_that_is_too_small_leaves_it_or_is_refused_wi
     _, refuse = decide(book(stuck), wanted, world(sim0=25, sim1=25, host=20))
     assert refuse.because == (
         "big needs 40.0 GiB, over several cards; sim:0,1 could give 5.0 GiB + 25.0 GiB, and "
-        "big (40.0 GiB) exists nowhere else, and RAM has no room for them all"
+        "big (40.0 GiB) exists nowhere else, and RAM has no room for it"
     )
     # Its bytes count on both cards, so under the owner's limit some go to host memory first.
     page = book(big(sim0=20, host=20))
