@@ -11,6 +11,7 @@
  *     0.name, 0.uuid           defaults: Fake 80GB and GPU-…0
  *     0.ats 1                  its addressing mode is ATS
  *     0.processes 41:1024,42:na
+ *     0.pcie 1500000,20000     kB a second to the card, and from it; not supported without this line
  *     0.mig 3                  card 0 is partitioned into three instances; `0.1.free` is the second one's
  * `all.` in place of the number is the default for all cards.
  */
@@ -206,5 +207,14 @@ int nvmlDeviceGetPowerUsage(void *card, unsigned *milliwatts) {
     ENTER(card);
     if (PART(card) >= 0) return INVALID;
     *milliwatts = 412000;
+    return SUCCESS;
+}
+/* 0: what the card sends, 1: what it receives */
+int nvmlDeviceGetPcieThroughput(void *card, unsigned way, unsigned *kilobytes) {
+    char value[64], *sent;
+    ENTER(card);
+    if (PART(card) >= 0 || !of_whole(card, "pcie", value, sizeof value)) return NOT_SUPPORTED;
+    sent = strchr(value, ',');
+    *kilobytes = (unsigned)strtoul(way || !sent ? value : sent + 1, NULL, 0);
     return SUCCESS;
 }

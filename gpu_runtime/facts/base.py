@@ -143,6 +143,8 @@ class Sample(Value):
     utilisation_percent: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
+    # Bytes a second over PCIe to the card, and from it; None: not counted
+    pcie: tuple[int, int] | None = None
 
 
 class Share(Value):

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec.structs import replace
 
 from ..devices import drivers
 from ..devices.drivers import Card, Listing, NoAnswer
@@ -47,6 +48,7 @@ MOVING_SECONDS = 10.0  # after so long without a change, cards are measured ever
 LEAST_SECONDS = 0.01  # between two rounds, however many notifications arrive
 # A round does not wait longer than this for a slow card, whose answer is used in a later round.
 ROUND_SECONDS = 0.2
+PCIE_SECONDS = 1.0  # the least time between two counts of a card's PCIe traffic
 LINGER_SECONDS = 5.0  # the helper stays after the last owner has ended, since another may start
 FAILING_SECONDS = 10.0
 CLOSE_SECONDS = 1.0  # the longest wait for the last write of the history
@@ -138,15 +140,20 @@ class CardReader(threading.Thread):
         self._requests.put(boot_seconds())
 
     def run(self) -> None:
-        """The thread's loop."""
+        """The thread's loop. PCIe is counted after an answer, since that takes 40 ms, and is in the next one."""
+        pcie, counted_at = None, float("-inf")
+        count_pcie = getattr(self._source, "pcie", None)  # NVML alone has the figure
         while True:
             requested_at = self._requests.get()
             try:
-                answer: Sample | str = self._source.measure(self._card, requested_at)
+                sample = self._source.measure(self._card, requested_at)
+                answer: Sample | str = replace(sample, pcie=pcie)
             except NoAnswer as error:
                 answer = str(error)
             self.busy = False
             self._answers.put((self.name, answer))
+            if count_pcie and requested_at - counted_at >= PCIE_SECONDS:
+                pcie, counted_at = count_pcie(self._card), requested_at
 
 
 class CardRounds:

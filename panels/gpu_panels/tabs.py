@@ -279,6 +279,9 @@ def read_catalogue(rt: Any) -> tuple[ModelSpec, ...]:
     )
 
 
+LEASE = "A lease is memory on one device that a process may use, as all processes have agreed in the ledger."
+
+
 class LeasesTab(TableTab):
     """The tab with the table of leases. The variables of the last selected notebook are below its row."""
 
@@ -293,7 +296,11 @@ class LeasesTab(TableTab):
         self.table = Table(self.columns, self._pressed, empty=self.empty, key="leases")
         self._row = ""  # the id of the row whose variables are shown; empty: none
         self._answers: SimpleQueue[Variables] = SimpleQueue()  # from the threads that ask
-        self.panel = pn.Column(self.table, sizing_mode="stretch_width")
+        self.panel = pn.Column(
+            Prose(f'<div class="soft">{LEASE}</div>', margin=(4, 10)),
+            self.table,
+            sizing_mode="stretch_width",
+        )
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
         return leases(snapshot, lease_styles(snapshot))

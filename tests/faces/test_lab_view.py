@@ -78,6 +78,12 @@ def test_a_card_has_its_utilisation_and_who_waits_is_not_idle():
     assert [one["busy"] for one in found["devices"]] == ["37 %", ""]
     assert found["groups"][0]["waits"] == round(world.wall - 7)
     assert shown(snapshot())["devices"][0]["busy"] == ""
+    assert [one["pcie"] for one in found["devices"]] == ["", ""], "not counted"
+    view = world.devices[0]
+    counted = replace(view, sample=replace(view.sample, pcie=(3 * GIB, 20 * 2**20)))
+    assert shown(replace(world, devices=(counted,)))["devices"][0]["pcie"] == (
+        "PCIe 3.0 GiB/s in, 20.0 MiB/s out"
+    )
 
 
 def test_waiting_requests_are_counted_and_listed():

@@ -95,6 +95,14 @@ def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
     assert "DoesNotFit" in hold(one, "c", 20), "an instance is no whole card"
 
 
+def test_pcie_traffic_is_counted_where_the_driver_counts_it(host, driver):
+    """It is in the sample after the first. An instance has none, and neither has a driver without the figure."""
+    driver.set(count=2, _0_pcie="1500000,20000")
+    kernel = host.kernel()
+    seen = "[v.sample.pcie and list(v.sample.pcie) for v in rt.status().devices][:2]"
+    until(lambda: kernel.evaluate(seen) == [[1_500_000_000, 20_000_000], None])
+
+
 def test_without_a_choice_cuda_shows_one_instance_and_nothing_beside_it(host, driver):
     """NVIDIA's MIG User Guide, section Device Enumeration."""
     driver.set(count=2, _1_mig=2)

@@ -108,10 +108,19 @@ def state_cell(lease: Lease, now: float) -> Cell:
     return Cell(state.word, kind="soft" if state.activity == "never used" else "")
 
 
-def if_awake(buttons: Iterable[Button], owner_id: str, snapshot: Snapshot) -> tuple[Button, ...]:
-    """The `buttons` of the process with the id `owner_id`. They are disabled if the process cannot act on a request."""
-    asleep = why_no_answer(snapshot, owner_id)
-    return tuple(one._replace(why_not=asleep or one.why_not) for one in buttons)
+def if_awake(
+    buttons: Iterable[Button], owner_id: str, snapshot: Snapshot, lease_id: str = ""
+) -> tuple[Button, ...]:
+    """The `buttons` of the process with the id `owner_id`. They are disabled if the process cannot act on a request.
+
+    A button that evicts or parks the lease `lease_id` is disabled, too, if the lease would stay.
+    """
+    asleep, stays = why_no_answer(snapshot, owner_id), snapshot.stays.get(lease_id, "")
+    leaves = ("evict", "park")
+    return tuple(
+        one._replace(why_not=asleep or one.why_not or (stays if one.verb in leaves else ""))
+        for one in buttons
+    )
 
 
 def short(name: str) -> str:

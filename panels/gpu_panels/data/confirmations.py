@@ -46,6 +46,18 @@ VERBS = {
     "compact": "Compact",
     "evict_idle": "Evict all idle",
 }
+# What a button's tooltip says. A verb without a line has its label there.
+MEANS = {
+    "evict": "It leaves its card, for RAM if there is room, and returns at its next use",
+    "park": "What the notebook's own code holds moves to RAM, and returns before its next cell",
+    "pin": "A pinned model stays on its card, whoever needs the room, until it is unpinned",
+    "unpin": "It is pinned: it stays on its card, whoever needs the room. Unpinned, it may leave",
+    "drain": "Nothing new is put on the card, and idle models leave it",
+    "compact": "All processes return cached memory that they do not use to the card",
+    "defrag": "The process returns cached memory that it does not use to the card",
+    "ack": "Everybody sees that you know of it",
+    "silence": "Nobody is told of it for an hour",
+}
 PROCESS_VERBS = ("defrag", "resume", "interrupt")
 ON_CARDS = ("drain", "undrain", "compact", "evict_idle")
 LEAVES = ("evict", "drop", "unpin_evict")  # the model leaves its card

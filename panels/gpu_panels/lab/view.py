@@ -33,7 +33,7 @@ from gpu_runtime.rendering.views import (
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
-from ..data.confirmations import ticket_title
+from ..data.confirmations import MEANS, ticket_title
 from ..data.devices import figures, level
 from ..data.rows import (
     FirstSeen,
@@ -98,6 +98,7 @@ def shown(
         "tile": tile.title if tile else ledger.title,
         "several": several,
         "week": week,
+        "means": MEANS,
         "simulated": snapshot.simulated,
         # What the user's setting `show` chooses from: each card, their sum, or a notebook's bytes and the notes.
         "status": " · ".join([cards_text(snapshot), *notes]),
@@ -252,7 +253,7 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         "variables": is_kernel,
         "actions": [
             _action(button)
-            for button in if_awake(buttons, lease.owner, snapshot)
+            for button in if_awake(buttons, lease.owner, snapshot, lease.id)
             if button.verb in ROW_VERBS
         ],
     }
@@ -296,10 +297,20 @@ def _device(view: DeviceView) -> dict[str, Any]:
         "name": "" if view.device.simulated else clean(view.device.name),
         "level": level(view)[0],
         "busy": " · ".join(filter(None, figures(view)[:2])),
+        "pcie": pcie(view),
         "fill": words,
         "part": round(min(1.0, used / max(1, view.limit_bytes)), 3),
         "drained": clean(view.drained.by) if view.drained else "",
     }
+
+
+def pcie(view: DeviceView) -> str:
+    """The traffic over PCIe to the card and from it, as `PCIe 1.5 GiB/s in, 20.0 MiB/s out`; empty if it is unknown."""
+    traffic = view.sample.pcie if view.sample else None
+    if traffic is None:
+        return ""
+    received, sent = (f"{show_bytes(size)}/s" for size in traffic)
+    return f"PCIe {received} in, {sent} out"
 
 
 def _waiting(

@@ -17,6 +17,7 @@ from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import device_title
 
 from ..data.cells import Column, ledger_title, without_password
+from ..data.confirmations import MEANS
 from ..data.rows import NO_PROBLEMS, summary
 from ..data.timeline import KINDS
 
@@ -84,6 +85,7 @@ class Table(_WithButtons, JSComponent):
     empty = param.String("", doc="Shown if there are no rows; text in `backticks` is code to type.")
     key = param.String("", doc="Under this name the words of the filter are in the page's URL.")
     filters = param.Boolean(True, doc="Whether there is a filter field.")
+    means = param.Dict(MEANS, doc="What the tooltips of buttons say, by verb.")
     detail = param.String("", doc="What is below one row as JSON, from `data.rows.variables`.")
 
     _esm = "table.js"
@@ -107,6 +109,7 @@ class Devices(_WithButtons, JSComponent):
 
     rows = param.String('{"ticks":[],"rows":[]}', doc="The rows as JSON, `data.devices.Rows`.")
     past = param.String("{}", doc="The last minutes of each device as JSON, `data.devices.Past`.")
+    means = param.Dict(MEANS, doc="What the tooltips of buttons say, by verb.")
     past_title = param.String("", doc="The title of the column with the last minutes.")
 
     _esm = "devices.js"
@@ -199,6 +202,9 @@ class StatusBar(JSComponent):
             self.wanted(data == "dark")
 
 
+LEDGER = "A ledger is the list in which notebooks agree who holds how much of a card."
+
+
 def status_html(snapshot: Snapshot, visitor: Any) -> str:
     """HTML with the number of problems, the devices, the host and the ledger of `snapshot`, and the `visitor`."""
     problems = summary(snapshot)
@@ -215,7 +221,7 @@ def status_html(snapshot: Snapshot, visitor: Any) -> str:
             ),
             _span(
                 f"{host} · {ledger_title(snapshot.ledger)}",
-                hint=f"Host {host}, ledger {without_password(snapshot.ledger)}",
+                hint=f"Host {host}, ledger {without_password(snapshot.ledger)}. {LEDGER}",
             ),
             _span(_visitor_words(visitor, snapshot), "who"),
         )

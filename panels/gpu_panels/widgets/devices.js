@@ -238,7 +238,7 @@ export function render({model}) {
       const button = made("button", "act", line)
       button.textContent = label
       button.disabled = Boolean(why_not)
-      button.title = why_not || `${label}: ${what}`
+      button.title = why_not || model.means[verb.split(" ")[0]] || `${label}: ${what}`
       button.setAttribute("aria-label", why_not ? `${label}: ${what}. ${why_not}` : `${label}: ${what}`)
       button.dataset.press = `${verb} ${id}`
       button.onclick = () => {

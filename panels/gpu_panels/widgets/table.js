@@ -97,7 +97,7 @@ export function render({model}) {
         const button = made("button", "act", seen.last)
         button.textContent = label
         button.dataset.verb = verb
-        button.title = why_not || `${label} ${cells[0][TEXT]}`
+        button.title = why_not || model.means[verb.split(" ")[0]] || `${label} ${cells[0][TEXT]}`
         button.setAttribute("aria-label", `${label}: ${cells[0][TEXT]}${why_not ? `. ${why_not}` : ""}`)
         button.disabled = Boolean(why_not)
         button.onclick = () => press(id, verb, button)

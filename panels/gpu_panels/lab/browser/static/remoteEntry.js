@@ -11,7 +11,8 @@
   const QUIET_POLLS = 15
   const MOST_PAUSE_MS = 60000 // after errors
   const DONE_MS = 20000 // how long a successful action, and an alert, is shown
-  const TOLD_MS = 600000 // before the same alert is shown again, such as of a card that fills and empties all the time
+  const TOLD_MS = 600000 // an alert that was gone for less is not shown again, such as of a card that fills and empties all the time
+  const SEEN = 'gpu-console-alerts' // the key in the browser's storage
   const LEDGER = 'A ledger is the list in which notebooks agree who holds how much of a card.'
 
   const ICON = `<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16" viewBox="0 0 24 24">
@@ -192,7 +193,7 @@
 
     problem(found) {
       const buttons = found.actions.map(({verb, target, label, why_not}) => this.button(`problem ${target} ${verb}`, label,
-        `${label}: ${found.text}`, () => this.act(verb, target, label), why_not))
+        `${label}: ${found.text}`, () => this.act(verb, target, label), why_not, this.answer.means[verb]))
       return make('div', {class: 'gpu-alarm'}, make('p', {}, found.text), make('div', {class: 'gpu-soft'}, lasting(began(found), found.since)),
         buttons.length ? make('div', {class: 'gpu-buttons'}, ...buttons) : null)
     }
@@ -204,7 +205,7 @@
           card.drained ? make('span', {class: 'gpu-soft'}, `drained by ${card.drained}`) : null,
           make('span', {class: 'gpu-size'}, card.fill)),
         make('div', {class: 'gpu-bar', role: 'img', 'aria-label': `${card.title}: ${card.fill}`, title: card.name},
-          make('div', {style: `width: ${100 * card.part}%`}))))
+          make('div', {style: `width: ${100 * card.part}%`})), card.pcie ? make('div', {class: 'gpu-soft'}, card.pcie) : null))
       const several = found.several && make('div', {class: 'gpu-note', title: LEDGER}, make('p', {},
         `${found.several}. The notebook in front uses ${found.ledger.title}. The GPU console shows ${found.tile}.`))
       return make('section', {class: 'gpu-block', 'aria-label': 'Devices'}, ...cards, several || null,
@@ -244,7 +245,7 @@
     row(group, row) {
       const buttons = row.actions.map(action => this.button(`${row.id} ${action.verb}`, action.label,
         `${action.label} ${row.name}: ${group.title}`, () => this.act(action.verb, row.id,
-          `${action.label} ${row.variables ? group.title : row.name}`), action.why_not))
+          `${action.label} ${row.variables ? group.title : row.name}`), action.why_not, this.answer.means[action.verb]))
       const known = this.variables.get(row.id)
       if (row.variables) {
         const made = this.button(`${row.id} variables`, 'Variables', `Variables of ${group.title}`, () => this.toggle(row, group))
@@ -258,8 +259,8 @@
     }
 
     // A button that cannot be pressed can still be focused, and says why.
-    button(key, label, name, act, whyNot = '') {
-      return make('button', {type: 'button', 'data-key': key, 'aria-label': name, title: whyNot, 'aria-disabled': whyNot ? 'true' : '',
+    button(key, label, name, act, whyNot = '', means = '') {
+      return make('button', {type: 'button', 'data-key': key, 'aria-label': name, title: whyNot || means, 'aria-disabled': whyNot ? 'true' : '',
         onclick: () => whyNot ? this.report(label, 'failed', whyNot) : act()}, label)
     }
 
@@ -428,19 +429,28 @@
       return [own ? `${own.title} ${own.bytes}` : 'nothing held here', ...answer.notes].join(' · ')
     }
 
-    const toldAt = new Map() // the id of a card or a request -> when the notification was shown
+    // When each alert was last seen by any page of this browser: two pages, or a reload, tell it once.
+    function seenBefore(ids) {
+      let before = {}
+      try {
+        before = JSON.parse(localStorage.getItem(SEEN)) ?? {}
+      } catch { /* the browser stores nothing, or something else is there: all is new */ }
+      const recent = Object.entries(before).filter(([, at]) => Date.now() - at < TOLD_MS)
+      try {
+        if (ids.length || recent.length) localStorage.setItem(SEEN, JSON.stringify({...Object.fromEntries(recent), ...Object.fromEntries(ids.map(id => [id, Date.now()]))}))
+      } catch { /* the storage is full: this page alone remembers nothing */ }
+      return new Set(recent.map(([id]) => id))
+    }
+
     // What is above a threshold of the user's, as texts. Each has a notification when it begins.
     function alerts(answer) {
       const {alertPercent: percent, alertWaitSeconds: wait} = chosen
       const full = answer.devices.filter(card => percent && card.id !== 'host' && 100 * card.part >= percent)
       const late = answer.waiting.filter(one => wait && Date.now() / 1000 - one.since >= wait)
-      const found = new Map([...full.map(card => [card.id, `${card.title} is ${Math.round(100 * card.part)} % full: ${card.fill}`]),
+      const found = new Map([...full.map(card => [`${answer.ledger.key} ${card.id}`, `${card.title} is ${Math.round(100 * card.part)} % full: ${card.fill}`]),
         ...late.map(one => [one.id, `${one.name} (${one.holder}) has waited for ${one.need} ${duration(one.since)}`])])
-      for (const [id, told] of found) {
-        if (Date.now() - (toldAt.get(id) ?? 0) < TOLD_MS) continue
-        toldAt.set(id, Date.now())
-        Notification?.warning(told, {autoClose: DONE_MS})
-      }
+      const before = seenBefore([...found.keys()])
+      for (const [id, told] of found) if (!before.has(id)) Notification?.warning(told, {autoClose: DONE_MS})
       return [...found.values()]
     }
 
