@@ -225,6 +225,8 @@ class Snapshot(Value):
     operates: bool = True  # False: its process may not act on the processes of other users
     # The user for whom it was made: the memory of every other user is one sum. Empty: all is shown.
     member: str = ""
+    # Lease id -> why a person cannot move it off its card: it exists nowhere else, and RAM has no room for it.
+    stays: dict[str, str] = {}
     full_disks: tuple[str, ...] = ()  # directories of the ledger and the history whose disk is full
 
     def leases(self) -> Iterator[Lease]:

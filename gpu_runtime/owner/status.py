@@ -31,6 +31,7 @@ from ..facts import (
     ModelSpec,
     Outcome,
     Owner,
+    Phase,
     Section,
     Snapshot,
     World,
@@ -98,12 +99,27 @@ def snapshot(session: Session) -> Snapshot:
         names={id: tuple(names) for id, names in declared.items()},
         declared=declared,
         operates=requests.operates(session),
+        stays=_staying(book, world, devices),
         full_disks=_full_disks(session),
     )
     unanswered = recall.unanswered(found, world.rules)
     return replace(
         found, unanswered=unanswered, presences=requests.presences(session, book, unanswered)
     )
+
+
+def _staying(book: Book, world: World, devices: Iterable[DeviceView]) -> dict[str, str]:
+    """Maps the leases that a person cannot move off their cards now, because RAM has no room, to the reason."""
+    free = sum(view.room_bytes or 0 for view in devices if view.device.is_host)
+    found = {}
+    for section in book.sections.values():
+        for lease in section.leases:
+            is_larger = not lease.droppable and lease.on_device and lease.offload_bytes > free
+            if is_larger and lease.phase is Phase.SETTLED:
+                refusal = recall.refusal_to_leave(book, lease, section.owner, world)
+                if refusal is not None and refusal.kind == "stays":
+                    found[lease.id] = f"{refusal.because[:1].upper()}{refusal.because[1:]}"
+    return found
 
 
 def _full_disks(session: Session) -> tuple[str, ...]:

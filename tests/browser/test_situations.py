@@ -210,6 +210,8 @@ def test_ram_is_full(screen, ledger, rt, forgotten, tune):
             CLOCK,
         )
         screen.says("^forgotten.ipynb", "parked", AGO, "36.0 MiB", press="Unpark")
+        stays = screen.says("^new.ipynb", "36.0 MiB").get_by_role("button", name="Park")
+        assert stays.is_disabled() and "RAM has no room for it" in stays.get_attribute("title")
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, to build the fake driver")

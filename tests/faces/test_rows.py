@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from gpu_panels.data.cells import Button, Cell, encoded, place
+from gpu_panels.data.devices import device_rows
 from gpu_panels.data.rows import (
     MODELS,
     NOTEBOOKS,
@@ -135,6 +136,25 @@ def test_a_button_that_cannot_be_pressed_shows_why(more, buttons):
     (row,) = models(snapshot(lease("qwen", 14, **more)))
     assert row.buttons == buttons
     assert column([row], MODELS, "Idle") == ["–" if "pins" in more else "10 s"]
+
+
+def test_what_ram_has_no_room_for_cannot_be_parked_or_evicted_and_says_so():
+    """On every page: the table of notebooks, of models, of leases, the bars, JupyterLab and a problem."""
+    own, model = lease("kernel", 20, kind="kernel"), lease("qwen", 9, "sim:1", owner=BOB)
+    why = "RAM has no room for it"
+    seen = replace(snapshot(own, model, cards=2), stays={one.id: why for one in (own, model)})
+    found = [*notebooks(seen), *models(seen), *leases(seen)]
+    pressed = [button for row in found for button in row.buttons]
+    pressed += [
+        button for row in device_rows(seen).rows for part in row.parts for button in part.buttons
+    ]
+    groups = view.shown(seen, [], LedgerName("k", "t"))["groups"]
+    pressed += [
+        Button(**one) for group in groups for row in group["rows"] for one in row["actions"]
+    ]
+    leaving = [one for one in pressed if one.verb.partition(" ")[0] in ("park", "evict")]
+    assert len(leaving) == 8 and {one.why_not for one in leaving} == {why}
+    assert all(not one.why_not for one in pressed if one.verb in ("pin", "who"))
 
 
 def test_a_stopped_process_acts_on_no_button():

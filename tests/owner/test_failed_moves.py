@@ -326,3 +326,20 @@ def test_what_the_containers_memory_limit_does_not_allow_stays_or_is_dropped(run
     monkeypatch.setattr(release, "ram_left", lambda: 10 * GIB)
     rt.evict("only")
     assert where(rt)["only"] == "host" and only.tries == 1
+
+
+def test_the_status_says_of_what_ram_has_no_room_for_what_an_eviction_would_say(runtime):
+    for ram, stays in (("64GiB", False), ("16GiB", True)):  # half of it may be used
+        rt = runtime(devices=f"sim:24GiB,host:{ram}", eviction_grace_seconds=0)
+        bus = Bus(rt, "only")
+        bus.broken = None
+        lease = rt._session.residents["only"].lease
+        rt._session.decide(lambda book, world, lease=lease: (book.with_lease(lease), None))
+        found = rt.status().stays
+        assert set(found) == ({lease.id} if stays else set())
+        if stays:
+            with pytest.raises(GpuError, match="RAM has no room for it"):
+                rt.evict("only")
+            assert "RAM has no room for it" in found[lease.id]
+        else:
+            assert rt.evict("only").done

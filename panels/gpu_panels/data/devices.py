@@ -529,7 +529,7 @@ def _buttons(stretch: Stretch, drawing: _Drawing) -> tuple[Button, ...]:
     buttons = lease_buttons(lease, owner, drawing.room)
     if lease.kind == KERNEL:
         buttons = (one for one in kernel_buttons(lease, owner) if one.verb != "who")
-    return if_awake(buttons, owner.id, snapshot)
+    return if_awake(buttons, owner.id, snapshot, lease.id)
 
 
 def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterator[Button]:

@@ -63,7 +63,6 @@ from .cells import (
     state_cell,
     stepped,
     waited_cell,
-    why_no_answer,
 )
 from .confirmations import VERBS, ticket_title
 
@@ -334,7 +333,7 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
 
 
 def _with_target(button: Button, lease: Lease, snapshot: Snapshot) -> Button:
-    [awake] = if_awake([button], lease.owner, snapshot)
+    [awake] = if_awake([button], lease.owner, snapshot, lease.id)
     return awake._replace(verb=f"{button.verb} {lease.id}")
 
 
@@ -396,8 +395,9 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
         return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
     owner_id, _, name = target.partition("/")
     title = snapshot.title(owner_id, name)
-    why_not = why_no_answer(snapshot, owner_id)
-    return Button(f"{verb} {target}", f"{VERBS[verb]} {short(title)}", why_not)
+    button = Button(verb, f"{VERBS[verb]} {short(title)}")
+    [awake] = if_awake([button], owner_id, snapshot, target)
+    return awake._replace(verb=f"{verb} {target}")
 
 
 def _why_no_signal(verb: str, target: str, snapshot: Snapshot) -> str:
@@ -499,7 +499,7 @@ def _held_row(
         _keep_cell(lease.keep, "strong"),
         owner_cell(owner, snapshot),
     )
-    return Row(lease.id, cells, if_awake(buttons(lease, owner), owner.id, snapshot))
+    return Row(lease.id, cells, if_awake(buttons(lease, owner), owner.id, snapshot, lease.id))
 
 
 def _keep_cell(keep: bool, kind: str = "") -> Cell:
@@ -637,7 +637,9 @@ def _share_rows(
     if is_kernel:
         name = name._replace(text=OWN_CODE)  # the first column has the notebook's name
     state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
-    buttons = if_awake(kernel_buttons(lease, owner), owner.id, snapshot) if is_kernel else ()
+    buttons: tuple[Button, ...] = ()
+    if is_kernel:
+        buttons = if_awake(kernel_buttons(lease, owner), owner.id, snapshot, lease.id)
     filled_bytes = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = filled_bytes.get(share.device, share.bytes)
