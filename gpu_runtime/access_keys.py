@@ -65,13 +65,22 @@ def default_file() -> Path:
 def read(path: Path) -> Keys:
     """The keys in the file `path`, by name; empty if the file does not exist.
 
-    Raises BadDocument for a mistake in the file, for a file that cannot be read or is too large,
-    and if another user may read or replace the file.
+    Raises BadDocument for a mistake in the file, and as `read_private`.
+    """
+    data = read_private(path)
+    return {} if data is None else _parsed(path, data)
+
+
+def read_private(path: Path) -> bytes | None:
+    """The content of the file `path`, which has secrets; None if the file does not exist.
+
+    Raises BadDocument for a file that cannot be read or is too large, and if another user may read
+    or replace the file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # no keys were made yet
-        return {}
+    except FileNotFoundError:  # nothing was written yet
+        return None
     except OSError as error:
         raise _bad(path, f"it cannot be read ({error.strerror or error})") from None
     try:
@@ -81,7 +90,7 @@ def read(path: Path) -> Keys:
             parts.append(part)
     finally:
         os.close(handle)
-    return _parsed(path, b"".join(parts))
+    return b"".join(parts)
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:

@@ -223,6 +223,10 @@ class Settings:
     )
     gpu_console_read_only: bool = _truth(False, "The console has no buttons, for any user.")
 
+    gpu_alerts: str | None = _text(None,
+        "The file of those who are told of problems: one webhook's URL or mail address a line. Unset: the user's own "
+        "alerts.txt.")
+
     gpu_engine_ports: str = _text("8300-8399", "The ports of engines that run as servers, at 127.0.0.1.")
     gpu_engine_start_seconds: float = _seconds(600.0, "How long such a server may take to start and load its model.",
         above=0, text="10m")

@@ -23,7 +23,7 @@ from . import autoload
 from .arguments import FIELDS, MOST, MOST_DAYS, SECONDS, SEQUENCES, TOKENS, TRUTH, TYPED, Rule
 from .arguments import IMPORTANCE as IMPORTANCE_RULE
 from .errors import BadSetting, GpuError, UnknownVerb
-from .facts import IMPORTANCE, Outcome
+from .facts import IMPORTANCE, Outcome, problems
 from .safe_text import MOST_QUOTED, printable, quoted
 from .scheduler.policies import POLICIES
 
@@ -360,6 +360,13 @@ KEYS = (
     option("--requests", "N", "with add: requests a minute", type=count),
     option("--tokens", "N", "with add: tokens a minute", type=count),
 )  # fmt: skip
+ALERTS = (
+    positional("action", "ACTION", "list (unless given), ack, silence, end (of a silence), or test", nargs="?",
+        choices=["list", "ack", "silence", "end", "test"], default="list"),
+    positional("what", "WHAT", "a problem, as the list names it; a kind of problems; or all", nargs="?"),
+    option("--for", "TIME", "with silence: how long, such as 2h; 1h unless given", type=seconds, dest="lasts",
+        default=3600.0),
+)  # fmt: skip
 LEDGER = (
     positional("action", "init", "the only action", choices=["init"]),
     option("--group", "G", "the users' group, such as gpu", required=True),
@@ -634,6 +641,30 @@ def keys(rt: Any, args: argparse.Namespace) -> str:
     return f"The key of {args.name}, which is not shown again:\n{key}"
 
 
+def alerts(rt: Any, args: argparse.Namespace) -> str:
+    """Lists the problems and the destinations of alerts, or carries out `args.action` on `args.what`."""
+    import getpass
+    import time
+
+    from . import alerts
+
+    path, wall = alerts.file_of(rt.settings.gpu_alerts), time.time()
+    if args.action == "test":
+        return alerts.test(path, rt.status().owner.host)
+    if args.action != "list" and not args.what:
+        raise GpuError(
+            f"{args.action} needs a problem, a kind or all:  gpu alerts {args.action} WHAT"
+        )
+    if args.action == "end":
+        return alerts.end_silence(args.what)
+    found = problems(rt.status())
+    if args.action == "ack":
+        return alerts.acknowledge(args.what, getpass.getuser(), found, wall)
+    if args.action == "silence":
+        return alerts.silence(args.what, getpass.getuser(), found, wall, args.lasts)
+    return alerts.listing(found, path, wall)
+
+
 def fleet(rt: Any, args: argparse.Namespace) -> Any:
     """The hosts of the fleet, or the outcome of the action in `args`. `rt` is not used."""
     import gpu_runtime
@@ -677,7 +708,7 @@ _TABLE = (
     Verb("top", "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end", places=(CLI,),
         has_own_code=True),
     Verb("models", "models: where each one is, its size, and how long it is idle"),
-    Verb("leases", "which process holds how much on which device"),
+    Verb("leases", "leases: memory that a process may use, on which device, and what it uses of it"),
     Verb("evictions", "models that left their device, when, and why", evictions, (
         switch("--all", "also loads, restores and refusals"),
         option("--limit", "N", "only the last N", type=rows),
@@ -692,6 +723,8 @@ _TABLE = (
         lambda rt, args: rt.allocator_maps() if args.map else rt.fragmentation(),
         (switch("--map", "drawn: every segment, and its blocks"),)),
     Verb("health", "one line about the fullest device"),
+    Verb("alerts", "problems, who knows of them, and whom gpu console, serve and exporter tell", alerts, ALERTS,
+        places=(CLI,)),
     Verb("plan", "dry run: memory a model needs, and which models would be evicted", arguments=(
         positional("name", "NAME|SIZE|PATH",
             "a model, a notebook (FILE.ipynb), a size such as 8GiB, a directory, a .gguf file, or a hub id", "held"),

@@ -102,6 +102,7 @@ def run(rt: Any, **options: Any) -> None:
         lambda gateway, store: application(rt, gateway, VERSION, store),
         lambda keys, store: Gateway(rt, rt.settings, keys=keys, store=store),
         rt.settings,
+        snapshot=rt.status,
         **options,
     )
 
@@ -112,6 +113,7 @@ def run_app(
     settings: Settings,
     *,
     console: MakeServer | None = None,
+    snapshot: Callable[[], Any] | None = None,
     log_level: str = "info",
     read_only: bool = False,
     **where: Any,
@@ -119,8 +121,9 @@ def run_app(
     """Serves an application until the process is interrupted, and prints the URL to open.
 
     `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway. `console` makes a
-    server that also has a console's page. Messages of `log_level` or graver go to standard error. With `read_only` no
-    visitor may act and no model is called. `where` has the arguments host, port and socket_path of `http_server.run`.
+    server that also has a console's page. `snapshot` is as in Service. Messages of `log_level` or graver go to standard
+    error. With `read_only` no visitor may act and no model is called. `where` has the arguments host, port and
+    socket_path of `http_server.run`.
 
     Raises GpuError if the server cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml`, in the
     file of keys or in a setting.
@@ -162,6 +165,7 @@ def run_app(
         reload=reload,
         figures=lambda: served(gateway, app.state.jobs, time.monotonic()),
         close=close,
+        snapshot=snapshot,
     )
     with messages_shown(log_level):
         http_server.run(console or HeadlessServer, service, read_only=read_only, **where)
@@ -180,6 +184,7 @@ def run_exporter(rt: Any, settings: Settings, **where: Any) -> None:
         routes=((METRICS, MetricsHandler, {"metrics": lambda: metrics}),),
         home=METRICS,
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=True),
+        snapshot=rt.status,
     )
     http_server.run(HeadlessServer, service, read_only=True, **where)
 

@@ -29,6 +29,7 @@ from typing import Any
 from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
 
+from .. import alerts
 from ..errors import GpuError
 from ..files import make_directory, state_home, weak_step
 from ..settings import Settings, masked
@@ -62,6 +63,8 @@ class Service:
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
     close: Callable[[], Awaitable[None]] | None = None  # runs at the end, in the event loop
+    # Returns a snapshot, whose problems are told to the destinations of GPU_ALERTS.
+    snapshot: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def run(
         loop.asyncio_loop.set_exception_handler(_log_unless_browser_left)  # type: ignore[attr-defined]
         _handle_signals(loop, service)
         server.start()
+        if service.snapshot is not None:
+            alerts.start(service.snapshot, Settings.load().gpu_alerts)
         if service.start is not None:
             loop.add_callback(service.start)
         loop.start()

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import panel as pn
 import panel_material_ui as pmui
 
-from gpu_runtime import threads
-from gpu_runtime.facts import Snapshot
+from gpu_runtime import alerts, threads
+from gpu_runtime.errors import GpuError
+from gpu_runtime.facts import Snapshot, problems
 from gpu_runtime.rendering.views import clean, clock
 
 from .acting import asked_process, attempt
@@ -27,11 +28,14 @@ from .data.members import refusal
 from .poller import Poller
 from .widgets import ConfirmationForm
 
+MARKS = {"ack": "Acknowledge", "silence": "Silence", "end": "End the silence of"}  # of a problem
+WORDS = VERBS | MARKS
+SILENCE_SECONDS = 3600.0
 MOST_REPORTS = 4  # finished actions on the page; all actions in progress are shown in addition
 # How long the outcome of an action is shown; a failed one also until it is closed
 DONE_SECONDS, FAILED_SECONDS = 20.0, 600.0
 
-MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
+SIGNS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """
 div.outcome { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12);
   padding: 4px 12px; margin: 0 0 4px; font-size: 13px; white-space: pre-line; }
@@ -115,6 +119,24 @@ class Actions:
         )
         self.dialog.param.update(title=text.title, open=True)
 
+    def mark(self, verb: str, name: str) -> None:
+        """Acknowledges the problem `name`, or silences it for an hour. The names come from a browser."""
+        snapshot = self.poller.result.snapshot
+        if not self.may_act or self.member or snapshot is None:
+            return
+        found, by, wall = problems(snapshot), self.visitor.name, self._wall()
+        try:
+            if verb == "ack":
+                state, words = "done", alerts.acknowledge(name, by, found, wall)
+            elif verb == "end":
+                state, words = "done", alerts.end_silence(name)
+            else:
+                state, words = "done", alerts.silence(name, by, found, wall, SILENCE_SECONDS)
+        except (GpuError, OSError) as failure:
+            state, words = "failed", str(failure)
+        self._report(Proposal(verb, "", title="a problem"), state, words)
+        self.poller.nudge()
+
     def _answered(self, answer: str, number: Any) -> None:
         """Handles a press of one of the dialog's buttons; `number` is the number of the question."""
         if number != self._form.question:  # a late click for a dialog that was closed already
@@ -135,7 +157,7 @@ class Actions:
         self.poller.nudge()
 
     def _report(self, proposal: Proposal, state: str, words: str) -> ActionReport:
-        action = f"{VERBS[proposal.verb].lower()} {proposal.title}".strip()
+        action = f"{WORDS[proposal.verb].lower()} {proposal.title}".strip()
         number = next(self._numbers)
         report = ActionReport(number, self._wall(), action, state, words, proposal.target)
         self._reports = kept((*self._reports, report))
@@ -196,6 +218,6 @@ def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
 def _line(report: ActionReport, silence: str = "") -> str:
     return (
         f'<div class="outcome {report.state}" role="status"><span>{clock(report.wall)}</span> '
-        f"{MARKS[report.state]} <b>{html.escape(clean(report.action))}</b>: "
+        f"{SIGNS[report.state]} <b>{html.escape(clean(report.action))}</b>: "
         f"{html.escape(report.words + silence)}</div>"
     )

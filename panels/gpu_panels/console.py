@@ -30,11 +30,12 @@ from panel.io.resources import LOCAL_DIST
 from panel.util import edit_readonly
 from panel_material_ui.base import BASE_TEMPLATE
 
+from gpu_runtime import alerts
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clock
 
 from . import palette, tabs
-from .actions import Actions
+from .actions import MARKS, Actions
 from .data.cells import encoded
 from .data.rows import PROBLEMS, pressed, problem_rows
 from .poller import Poller, PollResult
@@ -131,7 +132,7 @@ class Console:
         self._banner = _alarm("", visible=False)
         self._problems = Table(
             PROBLEMS,
-            lambda button, _: self.actions.propose(*pressed(button)),
+            lambda button, _: self._pressed(*pressed(button)),
             filters=False,
             visible=False,
             margin=(10, 0, 0, 0),
@@ -239,10 +240,28 @@ class Console:
         rows = self.poller.once(
             f"problems {may_act}",
             snapshot,
-            lambda seen: encoded(problem_rows(seen, first_seen), may_act),
+            lambda seen: encoded(problem_rows(seen, first_seen, self._told()), may_act),
         )
         if rows != self._problems.rows:
             self._problems.param.update(rows=rows, visible=rows != "[]")
+
+    def _told(self) -> alerts.State | None:
+        """The state of alerts, if this page's server tells somebody; None for a member, and for a host of a fleet."""
+        settings = getattr(self.poller.rt, "settings", None)  # that of a fleet's host has none here
+        if (
+            settings is None
+            or self.actions.member
+            or not alerts.file_of(settings.gpu_alerts).exists()
+        ):
+            return None
+        return alerts.read_state()
+
+    def _pressed(self, verb: str, target: str) -> None:
+        """Acts for a pressed button of a problem. To acknowledge or silence one is harmless, and needs no question."""
+        if verb in MARKS:
+            self.actions.mark(verb, target)
+        else:
+            self.actions.propose(verb, target)
 
     def _update(self, snapshot: Snapshot) -> None:
         """Updates the tab in front, which is made when it is first opened. An error is shown in its place."""

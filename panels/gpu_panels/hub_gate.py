@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from tornado.httputil import HTTPMessageDelegate, HTTPServerRequest
 from tornado.ioloop import IOLoop, PeriodicCallback
 from tornado.web import HTTPError, RequestHandler, decode_signed_value
 
-from gpu_runtime import hub
+from gpu_runtime import hub, watching
 from gpu_runtime.settings import Settings
 from gpu_runtime.web import auth as tokens
 from gpu_runtime.web import gate, http_server
@@ -226,8 +227,6 @@ class HubServer(PanelServer):
 
 def _page(visitor: Visitor) -> Any:
     """The console for `visitor`. It shows the ledger of the machine, and not what other processes of root use."""
-    from gpu_runtime import watching
-
     from . import console, poller
 
     return console.page(visitor, poller.for_visitor(watching.default(), visitor))
@@ -240,7 +239,7 @@ def run(*, read_only: bool = False) -> None:
     IOLoop.current()  # HubOAuth's requests run in this loop
     http_server.run(
         partial(make_console_server, kind=partial(HubServer, hub_auth=hub_auth), page=_page),
-        CONSOLE,
+        replace(CONSOLE, snapshot=lambda: watching.default().status()),
         host=address.hostname or "127.0.0.1",
         port=address.port,
         read_only=read_only,

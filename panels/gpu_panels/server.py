@@ -47,6 +47,7 @@ from tornado.ioloop import IOLoop
 from tornado.web import FallbackHandler, StaticFileHandler, decode_signed_value
 
 from gpu_runtime.errors import GpuError, NotAllowed
+from gpu_runtime.facts import Snapshot
 from gpu_runtime.web import auth, gate, http_server
 from gpu_runtime.web.auth import AccessRules, Visitor
 from gpu_runtime.web.connections import Connections
@@ -334,13 +335,19 @@ def run(
     make_server: MakeServer = partial(PanelServer, page) if page else make_console_server
     http_server.run(
         make_server,
-        CONSOLE if page else replace(CONSOLE, routes=_metrics_route()),
+        CONSOLE if page else replace(CONSOLE, routes=_metrics_route(), snapshot=_snapshot),
         host=host,
         port=port,
         socket_path=socket_path,
         read_only=read_only,
         browser=browser,
     )
+
+
+def _snapshot() -> Snapshot:
+    from gpu_runtime import watching
+
+    return watching.followed().status()
 
 
 def _metrics_route() -> tuple[Any, ...]:

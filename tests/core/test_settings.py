@@ -32,7 +32,7 @@ DEFAULTS = {
     "GPU_SERVE_QUEUE": "256", "GPU_SERVE_BREAKER_FAILURES": "5", "GPU_SERVE_BREAKER_SECONDS": "30",
     "GPU_SERVE_GRACE_SECONDS": "30", "GPU_SERVE_LOG": "unset", "GPU_SERVE_KEYS": "unset",
     "GPU_SERVE_CORS": "unset", "MODEL_BOSS_ALLOW_CLOUD_FALLBACK": "true",
-    "GPU_TRUST_REMOTE_CODE": "false",
+    "GPU_TRUST_REMOTE_CODE": "false", "GPU_ALERTS": "unset",
 }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ ANSWERS = {
     ("models", "--json"): '"where": "sim:0"',
     ("leases",): "DEVICE",
     ("evictions",): "offloaded",
+    ("alerts",): "Nobody is told.",
     ("report",): "Nothing was recorded in this time",
     ("report", "--csv"): "user,card_h,in_use_gib_h",
     ("report", "--text"): "recorded 0 ms of 7 d",

@@ -1,6 +1,7 @@
 """The page of one session, without a browser: what it shows, what a click does, and how it ends."""
 
 import gc
+import json
 import threading
 import weakref
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ from panel.io.resources import LOCAL_DIST
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
 
+from gpu_runtime import alerts
 from gpu_runtime.errors import DoesNotFit, LedgerUnavailable
+from gpu_runtime.facts import problems
 from gpu_runtime.web.auth import Visitor
 
 from . import samples
@@ -318,6 +321,43 @@ def test_a_button_of_a_problem_opens_the_dialog_of_its_lease(page, poller):
     for forged in ("", "exec x", f"delete {target(poller)}"):
         page._problems._handle_msg({"verb": forged, "id": "x"})
     assert not page.actions.dialog.open
+
+
+def test_a_problem_is_acknowledged_and_silenced_if_somebody_is_told(
+    page, poller, rt, tmp_path, monkeypatch
+):
+    """Without destinations there are no such buttons. What a browser sends is checked."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    full = replace(poller.result.snapshot, full_disks=("/var",))
+    [name] = map(alerts.name_of, problems(full))
+
+    def shown():
+        full_again = replace(full)
+        poller.result = poller.result._replace(
+            snapshot=full_again, revision=poller.result.revision + 1
+        )
+        page.tick()
+        [row] = json.loads(page._problems.rows)
+        return row[1][0][0], [label for _, label, _ in row[2]]
+
+    assert shown()[1] == []
+    (tmp_path / "gpu-console").mkdir()
+    (tmp_path / "gpu-console/alerts.txt").touch()
+    assert shown()[1] == ["Acknowledge", "Silence 1 h"]
+    page._problems._handle_msg({"verb": f"ack {name}", "id": "x"})
+    page._problems._handle_msg({"verb": f"silence {name}", "id": "x"})
+    text, labels = shown()
+    assert "Acknowledged by ann at" in text and "Silenced by ann until" in text
+    assert labels == ["End silence"] and not page.actions.dialog.open
+    page._problems._handle_msg({"verb": f"end {name}", "id": "x"})
+    assert shown()[1] == ["Silence 1 h"]
+    for forged in ("ack ../x", "silence <b>", "end nothing"):
+        page._problems._handle_msg({"verb": forged, "id": "x"})
+    assert "no problem is called" in page.actions.outcomes.object
+    page.actions.visitor = VIEWER
+    page._problems._handle_msg({"verb": f"silence {name}", "id": "x"})
+    assert not alerts.read_state().silenced, "a viewer may not"
 
 
 def test_a_problem_without_a_known_begin_is_shown_since_it_was_first_seen():

@@ -22,6 +22,7 @@ from .conftest import claims, fakes, loaded, where
 
 PROVEN: set[str] = set()
 FILES = {  # of the settings that are tested with real servers, or with what they are about
+    "core/test_alerts.py": "gpu_alerts",
     "core/test_hub.py": "gpu_console_operator_groups gpu_console_user_names",
     "devices/test_probe.py": "gpu_devices",
     "faces/test_gate.py": "gpu_console_token gpu_console_viewer_token",

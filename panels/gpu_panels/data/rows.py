@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gpu_runtime import alerts
 from gpu_runtime.facts import (
     HOST,
     KERNEL,
@@ -368,21 +369,35 @@ class FirstSeen:
         self._read_wall = wall
 
 
-def problem_rows(snapshot: Snapshot, first_seen: FirstSeen) -> tuple[Row, ...]:
-    """A row for each problem in `snapshot`. `first_seen` is updated."""
+def problem_rows(
+    snapshot: Snapshot, first_seen: FirstSeen, told: alerts.State | None = None
+) -> tuple[Row, ...]:
+    """A row for each problem in `snapshot`. `first_seen` is updated.
+
+    With `told`, the state of alerts that somebody gets, a row says who knows of its problem, and has buttons for that.
+    """
     found = problems(snapshot)
     first_seen.update([problem.key for problem in found], snapshot.wall)
-    return tuple(_row(problem, snapshot, first_seen.times[problem.key]) for problem in found)
+    return tuple(_row(problem, snapshot, first_seen.times[problem.key], told) for problem in found)
 
 
-def _row(problem: Problem, snapshot: Snapshot, seen: Since) -> Row:
+def _row(problem: Problem, snapshot: Snapshot, seen: Since, told: alerts.State | None) -> Row:
     since = Since(problem.wall, False) if problem.wall else seen
+    name = alerts.name_of(problem)
+    marks = told.words(name, snapshot.wall) if told else ""
     cells = (
-        Cell(clean(problem.text), kind="prose alarm"),
+        Cell(clean(f"{problem.text} {marks}".rstrip()), kind="prose alarm"),
         Cell("before" if since.is_before else "", since.wall, kind="time"),
         bytes_cell(problem.bytes or None, NOTHING),
     )
     buttons = [_button(verb, target, snapshot) for verb, target in problem.actions]
+    if told:
+        if name not in told.acknowledged:
+            buttons.append(Button(f"ack {name}", "Acknowledge"))
+        if not told.silence_of(name, snapshot.wall):
+            buttons.append(Button(f"silence {name}", "Silence 1 h"))
+        elif name in told.silenced:
+            buttons.append(Button(f"end {name}", "End silence"))
     return Row(problem.key, cells, tuple(buttons))
 
 
