@@ -4,7 +4,6 @@
         keeper.sock           the keeper's socket; keeper.log has what the keeper printed
         owners/ID             with a Redis: each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
-        newest                the newest revision that any process has written (redis/page.py)
 
 Its files have access rights for one user alone, or for a group:
 

@@ -166,23 +166,43 @@ class Ledger(Protocol):
         """
 
 
-class NamesTeller:
-    """The names of one owner's models, for a ledger that tells all of them at once.
+class OwnerLedger:
+    """What ledgers of every kind do alike: the state of other owners, and what one owner keeps beside the book.
 
-    A list that grows is told at most four times a second once it is long. The next `publish_names`
-    tells the rest; a runtime calls it each second.
+    A kind of ledger has `_sight`, `_keep` and `_fetched`. A list of names that grows is kept at most four
+    times a second once it is long. The next `publish_names` keeps the rest; a runtime calls it each second.
     """
 
     FEW, BETWEEN_SECONDS = 256, 0.25
-    again_seconds = float("inf")  # after so long, the same list is told again
+    again_seconds = float("inf")  # after so long, the same list is kept again
 
     def __init__(self) -> None:
         self._names: dict[str, Declared] = {}
         self._all_told, self._told_at = True, float("-inf")
 
-    def _tell(self, names: dict[str, Declared]) -> None:
-        """Tells the others these `names`. Raises OSError."""
+    def _sight(self, owner: Owner) -> Sight:
         raise NotImplementedError
+
+    def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
+        """Keeps a `value` of this `kind`, in place of the last one for this owner. Raises OSError."""
+        raise NotImplementedError
+
+    def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
+        """What the living owners keep of this `kind`, by owner id; with `owner`, what it keeps for this one."""
+        raise NotImplementedError
+
+    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
+        """The present state of the owners' processes, by owner id. See Ledger."""
+        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
+        return {id: self._sight(book.sections[id].owner) for id in wanted}
+
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        """Replaces this owner's allocator `maps`. Raises OSError."""
+        self._keep("maps", maps)
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        """The allocator maps of the living owners, by owner id."""
+        return self._fetched("maps", tuple[AllocatorMap, ...])
 
     def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
         """Adds one model to the list of models that this owner can load. Raises OSError."""
@@ -202,8 +222,21 @@ class NamesTeller:
 
     def _tell_all(self) -> None:
         self._told_at = time.monotonic()
-        self._tell(self._names)
+        self._keep("names", self._names)
         self._all_told = True
+
+    def names(self) -> dict[str, dict[str, Declared]]:
+        """The models that each living owner can load, by owner id."""
+        found = self._fetched("names", dict[str, Declared])
+        return {id: names for id, names in found.items() if names}
+
+    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Keeps this owner's `answer` to the owner `asker`. See Ledger. Raises OSError."""
+        self._keep("answer", answer, asker, private)
+
+    def answer(self, owner_id: str) -> Holdings | None:
+        """The last answer of the owner `owner_id` to this owner; None if there is none."""
+        return self._fetched("answer", Holdings, owner_id).get(owner_id)
 
 
 def require_usable(url: str, owner: Owner, is_open: bool) -> None:

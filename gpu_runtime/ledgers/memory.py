@@ -8,40 +8,35 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from .. import threads
-from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
-from .base import require_usable
+from ..facts import Book, Owner, Ticket
+from .base import OwnerLedger, require_usable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
-from .pieces import Unwritable, encoded_change, refused, require_readable
+from .pieces import Unwritable, decode, encode, encoded_change, refused, require_readable
 
 T = TypeVar("T")
 
 
 class _MemoryBook:
-    """A book, and the bells, maps, names and answers of the owners that have it open.
-
-    A bell wakes the waiting threads of an owner.
-    """
+    """A book, and the bells of the owners that have it open, which wake their waiting threads."""
 
     def __init__(self) -> None:
         self.book = Book()
         self.writing = threads.freed(threading.Lock())
         self.bells: dict[str, Bell] = {}
-        self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
-        self.names: dict[str, dict[str, Declared]] = {}
-        self.answers: dict[tuple[str, str], Holdings] = {}  # by answering and asking owner
+        self.kept: dict[tuple[str, str, str], bytes] = {}  # by kind, owner, for whom
 
 
 _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
 _naming = threads.freed(threading.Lock())
 
 
-class MemoryLedger:
+class MemoryLedger(OwnerLedger):
     """One owner's access to a book in memory. An owner counts as dead when its ledger is closed.
 
     The methods follow the protocol in base.py.
@@ -52,6 +47,7 @@ class MemoryLedger:
 
         `notebook` and `user` describe the owner.
         """
+        super().__init__()
         self.url = f"memory:{name}"
         self.owner: Owner = describe_self(notebook=notebook, user=user)
         with _naming:
@@ -95,11 +91,8 @@ class MemoryLedger:
         """An empty set. All owners are in this process, so each is known to be dead or alive."""
         return frozenset()
 
-    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """ALIVE or DEAD for each owner with a section in `book`; only those in `owners` if given."""
-        dead = self.dead(book)
-        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
-        return {id: Sight.DEAD if id in dead else Sight.ALIVE for id in wanted}
+    def _sight(self, owner: Owner) -> Sight:
+        return Sight.ALIVE if owner.id in self._open_book().bells else Sight.DEAD
 
     def give_sign(self) -> None:
         """Does nothing: all owners are in this process."""
@@ -134,47 +127,24 @@ class MemoryLedger:
         self._open_book()
         return self._bell.wait(timeout)
 
-    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Replaces this owner's allocator `maps`."""
-        self._open_book().maps[self.owner.id] = maps
+    def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
+        self._open_book().kept[kind, self.owner.id, for_whom] = encode(value)
 
-    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
-        """The allocator maps of the open ledgers, by owner id."""
-        return dict(self._open_book().maps)
-
-    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
-        """Adds one model to the list of models that this owner can load."""
-        self._open_book().names.setdefault(self.owner.id, {})[name] = declared
-
-    def publish_names(self, names: Mapping[str, Declared]) -> None:
-        """Makes `names` the list of models that this owner can load."""
-        self._open_book().names[self.owner.id] = dict(names)
-
-    def names(self) -> dict[str, dict[str, Declared]]:
-        """The models that each open ledger's owner can load, by owner id."""
-        listed = list(self._open_book().names.items())
-        return {id: dict(names) for id, names in listed if names}
-
-    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
-        """Stores this owner's `answer` to the owner `asker`; `private` changes nothing here."""
-        self._open_book().answers[self.owner.id, asker] = answer
-
-    def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner."""
-        return self._open_book().answers.get((owner_id, self.owner.id))
+    def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
+        mine = self.owner.id if owner else ""
+        kept = list(self._open_book().kept.items())
+        return {
+            id: decode(content, type=type)
+            for (of_kind, id, whom), content in kept
+            if (of_kind, whom) == (kind, mine) and owner in ("", id)
+        }
 
     def close(self) -> None:
-        """Removes this owner's bell, maps and names, and all answers from and to this owner.
-
-        Without a bell, the owner counts as dead.
-        """
+        """Removes this owner's bell, without which it counts as dead, and what is kept by it and for it."""
         memory, self._book = self._book, None
         if memory:
-            memory.maps.pop(self.owner.id, None)
-            memory.names.pop(self.owner.id, None)
-            mine = [pair for pair in memory.answers if self.owner.id in pair]
-            for pair in mine:
-                del memory.answers[pair]
+            for key in [key for key in memory.kept if self.owner.id in key]:
+                del memory.kept[key]
             memory.bells.pop(self.owner.id, None)
             self._bell.close()
 

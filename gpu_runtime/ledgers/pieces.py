@@ -65,7 +65,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     queue: tuple[str, ...]  # keys of tickets
 
 
-encode = msgspec.msgpack.Encoder().encode
+encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.decode
 decode_part = msgspec.msgpack.Decoder(Part).decode
 decode_shared = msgspec.msgpack.Decoder(Shared).decode
 decode_state = msgspec.msgpack.Decoder(State).decode

@@ -31,7 +31,6 @@ from gpu_runtime.facts import (
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.notify import Bell, Doorbell, _Waiter
-from gpu_runtime.ledgers.redis.page import RevisionHint
 from tests.clock import PATIENCE
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
@@ -80,38 +79,32 @@ def test_a_lost_race_is_decided_again(new_owner):
 
 
 @pytest.fixture
-def killed_before_its_hint(monkeypatch, new_owner):
-    """A ledger that knows the page of its own write. Another owner then wrote, and was killed
-    before it recorded the newest revision in the hint (the file beside the book).
-    """
+def behind(new_owner):
+    """A ledger that knows the page of its own write. Another owner has written since."""
     ledger, other = new_owner(), new_owner()
     put(ledger, "ours")
-    with monkeypatch.context() as patch:
-        patch.setattr(RevisionHint, "record", lambda *_: None)
-        put(other, "theirs")
+    put(other, "theirs")
     return ledger
 
 
-def test_an_answer_that_is_not_written_is_about_the_newest_page(killed_before_its_hint):
+def test_an_answer_that_is_not_written_is_about_the_newest_page(behind):
     """A decision starts from the page in memory. Only a successful write proves that this page is
     the newest one.
     """
-    found = killed_before_its_hint.transact(
-        lambda book: (book, sorted(lease.name for lease in book.leases()))
-    )
+    found = behind.transact(lambda book: (book, sorted(lease.name for lease in book.leases())))
     assert found == ["ours", "theirs"]
 
 
-def test_a_write_on_an_older_page_is_decided_again(killed_before_its_hint):
+def test_a_write_on_an_older_page_is_decided_again(behind):
     decided = []
 
     def decide(book):
         decided.append(sorted(lease.name for lease in book.leases()))
-        return book.with_section(section(killed_before_its_hint, "new")), None
+        return book.with_section(section(behind, "new")), None
 
-    killed_before_its_hint.transact(decide)
+    behind.transact(decide)
     assert decided[-1] == ["ours", "theirs"]
-    assert names(killed_before_its_hint) == ["new", "theirs"]
+    assert names(behind) == ["new", "theirs"]
 
 
 def test_the_same_book_is_not_written(new_owner):

@@ -30,15 +30,15 @@ from msgspec.structs import replace
 
 from ... import threads
 from ...errors import LedgerUnavailable
-from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
+from ...facts import Book, Owner, Ticket
 from ...version import VERSION
 from .. import access
 from ..access import group_name, outsider, shared_root
-from ..base import NamesTeller, require_usable
+from ..base import OwnerLedger, require_usable
 from ..invariants import refuse_unlawful
 from ..liveness import Sight, boot_id, describe_self, name_of, namespaces, sight_of_process
 from ..notify import Bell, _Waiter
-from ..pieces import UNREADABLE, Pieces, Unwritable, encode, encoded_change, refused
+from ..pieces import UNREADABLE, Pieces, Unwritable, decode, encode, encoded_change, refused
 from . import core
 from .shared_book import Reader, Torn
 from .wire import SERVER, SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
@@ -48,10 +48,6 @@ PATIENCE_SECONDS = 10.0
 HANGING_SECONDS = 5.0  # a keeper that does not answer for so long is ended, and replaced
 BELL_SECONDS = 0.5  # between two attempts of a waiting thread to reach the keeper
 _CREDENTIALS = struct.Struct("3i")
-_decode_maps = msgspec.msgpack.Decoder(tuple[AllocatorMap, ...]).decode
-_decode_names = msgspec.msgpack.Decoder(dict[str, Declared]).decode
-_decode_holdings = msgspec.msgpack.Decoder(Holdings).decode
-_decode_seconds = msgspec.msgpack.Decoder(float).decode
 _children: list[subprocess.Popen[bytes]] = []  # keepers that this process started
 
 
@@ -212,7 +208,7 @@ class _KeeperBell(Bell):
             self._wire.close()
 
 
-class KeeperLedger(NamesTeller):
+class KeeperLedger(OwnerLedger):
     """One owner's access to the book of the keeper in a directory."""
 
     def __init__(
@@ -535,11 +531,6 @@ class KeeperLedger(NamesTeller):
         others = frozenset(book.owner_ids() - {self.owner.id})
         return others - state.living.keys() - self.dead(book)
 
-    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """The present state of the owners' processes, by owner id. See base.py."""
-        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
-        return {id: self._sight(book.sections[id].owner) for id in wanted}
-
     def _sight(self, owner: Owner) -> Sight:
         state = self._pieces.state
         if owner.id in state.dead:
@@ -557,7 +548,7 @@ class KeeperLedger(NamesTeller):
 
     def silences(self, book: Book) -> dict[str, float]:
         """The seconds since the last sign of each owner, by owner id. See base.py."""
-        found = self._fetched("silences", _decode_seconds)
+        found = self._fetched("silences", float)
         return {id: seconds for id, seconds in found.items() if id in book.sections}
 
     def declare_dead(self, owners: Iterable[str]) -> None:
@@ -588,30 +579,6 @@ class KeeperLedger(NamesTeller):
 
     # What is kept beside the book
 
-    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Replaces this owner's allocator `maps`. Raises OSError."""
-        self._keep("maps", maps)
-
-    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
-        """The allocator maps of the living owners, by owner id."""
-        return self._fetched("maps", _decode_maps)
-
-    def _tell(self, names: dict[str, Declared]) -> None:
-        self._keep("names", names)
-
-    def names(self) -> dict[str, dict[str, Declared]]:
-        """The models that each living owner can load, by owner id."""
-        found = self._fetched("names", _decode_names)
-        return {id: names for id, names in found.items() if names}
-
-    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
-        """Keeps this owner's `answer` to the owner `asker`. See base.py. Raises OSError."""
-        self._keep("answer", answer, asker, private)
-
-    def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner."""
-        return self._fetched("answer", _decode_holdings, owner_id).get(owner_id)
-
     def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
         keep = core.Keep(0, kind, encode(value), for_whom, private)
         if self._kept.get((kind, for_whom)) == keep:
@@ -622,9 +589,9 @@ class KeeperLedger(NamesTeller):
             del self._kept[kind, for_whom]
             raise OSError(reply.why)
 
-    def _fetched(self, kind: str, decode: Callable[[bytes], T], owner: str = "") -> dict[str, T]:
+    def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
         reply = self._ask_again(core.Fetch(0, kind, owner))
-        return {id: decode(content) for id, content in reply.contents.items()}
+        return {id: decode(content, type=type) for id, content in reply.contents.items()}
 
     # The end
 

@@ -5,6 +5,7 @@
     gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write),
                                   opens (when grants begin), seen (when an owner last looked), name
                                   (of the machine that made it)
+    gpu-console:newest:BOOT-ID    the generation and the newest revision of the page
     gpu-console:beside:BOOT-ID:KIND   a hash of the owners' maps, names or answers
     gpu-console:damaged:…         a damaged page that was set aside; it expires after a week
 
@@ -176,12 +177,15 @@ SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
 NOT_A_PAGE = (ValueError, TypeError, *UNREADABLE)
 MARKER = "gpu-console:ledger"  # marks a database that belongs to gpu-console
 PAGE = "gpu-console:page:"
+NEWEST = "gpu-console:newest:"
 BESIDE = "gpu-console:beside:"
 
 LOOK_OR_WRITE = f"""
 local page, now = KEYS[1], redis.call('TIME')
 local at = redis.call('HMGET', page, 'generation', 'rev', 'schema')
 if not at[1] then return {{'gone'}} end
+local known, newest = string.match(redis.call('GET', KEYS[2]) or '', '(%S+) (%d+)')
+if known == at[1] and tonumber(newest) > (tonumber(at[2] or '') or -1) then return {{'old', newest}} end
 if ARGV[1] == 'look' then
   if ARGV[4] == 'seen' then
     redis.call('HSET', page, 'seen', now[1])
@@ -201,11 +205,12 @@ if grants == 'yes' then
   if left > 0 then return {{'closed', tostring(left)}} end
 end
 redis.call('HSET', page, 'rev', after, 'nonce', nonce, 'schema', schema, 'body', body)
+redis.call('SET', KEYS[2], generation .. ' ' .. after, 'EX', {KEPT_SECONDS})
 return {{'written'}}
 """
 
 MAKE = f"""
-local page, marker, aside = KEYS[1], KEYS[2], KEYS[3]
+local page, marker, aside = KEYS[1], KEYS[3], KEYS[4]
 local found_generation, found_rev, generation, rev, schema, body, closed, name = unpack(ARGV)
 local at = redis.call('HMGET', page, 'generation', 'rev')
 if (at[1] or '') ~= found_generation or (at[2] or '') ~= found_rev then return 0 end
@@ -217,6 +222,7 @@ local now = redis.call('TIME')
 redis.call('HSET', page, 'generation', generation, 'rev', rev, 'schema', schema, 'body', body, 'name', name,
            'seen', now[1], 'opens', tostring(now[1] + now[2] / 1000000 + closed))
 redis.call('EXPIRE', page, {KEPT_SECONDS})
+redis.call('SET', KEYS[2], generation .. ' ' .. rev, 'EX', {KEPT_SECONDS})
 redis.call('HSETNX', marker, 'schema', schema)
 return 1
 """

@@ -31,11 +31,11 @@ import msgspec
 from msgspec.structs import replace
 
 from ...errors import LedgerRefused, LedgerUnavailable
-from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
+from ...facts import Book, Owner, Ticket
 from ...units import show_bytes
 from .. import access
 from ..access import access_to, owners_in, split_redis_url
-from ..base import NamesTeller, require_usable
+from ..base import OwnerLedger, require_usable
 from ..invariants import refuse_unlawful
 from ..liveness import (
     Life,
@@ -49,7 +49,7 @@ from ..liveness import (
     testimony,
 )
 from ..notify import Doorbell
-from ..pieces import Part
+from ..pieces import Part, decode, encode
 from .connection import BESIDE, KEPT_SECONDS, NOT_A_PAGE, HostPage, Page, RedisConnection
 from .page import DamagedBook, LostRace, RedisBook, in_roster
 
@@ -58,12 +58,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02  # after lost races, c
 # The user's generator is not drawn from. This one has no state that a forked child would share.
 _chance = random.SystemRandom()
 MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
-_decode_maps = msgspec.msgpack.Decoder(tuple[AllocatorMap, ...]).decode
-_decode_names = msgspec.msgpack.Decoder(dict[str, Declared]).decode
-_decode_holdings = msgspec.msgpack.Decoder(Holdings).decode
 
 
-class RedisLedger(NamesTeller):
+class RedisLedger(OwnerLedger):
     """One owner's access to the page of its host in a Redis.
 
     Lock files and doorbells (the sockets that wake owners) are local files.
@@ -162,9 +159,6 @@ class RedisLedger(NamesTeller):
                 known = self._store.glance() if may_glance else None
                 may_glance = False
                 page = known or self._store.look()
-                # The book also changes while a process reads all of it.
-                if not known and self._store.is_behind(page):
-                    page = self._store.look()
                 new, answer = decide(page.book)
                 if new is page.book and known and self._store.look() is not known:
                     continue  # the decision was made on an older page
@@ -216,15 +210,9 @@ class RedisLedger(NamesTeller):
         found = life_of(owner, path) if owner else life(path)
         return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
 
-    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """The present state of the owners' processes, by owner id. See base.py."""
-        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
-        found = {}
-        for id in wanted:
-            owner = book.sections[id].owner
-            is_mine = id == self.owner.id
-            found[id] = Sight.ALIVE if is_mine else sight_of(owner, self._lock_file(id))
-        return found
+    def _sight(self, owner: Owner) -> Sight:
+        is_mine = owner.id == self.owner.id
+        return Sight.ALIVE if is_mine else sight_of(owner, self._lock_file(owner.id))
 
     def give_sign(self) -> None:
         """Notes that this owner lives and runs. See base.py."""
@@ -309,57 +297,36 @@ class RedisLedger(NamesTeller):
 
     # What is kept beside the book: a hash for each kind, with a field for each owner
 
-    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Replaces this owner's allocator `maps`. See base.py."""
-        self._keep("maps", maps)
-
-    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
-        """The allocator maps of the living owners, by owner id."""
-        return self._kept("maps", _decode_maps)
-
-    def _tell(self, names: dict[str, Declared]) -> None:
-        self._keep("names", names)
-
-    def names(self) -> dict[str, dict[str, Declared]]:
-        """The models that each living owner can load, by owner id."""
-        return {id: names for id, names in self._kept("names", _decode_names).items() if names}
-
-    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
-        """Keeps this owner's `answer` to the owner `asker`.
-
-        A Redis cannot tell users apart, so a `private` answer is as safe as the database's password.
-        """
-        self._keep("answers", answer, f"{self.owner.id} {asker}")
-        self._drop_ended("answers", self._store.ask("HKEYS", self._beside("answers")))
-
-    def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner; None if there is none."""
-        self._require_open()
-        found = self._store.ask("HGET", self._beside("answers"), f"{owner_id} {self.owner.id}")
-        return _decode_holdings(found) if found else None
-
     def _beside(self, kind: str) -> str:
-        return f"{BESIDE}{self.directory.name}:{kind}"
+        return f"{BESIDE}{self.directory.name}:{'answers' if kind == 'answer' else kind}"
 
-    def _keep(self, kind: str, value: object, field: str = "") -> None:
+    def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
+        """See OwnerLedger. A Redis cannot tell users apart: what is `private` is as safe as its password."""
         self._require_open()
-        content = msgspec.msgpack.encode(value)
+        content, key = encode(value), self._beside(kind)
         if len(content) > MOST_KEPT_BYTES:
             raise OSError(f"its {kind} take {show_bytes(len(content))}")
-        self._store.ask("HSET", self._beside(kind), field or self.owner.id, content)
-        self._store.ask("EXPIRE", self._beside(kind), KEPT_SECONDS)
+        self._store.ask("HSET", key, f"{self.owner.id} {for_whom}".rstrip(), content)
+        self._store.ask("EXPIRE", key, KEPT_SECONDS)
+        if for_whom:
+            self._drop_ended(kind, self._store.ask("HKEYS", key))
 
-    def _kept(self, kind: str, decode: Callable[[bytes], T]) -> dict[str, T]:
+    def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
         self._require_open()
-        words = self._store.ask("HGETALL", self._beside(kind))
-        self._drop_ended(kind, words[::2])
-        found = {}
+        key, mine = self._beside(kind), f"{owner} {self.owner.id}"
+        if owner:
+            found = self._store.ask("HGET", key, mine)
+            words = [mine.encode(), found] if found else []
+        else:
+            words = self._store.ask("HGETALL", key)
+            self._drop_ended(kind, words[::2])
+        fetched = {}
         for field, content in zip(words[::2], words[1::2], strict=True):
-            id = field.decode(errors="replace")
-            if self._may_live(id):
+            id = field.decode(errors="replace").split(" ")[0]
+            if owner or self._may_live(id):
                 with contextlib.suppress(msgspec.MsgspecError):  # another version wrote it
-                    found[id] = decode(content)
-        return found
+                    fetched[id] = decode(content, type=type)
+        return fetched
 
     def _may_live(self, id: str) -> bool:
         """Whether the owner `id` lives, or is in the book and not proven dead.

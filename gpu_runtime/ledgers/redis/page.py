@@ -17,33 +17,24 @@ full for the roster, because a roster that claims too much is safe. There is one
 lock. The lock is held for single commands and never during a decision. A thread also holds it while
 it writes the roster and the page, so that no thread's roster overwrites the grant of another thread.
 
-The newest revision of the book that any process has written is in a file beside the book. An old
-copy of the book may replace the book, for example from a backup. The copy is a valid book, so only a
-process that has seen a newer revision notices the replacement. Any other process would grant bytes
-that are granted already. With this file, all processes notice the replacement. The file is written
-after each write of the book, and read before each read and write (2 µs). If the file is missing or
-wrong, a process accepts the book, unless it has itself seen a newer revision.
+An old copy of the page may replace the page, for example from a backup. The copy is a valid page, and
+bytes that it shows as free are granted already. So the script keeps the newest revision under a key of
+its own, and refuses a page that is older.
 
-The file also saves work. If a process's own copy of the book has the newest revision, the process
-decides on its copy, without a read. If the copy is older, the process reads the book again before
-it tries to write.
+A process that wrote last decides on its own copy of the page, without a read. If another process has
+written meanwhile, the script refuses the write, and the next decisions begin with a read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
 import hashlib
 import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
-import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import sleep
@@ -80,6 +71,7 @@ from .connection import (
     MAKE,
     MARKER,
     MOST_BYTES,
+    NEWEST,
     NOT_A_PAGE,
     PAGE,
     SEEN_SECONDS,
@@ -92,57 +84,6 @@ from .connection import (
     look_at,
     page_in,
 )
-
-NEWEST = "newest"
-_ENTRY = struct.Struct("<IQ")  # the checksum of the book's name, and its revision
-_SUM = struct.Struct("<I")
-
-
-class RevisionHint:
-    """One process's access to the file with the newest revision.
-
-    No method raises. If the file cannot be used, the newest revision is unknown.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        """`directory` has the ledger's files of this boot."""
-        self._fd = -1
-        with contextlib.suppress(OSError):  # the hint is optional
-            access_to(directory).make_file(directory / NEWEST)
-            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(directory / NEWEST, flags)
-            weakref.finalize(self, os.close, self._fd).atexit = False
-
-    def of(self, book: str) -> int:
-        """The newest revision that is recorded for the book named `book`; 0 if nothing is known."""
-        try:
-            content = os.pread(self._fd, _ENTRY.size + _SUM.size, 0)
-        except OSError:  # there is no file: nothing is known
-            return 0
-        entry, checksum = content[: _ENTRY.size], content[_ENTRY.size :]
-        if len(checksum) != _SUM.size:
-            return 0
-        [expected] = _SUM.unpack(checksum)
-        if expected != zlib.crc32(entry):
-            return 0  # the file is damaged, or was read while it was written
-        name_checksum, rev = _ENTRY.unpack(entry)
-        return rev if name_checksum == _checksum(book) else 0
-
-    def record(self, book: str, rev: int) -> None:
-        """Records that the book named `book` has been written at the revision `rev`."""
-        entry = _ENTRY.pack(_checksum(book), rev)
-        checksum = _SUM.pack(zlib.crc32(entry))
-        with contextlib.suppress(OSError):  # no file, or a full disk; the hint is optional
-            os.pwrite(self._fd, entry + checksum, 0)
-
-
-@functools.lru_cache(4)
-def _checksum(book: str) -> int:
-    return zlib.crc32(book.encode())
-
-
-# -- the page --------------------------------------------------------------------------------------
-
 
 log = logging.getLogger("gpu_runtime")
 
@@ -178,18 +119,6 @@ class DamagedBook(Exception):
     """Raised for a book that cannot be used, or is missing. The argument is the reason."""
 
 
-class Draft(NamedTuple):
-    """A book that is about to be written over a page."""
-
-    pieces: Pieces
-    raw: Mapping[str, Piece]
-    body: bytes
-
-    @property
-    def book(self) -> Book:
-        return self.pieces.book
-
-
 class RedisBook:
     """One owner's connection to the page of its host, and its own file in a local directory."""
 
@@ -211,16 +140,16 @@ class RedisBook:
         self.owner_file = owner_file
         self._moved = moved
         self._lock = threading.Lock()
-        self._hint = RevisionHint(directory)
         self._connection: Any = None  # an open connection, or None
         self._page: Page | None = None  # as last read or written
         self._least_rev = 0  # the newest revision seen: a book below it is an old copy
+        self._wrote_last = False  # whether the page in memory was probably written last
         self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page before a write that has not succeeded yet
         self._agreed: tuple[Any, ...] = (None, None, None)  # facts of all owners in the roster
         self._agreed_piece = b""  # these facts, encoded
         self._server = server
-        self._key = PAGE + boot
+        self._key, self._newest = PAGE + boot, NEWEST + boot
         # Each owners' directory has a script of its own, which differs by its first line. If this
         # directory's script is loaded, an owner has compared the page with the rosters in this
         # directory. An owner in another directory cannot see these rosters.
@@ -230,22 +159,15 @@ class RedisBook:
         self._vetted = False
         self._told_at = float("-inf")  # the time when this owner last marked the page as seen
 
-    @property
-    def path(self) -> Path:
-        return self.directory
-
     def glance(self) -> Page | None:
-        """The page in memory; None if a newer page is known, or if an earlier write is unfinished.
+        """The page in memory; None if another process may have written since, or a write is unfinished.
 
         A decision on the page in memory saves a third of the cost of a write. If there is a newer
         page after all, the write fails. Without a write, only `look` notices the newer page.
         """
         with self._lock:
-            page = self._page
-            is_certain = not (self._roster_doubtful or self._unfinished or self._connection is None)
-            if page is None or not is_certain or self._rev_seen_by_others(page) != page.rev:
-                return None
-            return page
+            doubtful = self._roster_doubtful or self._unfinished or self._connection is None
+            return self._page if self._wrote_last and not doubtful else None
 
     def look(self) -> Page:
         """The current page. Raises LostRace, DamagedBook, LedgerUnavailable."""
@@ -258,11 +180,11 @@ class RedisBook:
 
     def _look(self) -> Page:
         with self._lock:
-            if self._page is None or self._connection is None or not self._in_force(self._page):
+            if self._page is None or self._connection is None or not self._vetted:
                 self._open()
             assert self._page is not None  # `_open` has read one
-            self._least_rev = max(self._least_rev, self._rev_seen_by_others(self._page))
-            page = self._page = self._read(self._page)
+            page = self._read(self._page)
+            self._wrote_last, self._page = page is self._page, page
             if self._unfinished is not None and self._unfinished.name != page.name:
                 page = self._take_back(page, self._unfinished)
             if self._roster_doubtful:
@@ -270,13 +192,9 @@ class RedisBook:
             if self._unfinished is not None:
                 # A process that rebuilds the book from now on finds the correct roster. If the book
                 # was rebuilt before the roster was correct, `page` is no longer in force.
-                finished = not self._roster_doubtful and self._in_force(page)
+                finished = not self._roster_doubtful and self._vetted
                 self._unfinished = None if finished else page
             return page
-
-    def is_behind(self, page: Page) -> bool:
-        """Whether a process is known to have written the book since `page` was read."""
-        return self._page is not page or self._rev_seen_by_others(page) > page.rev
 
     def put(self, page: Page, new: Book) -> None:
         """Writes the book `new` over the `page` on which it was decided.
@@ -302,13 +220,11 @@ class RedisBook:
         if not self.owner_file.in_place():
             with self._lock:
                 self._restore_own_files()
-        if self.is_behind(page):  # a lost race costs less here than after the roster is written
-            raise LostRace
-        draft = self._draft(page, self._with_own_inode(new))
+        after = self._draft(page, self._with_own_inode(new))
         with self._lock:
             if self._page is not page or self._connection is None:
                 raise LostRace  # another thread of this process has written first
-            self._commit(page, draft)
+            self._commit(page, after)
 
     def mend(self) -> None:
         """Makes the page again, unless another process has done so.
@@ -342,18 +258,18 @@ class RedisBook:
 
     # The methods below are called with the lock held.
 
-    def _grants(self, page: Page, draft: Draft) -> bool:
-        """Whether `draft` promises bytes to this owner that `page` does not promise."""
+    def _grants(self, page: Page, after: Page) -> bool:
+        """Whether the page `after` promises bytes to this owner that `page` does not promise."""
         me = self.owner_file.owner.id
-        before, after = page.book.sections.get(me), draft.book.sections.get(me)
-        if after is None or after is before:
+        before, now = page.book.sections.get(me), after.book.sections.get(me)
+        if now is None or now is before:
             return False
-        return bool(_promises(after) - (_promises(before) if before else set()))
+        return bool(_promises(now) - (_promises(before) if before else set()))
 
-    def _draft(self, page: Page, new: Book) -> Draft:
-        """The draft for writing the book `new` over `page`.
+    def _draft(self, page: Page, new: Book) -> Page:
+        """The page after `page`, with the book `new`.
 
-        Raises LedgerRefused, which names the field, if other processes could not read the draft.
+        Raises LedgerRefused, which names the field, if other processes could not read it.
         """
         me, rev, known = self.owner_file.owner.id, page.rev + 1, page.pieces
         owners = new.owner_ids()
@@ -368,7 +284,7 @@ class RedisBook:
             if not same or "shared" in fields:
                 require_readable(part, fields)
         except Unwritable as error:
-            raise refused(str(self.path), me, str(error)) from error
+            raise refused(str(self.directory), me, str(error)) from error
         if "shared" in fields:
             raw[SHARED] = Piece(rev, bytes(fields["shared"]))
             shared = decode_shared(fields["shared"])
@@ -382,11 +298,7 @@ class RedisBook:
                 raw[me] = Piece(rev, part)
         drafted = Pieces()
         drafted.put(rev, parts, shared, state, new)
-        return Draft(drafted, raw, sealed(rev, raw))
-
-    def _rev_seen_by_others(self, page: Page) -> int:
-        """The newest revision of this book that any process has recorded; 0 if not known."""
-        return self._hint.of(page.name)
+        return Page(page.name, rev, drafted, raw)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -416,34 +328,34 @@ class RedisBook:
         try:
             self._commit(page, self._draft(page, book))
         except OSError as error:
-            raise access.cannot_write(self.path, error) from error
+            raise access.cannot_write(self.directory, error) from error
         finally:
             self._unfinished = before
         assert self._page is not None
         return self._page
 
-    def _part_changed(self, page: Page, draft: Draft) -> bool:
-        """Whether `draft` changes something that this owner's roster contains."""
+    def _part_changed(self, page: Page, after: Page) -> bool:
+        """Whether the page `after` has another roster of this owner than `page`."""
         me = self.owner_file.owner.id
-        if draft.raw.get(me) is not page.raw.get(me):
-            return True
-        return _agreed(page.book) != _agreed(draft.book)
+        return after.raw.get(me) is not page.raw.get(me) or _agreed(page.book) != _agreed(
+            after.book
+        )
 
-    def _write_roster(self, book: Book, raw: Mapping[str, Piece], rev: int) -> None:
-        """Writes this owner's roster: its part of the book, and the facts that all owners share."""
-        me, agreed = self.owner_file.owner.id, _agreed(book)
+    def _write_roster(self, page: Page) -> None:
+        """Writes this owner's roster: its part of the `page`, and the facts that all owners share."""
+        me, agreed = self.owner_file.owner.id, _agreed(page.book)
         if any(now is not last for now, last in zip(agreed, self._agreed, strict=True)):
             devices, limits, drained = self._agreed = agreed
             shared = Shared(devices=devices, limits=limits, drained=drained)
             self._agreed_piece = encode(shared)
-        mine = {SHARED: Piece(rev, self._agreed_piece)}
-        if me in raw:
-            mine[me] = raw[me]
-        self.owner_file.write_roster(sealed(rev, mine), rev=rev, schema=SCHEMA)
+        mine = {SHARED: Piece(page.rev, self._agreed_piece)}
+        if me in page.raw:
+            mine[me] = page.raw[me]
+        self.owner_file.write_roster(sealed(page.rev, mine), rev=page.rev, schema=SCHEMA)
 
     def _repair_roster(self, page: Page) -> None:
         try:
-            self._write_roster(page.book, page.raw, page.rev)
+            self._write_roster(page)
             self._roster_doubtful = False
         except OSError:
             pass  # a full disk must not prevent reading; the next read tries again
@@ -468,8 +380,8 @@ class RedisBook:
         self._restore_own_files()
         if self._page:  # the last known section of this owner
             page = self._page
-            draft = self._draft(page, self._with_own_inode(page.book))
-            self._write_roster(draft.book, draft.raw, page.rev)
+            after = self._draft(page, self._with_own_inode(page.book))
+            self._write_roster(after._replace(rev=page.rev))
 
     def _restore_own_files(self) -> None:
         """Makes this owner's deleted lock file and socket again. Raises LedgerUnavailable."""
@@ -495,9 +407,6 @@ class RedisBook:
                 path=str(owners),
             )
 
-    def _in_force(self, page: Page) -> bool:
-        return self._vetted
-
     # Comparing the page with the rosters
 
     def _open(self) -> None:
@@ -508,7 +417,6 @@ class RedisBook:
         self._connection = None
         seen = self._server.converse(self._vet)
         self._vetted = True
-        self._hint = RevisionHint(self.directory)  # a new object, as the directory may be a new one
         assert seen.page is not None  # `_fault` has checked it
         self._page = seen.page
         self._least_rev = seen.rev
@@ -628,8 +536,9 @@ class RedisBook:
         made = ask(
             "EVAL",
             MAKE,
-            3,
+            4,
             self._key,
+            self._newest,
             MARKER,
             f"gpu-console:damaged:{self.boot}:{secrets.token_hex(4)}",
             *(seen.words if seen else ("", "")),
@@ -672,8 +581,6 @@ class RedisBook:
         if what == b"same":
             self._require_new_enough(page, page.rev)
             return page
-        if what == b"gone":
-            raise DamagedBook("it is gone")
         if what == b"large":
             raise DamagedBook("it is too large")
         generation, rev, schema, body = found
@@ -704,42 +611,41 @@ class RedisBook:
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
             raise DamagedBook(why)
 
-    def _commit(self, page: Page, draft: Draft) -> None:
-        self._require_small(draft.body)
-        part_changed, is_kept = self._part_changed(page, draft), True
+    def _commit(self, page: Page, after: Page) -> None:
+        body = sealed(after.rev, after.raw)
+        self._require_small(body)
+        part_changed, is_kept = self._part_changed(page, after), True
         if part_changed:
             # The roster may differ from the page until the page is known to be written. The next
             # `look` repairs the roster.
             self._roster_doubtful = True
             self._unfinished = page
             try:
-                self._write_roster(draft.book, draft.raw, page.rev + 1)
+                self._write_roster(after)
             except OSError as error:
                 # A roster that claims too much is safe, so bytes are released on a full disk too.
                 disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if not disk_full or _claims_more(page.book, draft.book):
+                if not disk_full or _claims_more(page.book, after.book):
                     raise
                 is_kept = False
-        grants = self._grants(page, draft)
+        grants = self._grants(page, after)
         what, *seconds = self._run(
             "write",
             page.name,
             page.rev,
-            page.rev + 1,
+            after.rev,
             secrets.token_hex(8),
             "yes" if grants else "",
             SCHEMA,
-            draft.body,
+            body,
         )
         if what == b"closed":
             raise GrantsClosed(float(seconds[0]))
-        if what == b"gone":
-            raise DamagedBook("it is gone")
         if what != b"written":
+            self._wrote_last = False
             raise LostRace
-        self._page = Page(page.name, page.rev + 1, draft.pieces, draft.raw)
-        self._least_rev = page.rev + 1
-        self._hint.record(page.name, page.rev + 1)
+        self._page, self._least_rev = after, after.rev
+        self._wrote_last = True
         if part_changed:
             self._roster_doubtful = not is_kept
             self._unfinished = None if is_kept else self._page
@@ -758,18 +664,25 @@ class RedisBook:
     def _run(self, *words: str | bytes | int) -> list[Any]:
         """The script's answer to the arguments `words`.
 
-        Raises LostRace if the Redis does not have the script any more, as after a restart.
+        Raises LostRace if the Redis does not have the script any more, as after a restart, and DamagedBook
+        if the page is gone, or older than one that was written.
         """
 
         def talk(ask: Ask) -> list[Any]:
             """Runs the script with one command."""
             try:
-                return ask("EVALSHA", self._sha, 1, self._key, *words)
+                return ask("EVALSHA", self._sha, 2, self._key, self._newest, *words)
             except NoScriptError:
                 self._vetted = False
                 raise LostRace from None
 
-        return self._server.converse(talk)
+        answer = self._server.converse(talk)
+        if answer[0] == b"gone":
+            raise DamagedBook("it is gone")
+        if answer[0] == b"old":
+            self._least_rev = max(self._least_rev, int(answer[1]))
+            raise DamagedBook(f"it is older than revision {self._least_rev}, which was written")
+        return answer
 
 
 def _agreed(book: Book) -> tuple[Any, ...]:
