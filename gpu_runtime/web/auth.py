@@ -27,10 +27,7 @@ GUEST = "guest"  # Panel's name for a visitor without a login, if its options ad
 
 @dataclass(frozen=True)
 class Visitor:
-    """A person or program that the gate has admitted.
-
-    Check `may_act` when an action runs, not only when its button is shown.
-    """
+    """A person or program that the gate has admitted. Check `may_act` when an action runs, not only for its button."""
 
     name: str  # is written to the journal and shown on the page, where it must be escaped
     may_act: bool
