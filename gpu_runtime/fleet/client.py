@@ -463,37 +463,10 @@ class _Made(NamedTuple):
     given: remote_calls.Packed  # the arguments
 
 
-class RemoteModel:
-    """The model of a `with fleet.use(…)` block. An attribute of this object is an attribute of the model on its host.
-
-    `model.generate(**words)` runs on the model's host. Tensors are sent to the model's device, and results come back in
-    host memory.
-    """
-
-    def __init__(self, use: FleetUse) -> None:
-        self._use = use
-
-    @property
-    def host(self) -> str:
-        """The name of the host that runs the model now."""
-        return self._use.host
-
-    def __getattr__(self, name: str) -> _Path:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _Path(self._use, (name,))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._use.call((), args, kwargs)
-
-    def __repr__(self) -> str:
-        return f"<{self._use.name} on {self.host}>"
-
-
 class _Path:
-    """An attribute of a model on another host. If this object is called, the call runs on that host."""
+    """A model on another host, or an attribute of it. If this object is called, the call runs on that host."""
 
-    def __init__(self, use: FleetUse, path: tuple[str, ...]) -> None:
+    def __init__(self, use: FleetUse, path: tuple[str, ...] = ()) -> None:
         self._use, self._path = use, path
 
     def __getattr__(self, name: str) -> _Path:
@@ -505,14 +478,25 @@ class _Path:
         return self._use.call(self._path, args, kwargs)
 
     def __repr__(self) -> str:
-        return f"<{'.'.join(self._path)} of {self._use.name} on {self._use.host}>"
+        attribute = f"{'.'.join(self._path)} of " if self._path else ""
+        return f"<{attribute}{self._use.name} on {self._use.host}>"
+
+
+class RemoteModel(_Path):
+    """The model of a `with fleet.use(…)` block. An attribute of this object is an attribute of the model on its host.
+
+    `model.generate(**words)` runs on the model's host. Tensors are sent to the model's device, and results come back in
+    host memory.
+    """
+
+    @property
+    def host(self) -> str:
+        """The name of the host that runs the model now."""
+        return self._use.host
 
 
 class FleetUse:
-    """`with fleet.use("qwen") as model:` — the model on one of the hosts, pinned while the block runs.
-
-    The arguments are those of `Fleet.use`, and the `fleet` itself.
-    """
+    """`with fleet.use("qwen") as model:` — the model on one of the hosts, pinned while the block runs."""
 
     def __init__(
         self, fleet: Any, name: str, timeout: float | None, importance: Any, retry: bool

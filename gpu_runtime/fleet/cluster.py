@@ -75,10 +75,7 @@ def ray() -> Any:
 
 
 def require_token() -> None:
-    """Raises FleetUnavailable unless Ray checks its token on every connection.
-
-    A program that can connect to Ray can run code on every host, as the user of the agents.
-    """
+    """Raises FleetUnavailable unless Ray checks its token: who can connect can run code on every host."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode != "token":
         raise FleetUnavailable(

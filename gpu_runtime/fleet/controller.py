@@ -31,14 +31,12 @@ SLOT_SECONDS = 30.0  # how long a new slot waits for room on its cards
 LOAD_SECONDS = 5.0  # how long a wished model waits for room on one host
 
 
-def _can_serve(offers: Iterable[Offer]) -> bool:
-    """Whether one of the `offers` is an offer to serve. If so, slower hosts need not be awaited."""
-    return any(offer.level is not PlanLevel.NEVER for offer in offers)
-
-
-def _has_room(rooms: Iterable[HostRoom]) -> bool:
-    """Whether one of the hosts with these `rooms` may serve. If so, slower hosts need not be awaited."""
-    return any(map(may_serve, rooms))
+def _can_serve(found: Iterable[Offer | HostRoom]) -> bool:
+    """Whether one of the hosts with these offers or rooms may serve. If so, slower hosts need not be awaited."""
+    return any(
+        may_serve(one) if isinstance(one, HostRoom) else one.level is not PlanLevel.NEVER
+        for one in found
+    )
 
 
 class Controller:
@@ -163,7 +161,7 @@ class Controller:
         reasons = {host: cluster.SILENT for host in set(open_hosts) - set(asked)}
         reasons |= {host: "it is drained" for host in found if host in drained}
         if len(asked) > MOST_PLANNED:
-            rooms, missing = self._ask("room", asked, name, revision, enough=_has_room)
+            rooms, missing = self._ask("room", asked, name, revision)
             listed = shortlist(rooms.values(), len(rooms))
             small = {host for host in listed[MOST_PLANNED:] if not may_serve(rooms[host])}
             reasons |= missing | {host: "its cards are too small or drained" for host in small}
@@ -180,15 +178,11 @@ class Controller:
         return ranked([*offers.values(), *others]), revision
 
     def _ask(
-        self,
-        method: str,
-        hosts: list[str],
-        *args: Any,
-        enough: Callable[[Iterable[Any]], bool] = _can_serve,
+        self, method: str, hosts: list[str], *args: Any
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answers of the agents of `hosts` to `method`, and the reasons of hosts without an answer.
 
-        The latter are excluded for CHECK_SECONDS. Slow hosts are awaited longer until `enough(answers)` is true.
+        The latter are excluded for CHECK_SECONDS. Slow hosts are awaited longer until one may serve.
         """
         found, missing = self._hosts.ask(
             method,
@@ -197,7 +191,7 @@ class Controller:
             hosts=hosts,
             timeout=cluster.OFFER_SECONDS,
             longest=cluster.FIRST_SECONDS,
-            enough=enough,
+            enough=_can_serve,
         )
         until = time.monotonic() + CHECK_SECONDS
         self._silent |= {host: until for host in missing}

@@ -33,12 +33,6 @@ OBJECT_STORE_BYTES = 80 << 20
 MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a busy machine
 
 
-def _default_directory() -> Path:
-    """Ray's default directory, in which `Cluster` always writes a file. Ray makes it only if it is used."""
-    parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return Path(parent) / "ray"
-
-
 class Drill:
     """Hosts of one cluster on this machine, by name. Call `close` at the end."""
 
@@ -75,7 +69,9 @@ class Drill:
         if self._ray_directory:
             node["temp_dir"] = self._ray_directory
         node["include_dashboard"] = False
-        _default_directory().mkdir(parents=True, exist_ok=True)
+        # `Cluster` always writes a file in Ray's default directory. Ray makes it only if it is used.
+        parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        os.makedirs(f"{parent}/ray", exist_ok=True)
         self.cluster = Cluster(initialize_head=True, head_node_args=node)
         self.nodes[name] = self.cluster.head_node
 

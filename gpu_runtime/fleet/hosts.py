@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from .. import attribution
 from ..errors import (
@@ -156,7 +156,6 @@ class FarRuntime:
 # This part does not know Ray. `attempt` is the call that a host answers or refuses.
 
 log = logging.getLogger("gpu_runtime")
-T = TypeVar("T")
 
 _PASSING = (Busy, Deadlock, OutOfMemory)  # a later attempt may succeed
 # After such an error, the next host is tried.
@@ -164,16 +163,15 @@ NEXT_HOST = (*_PASSING, DoesNotFit, NotAllowed, LoadFailed, UnknownModel)
 
 
 class FleetAnswer(NamedTuple):
-    """The host that served a model, and its answer. The host is empty if no host served the model."""
+    """The host that served a model; empty if no host did."""
 
     host: str
-    answer: object
     reasons: dict[str, str]  # host -> why it did not serve the model
     gone: tuple[str, ...]  # hosts that died or did not answer meanwhile
     errors: tuple[Exception, ...] = ()  # if no host served the model, the errors of those tried
 
 
-def attempts(name: str, offers: Iterable[Offer], attempt: Callable[[Offer], T]) -> FleetAnswer:
+def attempts(name: str, offers: Iterable[Offer], attempt: Callable[[Offer], Any]) -> FleetAnswer:
     """Calls `attempt` with one offer after the other, until one call of `attempt` succeeds.
 
     If a host has become busy since its offer, the next one is tried. Offers of the level `never` are not tried.
@@ -186,14 +184,15 @@ def attempts(name: str, offers: Iterable[Offer], attempt: Callable[[Offer], T]) 
     for number, offer in enumerate(able, start=1):
         log.info("%s: attempt %d/%d on %s (%s)", name, number, len(able), offer.host, offer.level)
         try:
-            return FleetAnswer(offer.host, attempt(offer), reasons, tuple(gone))
+            attempt(offer)
+            return FleetAnswer(offer.host, reasons, tuple(gone))
         except NEXT_HOST as error:
             reasons[offer.host] = str(error).partition("\n")[0]
             errors.append(error)
         except (Gone, Unreachable) as error:
             reasons[offer.host] = f"it does not answer ({error})"
             gone.append(offer.host)
-    return FleetAnswer("", None, reasons, tuple(gone), tuple(errors))
+    return FleetAnswer("", reasons, tuple(gone), tuple(errors))
 
 
 def refusal(name: str, offers: Iterable[Offer], served: FleetAnswer, waited: float) -> Exception:

@@ -41,7 +41,7 @@ def test_the_next_host_serves_after_a_lost_race(caplog):
         served = attempts(
             "qwen", [offer("a"), offer("b"), offer("c", NEVER)], answering(a=BUSY, b="here")
         )
-    assert (served.host, served.answer) == ("b", "here")
+    assert served.host == "b"
     assert served.reasons == {"a": "full", "c": "because of c"}
     assert [record.getMessage() for record in caplog.records] == [
         "qwen: attempt 1/2 on a (room)",
