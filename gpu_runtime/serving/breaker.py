@@ -248,12 +248,6 @@ def may_be_of_the_call(error: BaseException, kind: str, model: str) -> bool:
     return is_fault and kind in PLAIN_CALLS and not gone and not is_silent
 
 
-def fault_of_the_call(error: BaseException, model: str) -> Refused:
-    """The refusal (400) of a call that `model` cannot answer, while it answers a plain call. `error` is its error."""
-    why = "It answers other calls, so the cause is in this one"
-    return Refused(400, "engine_refused", f"{model} refused: {first_line(error)}. {why}")
-
-
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
     """The refusal of a call of `asked` after all `failed`: 507, which clients do not repeat, if none fits, else 503."""
     reasons = list(dict.fromkeys(f"{model}: {first_line(error)}" for model, error in failed))

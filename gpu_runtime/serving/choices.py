@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, UnknownModel
 from ..facts import Evidence, ModelSpec, Value
-from ..files import make_directory, replace_file, state_home
+from ..files import make_directory, replace_file
 from ..safe_text import quoted
 from .engines import chat_template
 from .records import Cost, Costs
@@ -148,11 +148,6 @@ def chain(
     choices += [Choice(name, because=reason) for name in local]
     choices += [Choice(name, True, reason) for name in clouds]
     return guarded(choices, not clouds or allow_cloud())
-
-
-def guard_file() -> Path:
-    """The path of the cloud guard's file, in the state directory, which survives restarts."""
-    return state_home() / "serving.json"
 
 
 class CloudGuard:

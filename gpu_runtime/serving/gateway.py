@@ -31,6 +31,7 @@ from ..access_keys import Keys
 from ..errors import EngineDied, GpuError, OutOfMemory, StillInUse, first_line
 from ..facts import Lease, ModelSpec
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
+from ..files import state_home
 from .access import KeyRules
 from .breaker import (
     PLAIN_CALLS,
@@ -38,11 +39,10 @@ from .breaker import (
     Breakers,
     Permit,
     blame,
-    fault_of_the_call,
     may_be_of_the_call,
     no_answer,
 )
-from .choices import Choice, Choices, CloudGuard, ModelFacts, cloud_of, guard_file, measured_parts
+from .choices import Choice, Choices, CloudGuard, cloud_of, measured_parts
 from .engines.base import (
     MOST_AT_ONCE,
     EngineAdapter,
@@ -55,7 +55,15 @@ from .engines.chat_template import wants_thinking
 from .engines.openai_format import asks_usage
 from .engines.openai_http import HttpAdapter, HttpClient
 from .engines.registry import adapter_for
-from .queue import Holds, KeepWarm, Queue, Turn, calls_at_once, stay_warm_seconds
+from .queue import (
+    DEFAULT_SECONDS,
+    STAY_WARM_SECONDS,
+    Holds,
+    KeepWarm,
+    Queue,
+    Turn,
+    calls_at_once,
+)
 from .records import CallFigures, CallRecord, Clients, Costs, GatewayState, Timing, Usage, current
 from .requests import LOAD, Call, Json, Refused, Reply, read_call, require_fields
 from .store import Store
@@ -102,7 +110,9 @@ class Gateway:
         self._make_adapter = make_adapter
         self._environment = os.environ if environment is None else environment
         self._serving = serving or ServingConfig()
-        self.guard = guard or CloudGuard(guard_file(), settings.model_boss_allow_cloud_fallback)
+        self.guard = guard or CloudGuard(
+            state_home() / "serving.json", settings.model_boss_allow_cloud_fallback
+        )
         self.breakers = Breakers(
             clock,
             failures=settings.gpu_serve_breaker_failures,
@@ -114,6 +124,7 @@ class Gateway:
         self.costs = Costs(rt._away_word)
         self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
+        self.facts = self._choices.facts  # what is known of a model or alias, by its name
         path = settings.gpu_tasks or default_file()
         self._tasks = TasksFile(path, clock, self._choices.doubts) if serving is None else None
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
@@ -181,10 +192,6 @@ class Gateway:
     def models(self, client: str = "") -> list[Json]:
         """The rows of `/v1/models` with the models, tasks and aliases that `client` may call."""
         return [row for row in self._choices.models() if self._may_call(client, row["id"])]
-
-    def facts(self, name: str) -> ModelFacts | None:
-        """What is known of the model or alias `name`; None for a task, or if it is unknown."""
-        return self._choices.facts(name)
 
     def leases(self) -> dict[str, Lease]:
         """The leases of this server's models, by name."""
@@ -345,13 +352,18 @@ class Gateway:
                 made = adapter.stream(call.kind, body, think)
                 events = until_ended(made, choice.model, timing.note, hides_usage)
                 stack.push_async_callback(events.aclose)
-                first = await _first_event(events, choice.model)
+                first = await anext(events, None)
+                if first is None:
+                    text = f"{choice.model} answered with nothing"
+                    raise EngineFailed(text, name=choice.model, why="no event")
             except Exception as error:
                 if await self._is_of_the_call(error, call.kind, choice, adapter):
                     self._record_success(choice.model, permit)
                     if isinstance(error, OutOfMemory):
                         raise
-                    raise fault_of_the_call(error, choice.model) from error
+                    why = "It answers other calls, so the cause is in this one"
+                    text = f"{choice.model} refused: {first_line(error)}. {why}"
+                    raise Refused(400, "engine_refused", text) from error
                 self._record_failure(choice.model, permit, error)
                 raise
             stack.push_async_exit(held.pop_all())
@@ -445,9 +457,11 @@ class Gateway:
         wish = call.stay_warm
         if wish is None and task is not None:
             wish = task.keep_alive_s
-        wished = wish is not None
-        seconds = stay_warm_seconds(wish if wished else spec.keep_alive or None, spec.model_type)
-        self.keep_warm.keep(spec.name, seconds, wished=wished)
+        seconds = wish
+        if seconds is None:
+            usual = STAY_WARM_SECONDS.get(spec.model_type, DEFAULT_SECONDS)
+            seconds = spec.keep_alive or usual
+        self.keep_warm.keep(spec.name, seconds, wished=wish is not None)
 
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):  # the use of the model reports the error
@@ -493,14 +507,6 @@ class Gateway:
         return True
 
 
-async def _first_event(events: AsyncIterator[Json], model: str) -> Json:
-    """The first of the `events` that the `model` streams. Raises EngineFailed if there is none."""
-    first = await anext(events, None)
-    if first is None:
-        raise EngineFailed(f"{model} answered with nothing", name=model, why="no event")
-    return first
-
-
 # -- answers: a stream's end, the next choice after an error, the origin, and whether an answer is complete
 
 MAX_HEADER_LENGTH = 400
@@ -531,7 +537,7 @@ class Streamed:
         self._held = held
         self._deadline = deadline
         self._ended = ended
-        self._over = False
+        self.over = False  # whether the stream has ended, and has released its model or is about to
         self._reader: asyncio.Task[Any] | None = None  # the task that waits for the next event
         self._aborted_because: Refused | None = None
 
@@ -540,11 +546,6 @@ class Streamed:
         self._aborted_because = reason
         if self._reader is not None:
             self._reader.cancel()
-
-    @property
-    def over(self) -> bool:
-        """Whether the stream has ended, and has released its model or is about to."""
-        return self._over
 
     @property
     def first(self) -> Json:
@@ -559,7 +560,7 @@ class Streamed:
         if self._first is not None:
             event, self._first = self._first, None
             return event
-        if self._over:
+        if self.over:
             raise StopAsyncIteration
         if self._aborted_because is not None:
             await self._end(self._aborted_because)
@@ -587,7 +588,7 @@ class Streamed:
 
     async def _end(self, error: BaseException | None) -> None:
         """Counts the outcome, for which the model may be called once more, and releases the model."""
-        self._over = True
+        self.over = True
         try:
             await self._ended(error)
         finally:
@@ -601,7 +602,7 @@ class Streamed:
 
     async def aclose(self) -> None:
         """Ends the stream and releases everything that it holds."""
-        self._over = True
+        self.over = True
         self._first = None
         await self._held.aclose()
 

@@ -825,16 +825,6 @@ DEFAULT_SECONDS = 300.0  # for all other types
 RETRY_SECONDS = 5.0  # until the next try to evict a model that was in use
 
 
-def stay_warm_seconds(seconds: float | None, model_type: str) -> float:
-    """The `seconds` that the caller set, or the default of the `model_type` if `seconds` is None.
-
-    >>> stay_warm_seconds(None, "diffusion"), stay_warm_seconds(None, "embedding"), stay_warm_seconds(0.0, "llm")
-    (900.0, 300.0, 0.0)
-    """
-    default = STAY_WARM_SECONDS.get(model_type, DEFAULT_SECONDS)
-    return default if seconds is None else seconds
-
-
 class KeepWarm:
     """Evicts each model when its keep-warm time is over."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -321,12 +322,9 @@ def _check_images(body: Mapping[str, Any]) -> None:
 
 
 def _is_size(text: str) -> bool:
-    width, x, height = text.partition("x")
-    return text == "auto" or bool(x) and _is_pixels(width) and _is_pixels(height)
-
-
-def _is_pixels(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 4 and 0 < int(text) <= 4096
+    found = re.fullmatch(r"([0-9]{1,4})x([0-9]{1,4})", text)
+    sides = map(int, found.groups()) if found else [0]
+    return text == "auto" or all(0 < side <= 4096 for side in sides)
 
 
 _CHECKS = {

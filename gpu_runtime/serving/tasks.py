@@ -174,75 +174,66 @@ def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
     found = documents.read(data, name)
     if len(found) > 1:
         raise found[1].wrong((), "the file must have one document; a second one begins here")
-    return _TasksReader(found[0]).config() if found else ServingConfig()
+    return _config(found[0]) if found else ServingConfig()
 
 
-class _TasksReader:
-    """Converts one document."""
+def _config(document: documents.Document) -> ServingConfig:
+    """The `document` as a ServingConfig. Raises BadDocument."""
+    content = document.value
+    if not isinstance(content, dict):
+        raise document.wrong((), "the file must have sections such as tasks")
+    sections = {}
+    for section, entries in content.items():
+        if section not in _SECTIONS:
+            problem = f"unknown field `{section}`; known: {', '.join(_SECTIONS)}"
+            raise BadDocument(document.file, document.line((section,)), "", problem)
+        sections[section] = _section(document, section, entries)
+    aliases: dict[str, str] = sections.get("aliases", {})
+    for name, model in aliases.items():
+        if model in aliases:
+            raise document.wrong(("aliases", name), f"{model} is an alias too; name its model")
+    return ServingConfig(**sections)
 
-    def __init__(self, document: documents.Document) -> None:
-        """`document` has the lines of its values."""
-        self._document = document
-        self._bad = document.wrong
 
-    def config(self) -> ServingConfig:
-        """The document as a ServingConfig. Raises BadDocument."""
-        content = self._document.value
-        if not isinstance(content, dict):
-            raise self._bad((), "the file must have sections such as tasks")
-        sections = {}
-        for section, entries in content.items():
-            if section not in _SECTIONS:
-                problem = f"unknown field `{section}`; known: {', '.join(_SECTIONS)}"
-                raise BadDocument(self._document.file, self._document.line((section,)), "", problem)
-            sections[section] = self._section(section, entries)
-        aliases: dict[str, str] = sections.get("aliases", {})
-        for name, model in aliases.items():
-            if model in aliases:
-                raise self._bad(("aliases", name), f"{model} is an alias too; name its model")
-        return ServingConfig(**sections)
-
-    def _section(self, section: str, entries: Any) -> Any:
-        if entries is None:
-            return {}
-        if section == "preload":
-            try:
-                return msgspec.convert(entries, _SECTIONS[section])
-            except msgspec.ValidationError:
-                raise self._bad((section,), "it must be a list of models") from None
-        if not isinstance(entries, dict):
-            raise self._bad((section,), "it must have one entry for each name")
-        found = {}
-        for name, entry in entries.items():
-            place = (section, name)
-            try:
-                found[name] = msgspec.convert(entry, _SECTIONS[section])
-            except msgspec.ValidationError as error:
-                problem, _, field = str(error).partition(" - at ")
-                steps = [name or int(index) for name, index in _STEP.findall(field)]
-                raise self._bad((*place, *steps), problem) from None
-            if section == "clients":
-                self._check_profile(found[name], place)
-        return found
-
-    def _check_profile(self, profile: Profile, place: tuple[Any, ...]) -> None:
-        """Checks the values of a `profile` by the rules for a request's body. Raises BadDocument."""
-        importance = profile.importance
-        unknown_word = isinstance(importance, str) and importance not in IMPORTANCE
-        out_of_range = isinstance(importance, int) and not 1 <= importance <= 100
-        if unknown_word or out_of_range:
-            names = ", ".join(IMPORTANCE)
-            problem = f"{importance!r} is none of {names}, nor a number from 1 to 100"
-            raise self._bad((*place, "importance"), problem)
-        for field in profile.defaults:
-            if field in FIELDS_OF_CALLS or field.startswith("x_"):
-                problem = "only a call can set it, not a profile"
-                raise self._bad((*place, "defaults", field), problem)
+def _section(document: documents.Document, section: str, entries: Any) -> Any:
+    if entries is None:
+        return {}
+    if section == "preload":
         try:
-            check_numbers(profile.defaults)
-        except Refused as refused:
-            field = refused.facts["param"]
-            raise self._bad((*place, "defaults", field), refused.message) from None
+            return msgspec.convert(entries, _SECTIONS[section])
+        except msgspec.ValidationError:
+            raise document.wrong((section,), "it must be a list of models") from None
+    if not isinstance(entries, dict):
+        raise document.wrong((section,), "it must have one entry for each name")
+    found = {}
+    for name, entry in entries.items():
+        try:
+            found[name] = msgspec.convert(entry, _SECTIONS[section])
+        except msgspec.ValidationError as error:
+            problem, _, field = str(error).partition(" - at ")
+            steps = [step or int(index) for step, index in _STEP.findall(field)]
+            raise document.wrong((section, name, *steps), problem) from None
+        if section == "clients" and (wrong := _fault(found[name])):
+            raise document.wrong((section, name, *wrong[:-1]), wrong[-1])
+    return found
+
+
+def _fault(profile: Profile) -> tuple[str, ...]:
+    """The steps to the first wrong value of a `profile`, by the rules for a request's body, and what is wrong."""
+    importance = profile.importance
+    unknown_word = isinstance(importance, str) and importance not in IMPORTANCE
+    out_of_range = isinstance(importance, int) and not 1 <= importance <= 100
+    if unknown_word or out_of_range:
+        known = f"none of {', '.join(IMPORTANCE)}, nor a number from 1 to 100"
+        return "importance", f"{importance!r} is {known}"
+    for field in profile.defaults:
+        if field in FIELDS_OF_CALLS or field.startswith("x_"):
+            return "defaults", field, "only a call can set it, not a profile"
+    try:
+        check_numbers(profile.defaults)
+    except Refused as refused:
+        return "defaults", refused.facts["param"], refused.message
+    return ()
 
 
 # -- the profile and the alias of a call

@@ -264,7 +264,13 @@ class _AnthropicWriter(Writer):
             function = call["function"]
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
             delta = {"type": "input_json_delta", "partial_json": function["arguments"] or "{}"}
-            found += self._block(block, [delta])
+            at = self._blocks
+            self._blocks += 1
+            found += [
+                _event("content_block_start", index=at, content_block=block),
+                _event("content_block_delta", index=at, delta=delta),
+                _event("content_block_stop", index=at),
+            ]
         stop = {"stop_reason": _STOP_REASONS.get(self.finish, "end_turn"), "stop_sequence": None}
         found.append(_event("message_delta", delta=stop, usage=_usage(self.usage)))
         found.append(_event("message_stop"))
@@ -282,15 +288,6 @@ class _AnthropicWriter(Writer):
     def end_run(self) -> list[bytes]:
         self._blocks += 1
         return [_event("content_block_stop", index=self._blocks - 1)]
-
-    def _block(self, block: Json, deltas: list[Json]) -> list[bytes]:
-        at = self._blocks
-        self._blocks += 1
-        return [
-            _event("content_block_start", index=at, content_block=block),
-            *(_event("content_block_delta", index=at, delta=delta) for delta in deltas),
-            _event("content_block_stop", index=at),
-        ]
 
 
 class _CountWriter(_AnthropicWriter):

@@ -48,15 +48,11 @@ MAX_ROWS = 1000
 PRELOAD_SECONDS = 600.0  # the longest wait of one model for its memory, and the load, together
 
 
-def _lower(word: Any) -> Any:
-    return word.lower() if isinstance(word, str) else word
-
-
 class Wanted(BaseModel):
-    """A model to load."""
+    """A model to load. The type `other` is any type."""
 
     name: str = Field(min_length=1, max_length=256)
-    model_type: Annotated[ModelType, BeforeValidator(_lower)] = "other"  # other: any type
+    model_type: Annotated[ModelType, BeforeValidator(lambda word: str(word).lower())] = "other"
     quantization: str = Field("", max_length=64)  # empty: any
 
 

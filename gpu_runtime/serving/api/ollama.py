@@ -137,7 +137,7 @@ def _add_call(
 
         A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they unload it.
         """
-        kind, body = translate(await _fitting(gateway, actor, given))
+        kind, body = translate(await _fitting(gateway, given))
         if kind == LOAD:
             return JSONResponse(await _loaded(request, gateway, actor, body, part))
         writer = _OllamaWriter(part, finish)
@@ -152,7 +152,7 @@ def error_of(refused: Refused) -> Json:
     return {"error": refused.message}
 
 
-async def _fitting(gateway: Any, actor: str, body: Any) -> Any:
+async def _fitting(gateway: Any, body: Any) -> Any:
     """The `body` with the model's name as it is known here. Raises Refused (400) for a longer context than it has.
 
     `NAME:latest` is the model NAME, unless a model has the tag in its name.

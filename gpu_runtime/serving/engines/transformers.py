@@ -515,7 +515,7 @@ class ScoredTokens:
         A special token, such as the one that ends an answer, is left out. So is a number without a token.
         """
         data = self._vocabulary.data(number)
-        if not data or self._vocabulary.is_special(number):
+        if not data or number in self._vocabulary.special:
             return
         import torch
 
@@ -569,17 +569,13 @@ class Vocabulary:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self.special = frozenset(tokenizer.all_special_ids)  # tokens that are no part of the text
         self._added = {number: text for text, number in tokenizer.get_added_vocab().items()}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         # Tokenizers of this kind write each byte as one character.
         is_by_byte = "ByteLevel" in str(decoder)
         bytes_of = bytes_to_unicode() if is_by_byte else {}
         self._bytes = {text: byte for byte, text in bytes_of.items()}
-
-    def is_special(self, number: int) -> bool:
-        """Whether the token with this `number` is a special token, which is no part of the text."""
-        return number in self._special
 
     def data(self, number: int) -> bytes:
         """The bytes of the token with this `number`; empty for a number without a token."""
