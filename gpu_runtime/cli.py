@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from . import error_pages, hub, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
 from .facts import Outcome, Plan
-from .verbs import CLI, Verb, fill, usage_error, with_sizes_joined
+from .verbs import CLI, Verb, fill, given, usage_error, with_sizes_joined
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
 
@@ -137,12 +137,11 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
         if _is_confirmed(verb, args, value):
             value = verb.answer(None, args)
         return _print(verb, args, value, None)
-    from . import watching
+    with _followed() as rt:
+        from . import watching
 
-    rt = watching.followed()
-    if elsewhere := watching.elsewhere(rt):
-        print(f"gpu: {elsewhere}", file=sys.stderr)
-    try:
+        if elsewhere := watching.elsewhere(rt):
+            print(f"gpu: {elsewhere}", file=sys.stderr)
         if verb.name == "top":
             from . import top
 
@@ -152,6 +151,16 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
         if _is_confirmed(verb, args, value):
             value = verb.answer(rt, args)
         return _print(verb, args, value, rt)
+
+
+@contextmanager
+def _followed() -> Iterator[Any]:
+    """A runtime that holds no models, for the ledger in use; see `watching`. It is closed at the end of the block."""
+    from . import watching
+
+    rt = watching.followed()
+    try:
+        yield rt
     finally:
         watching.close(rt)
         watching.default().close()
@@ -220,22 +229,16 @@ def _needs(what: str, extra: str) -> Iterator[None]:
 def _console(args: argparse.Namespace) -> str:
     with _needs("the console", "console"):
         from gpu_panels import server
-    serve = partial(
-        server.run,
-        host=args.host,
-        port=args.port,
-        socket_path=args.socket,
-        read_only=args.read_only,
-        browser=not args.no_browser,
-    )
-    if hub.is_service() and args.socket is None:
+    where = given(args, "host", "port", "socket_path", "read_only")
+    serve = partial(server.run, browser=not args.no_browser, **where)
+    if hub.is_service() and args.socket_path is None:
         from gpu_panels import hub_gate
 
         hub_gate.run(read_only=args.read_only)
     elif args.fleet is None:
         if hub.is_service():
             print(hub.ALL_ARE_OPERATORS, file=sys.stderr)
-        if args.socket is None and (tile := hub.tile_path()):
+        if args.socket_path is None and (tile := hub.tile_path()):
             print(
                 f"Your browser is not on this machine? Open the console's tile in JupyterLab, or  {tile}"
             )
@@ -261,27 +264,14 @@ def _server() -> Any:
 
 def _exporter(args: argparse.Namespace) -> str:
     server = _server()
-    from . import watching
-
-    rt = watching.followed()
-    try:
-        where = {"host": args.host, "port": args.port, "socket_path": args.socket}
-        server.run_exporter(rt, rt.settings, **where)
-    finally:
-        watching.close(rt)
-        watching.default().close()
+    with _followed() as rt:
+        server.run_exporter(rt, rt.settings, **given(args, "host", "port", "socket_path"))
     return "gpu exporter has ended."
 
 
 def _serve(args: argparse.Namespace) -> str:
     server = _server()
-    where = {
-        "host": args.host,
-        "port": args.port,
-        "socket_path": args.socket,
-        "read_only": args.read_only,
-        "log_level": args.log_level,
-    }
+    where = given(args, "host", "port", "socket_path", "read_only", "log_level")
     if args.fleet is not None:
         from .serving import fleet_server
 

@@ -92,10 +92,7 @@ class Verb(NamedTuple):
     plain_in_notebook: bool = False  # has arguments in a terminal only
 
     def answer(self, rt: Any, args: argparse.Namespace) -> Any:
-        """Carries the verb out with the parsed `args`, and returns data; prints nothing.
-
-        `rt` is the runtime. It is None if no runtime is open and the verb needs none.
-        """
+        """Carries the verb out with the parsed `args`, and returns data. `rt` is None if the verb needs no runtime."""
         if self.act is not None:
             return self.act(rt, args)
         positionals = [getattr(args, one.name) for one in self.arguments if not one.is_option]
@@ -109,10 +106,7 @@ class Verb(NamedTuple):
         return tuple(one for one in self.arguments if one.options["help"] != argparse.SUPPRESS)
 
     def synopsis(self, place: str, short: bool = False) -> str:
-        """The verb as it is typed in `place`, with optional arguments in brackets.
-
-        If `short` is true, more than two options are written as `[options]`.
-        """
+        """The verb as it is typed in `place`. If `short`, more than two options are written as `[options]`."""
         arguments = self.takes(place)
         options = [argument for argument in arguments if argument.is_option]
         folded = short and len(options) > 2
@@ -282,7 +276,9 @@ IMPORTANCE_OPTION = DESCRIPTION[list(TYPED).index("importance")]
 HOST = option(
     "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
 )
-SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files")
+SOCKET = option(
+    "--socket", "PATH", "a Unix socket instead, for you alone", "files", dest="socket_path"
+)
 OF_FLEET = option(
     "--fleet",
     "ADDRESS",
@@ -425,11 +421,6 @@ def preset(name: str) -> dict[str, str]:
 # -- what the verbs do -----------------------------------------------------------------------------
 
 
-def status(rt: Any, args: argparse.Namespace) -> Any:
-    """A snapshot of this host, or with `--all` in `args` of every host of the ledger."""
-    return rt.status_all() if args.all else rt.status()
-
-
 def register(rt: Any, args: argparse.Namespace) -> Outcome:
     """Registers the model in `args` with `rt`, and returns the outcome."""
     spec = rt.register(args.name, args.source, **given(args, *TYPED))
@@ -482,18 +473,10 @@ def why(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def evict(rt: Any, args: argparse.Namespace) -> Outcome:
-    """Evicts what `args` names, or with `--all-idle` every idle model.
-
-    Raises GpuError if `args` have neither a name nor `--all-idle`, or both.
-    """
+    """Evicts what `args` name, or with `--all-idle` every idle model. Raises GpuError unless it is one of the two."""
     if args.all_idle == bool(args.name):
         raise GpuError("type one of the two: a NAME, or --all-idle.")
     return rt.evict(args.name or "*", **given(args, "timeout", "drop", "lost", "force"))
-
-
-def restore(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The outcome of `rt.restore` for the name in `args`, under the verb that was typed."""
-    return replace(rt.restore(args.name), verb="restore")
 
 
 def evictions(rt: Any, args: argparse.Namespace) -> Any:
@@ -548,14 +531,6 @@ def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
     return rt.catalog() if rt is not None else status.catalog(catalogue(None).specs())
 
 
-def inspect(rt: Any, args: argparse.Namespace) -> Any:
-    """The catalogue's entry of the model in `args`, as text, or as a dict for `--json`.
-
-    `rt` may be None.
-    """
-    return catalogue(rt).inspect(args.name, "" if args.json else args.format)
-
-
 def backtest(rt: Any, args: argparse.Namespace) -> Any:
     """The table of replays of the history, with the policies, cards and RAM in `args`.
 
@@ -600,19 +575,17 @@ def box(rt: Any, args: argparse.Namespace) -> Any:
         return box.status(**where)
     if args.action == "remove":
         return box.remove(dry_run=dry_run, **where)
-    options = given(args, "group", "pythons", "source") | {"say": _say_step}
-    return box.install(newest=args.action == "upgrade", dry_run=dry_run, **where, **options)
-
-
-def _say_step(step: str) -> None:
-    print(f"box: {step}", file=sys.stderr, flush=True)
+    return box.install(
+        newest=args.action == "upgrade",
+        dry_run=dry_run,
+        say=lambda step: print(f"box: {step}", file=sys.stderr, flush=True),
+        **where,
+        **given(args, "group", "pythons", "source"),
+    )
 
 
 def keys(rt: Any, args: argparse.Namespace) -> str:
-    """Adds or removes a key of `gpu serve`, or lists the keys: `args.action`. `rt` is not used.
-
-    A new key is only in the returned text. No file contains the key itself.
-    """
+    """Adds or removes a key of `gpu serve`, or lists them. Only the returned text has a new key; no file has it."""
     from pathlib import Path
 
     from . import access_keys, settings
@@ -703,7 +676,8 @@ def _slots(hosts: Any, args: argparse.Namespace) -> Any:
 # -- the table -----------------------------------------------------------------------------------
 
 _TABLE = (
-    Verb("status", "how full the devices are, which process holds what, and which requests wait", status,
+    Verb("status", "how full the devices are, which process holds what, and which requests wait",
+        lambda rt, args: rt.status_all() if args.all else rt.status(),
         (switch("--all", "every host that shares the ledger"),)),
     Verb("top", "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end", places=(CLI,),
         has_own_code=True),
@@ -752,7 +726,8 @@ _TABLE = (
     )),
     Verb("cancel", "ends a request's wait for memory: its cell gets an error that names you",
         arguments=(WAITING, TIMEOUT)),
-    Verb("restore", "moves a model, or a notebook's own memory, from RAM back to its device", restore, (LOADABLE,)),
+    Verb("restore", "moves a model, or a notebook's own memory, from RAM back to its device",
+        lambda rt, args: replace(rt.restore(args.name), verb="restore"), (LOADABLE,)),
     Verb("move", "moves an idle, loaded model to another card, or over several", arguments=(
         NAME,
         positional("device", "DEVICE", "where to, such as cuda:1, or cuda:0,1 for both", "devices"), TIMEOUT,
@@ -781,7 +756,8 @@ _TABLE = (
             action="append"),
     ), needs_runtime=False),
     Verb("catalog", "the models of the catalogue", list_catalogue, needs_runtime=False),
-    Verb("inspect", "a model's entry in the catalogue, in a form that apply accepts", inspect,
+    Verb("inspect", "a model's entry in the catalogue, in a form that apply accepts",
+        lambda rt, args: catalogue(rt).inspect(args.name, "" if args.json else args.format),
         (CATALOG_NAME, option("--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml")),
         needs_runtime=False),
     Verb("delete", "removes a model from the catalogue; if it is loaded, it stays loaded", arguments=(CATALOG_NAME,)),
@@ -847,10 +823,7 @@ def verbs(place: str) -> Iterator[Verb]:
 
 
 def find(name: str, place: str) -> Verb:
-    """The verb called `name` that works in `place`.
-
-    Raises UnknownVerb, which suggests verbs with the meaning of `name`, or the most similar name.
-    """
+    """The verb called `name` that works in `place`. Raises UnknownVerb, which suggests verbs like `name`."""
     verb = VERBS.get(name)
     if verb is not None and place in verb.places:
         return verb
