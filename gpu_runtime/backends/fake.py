@@ -138,10 +138,7 @@ class FakeBackend(Backend):
                 model.shadow = ()
 
     def _shift(self, model: FakeModel, shares: Shares, shadow: bool) -> None:
-        """Moves some pieces of `model`, so that the model holds `shares`.
-
-        Allocates the missing bytes, calls the hook, then frees the bytes that are no longer needed.
-        """
+        """Moves some pieces of `model`, so that it holds `shares`. Only the missing bytes are allocated."""
         old, blocks = model.place
         before = {share.device: share.bytes for share in old}
         after = {share.device: share.bytes for share in shares}

@@ -223,10 +223,7 @@ class Checkpoint(NamedTuple):
 
 
 def read(directory: Path, name: str) -> Checkpoint:
-    """The config and the headers of the model `name` in `directory`.
-
-    Raises NotAModel, and LoadFailed for a damaged file, with its name.
-    """
+    """The config and headers of the model `name` in `directory`. Raises NotAModel, and LoadFailed if damaged."""
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise _no_model(name, directory, "config.json beside *.safetensors,")
@@ -249,10 +246,7 @@ def read(directory: Path, name: str) -> Checkpoint:
 
 
 def listed_modules(directory: Path) -> list[dict[str, Any]]:
-    """The rows of the file modules.json in `directory`. Raises ValueError and OSError.
-
-    The path of each row is in `directory`.
-    """
+    """The rows of modules.json in `directory`, whose paths are below it. Raises ValueError and OSError."""
     rows = json.loads(read_limited(directory / MODULES_FILE))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{MODULES_FILE} is no list of modules")

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...devices.allocators import rounded
 from ...devices.process_memory import Memory, SharedPages, held_by
 from ...facts import HOST
 from ..base import is_out_of_memory
@@ -174,10 +175,7 @@ def _unchanged(model: TorchModel, group: st.Group, shadow: Tensor) -> bool:
 def copied(
     shadows: dict[int, Tensor], sources: list[Tensor], places: Sequence[Memory], host: Memory
 ) -> list[Tensor]:
-    """The new bytes of each of `sources`: its shadow if `ready` found one, else a new copy.
-
-    The other parameters are as in `storages.copied`.
-    """
+    """The new bytes of each of `sources`: its shadow if `ready` found one, else a copy as by `storages.copied`."""
     rest = [i for i in range(len(sources)) if i not in shadows]
     copies = st.copied([sources[i] for i in rest], [places[i] for i in rest], host)
     made = {**shadows, **dict(zip(rest, copies, strict=True))}
@@ -402,10 +400,7 @@ class SharedCopy:
         self._arrays = dict(zip(full, arrays, strict=True))
 
     def weights(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The tensors with these `names` in complete pages, which must be mapped.
-
-        Tied weights share a storage in the result too.
-        """
+        """The tensors with these `names` in complete pages, which must be mapped. Tied weights share a storage."""
         found: dict[str, Tensor] = {}
         for key, stored in self.index.items():
             storage = _tensor(self._arrays.get(key)).untyped_storage()
@@ -430,7 +425,7 @@ class SharedCopy:
                 done += min(WRITTEN_BYTES, source.nbytes - start)
                 if progress:
                     progress(done, total)
-            at += -(-source.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+            at += rounded(source.nbytes, ALIGNED_BYTES)
         self._index_at = at
 
     def complete(self, given: Mapping[Layout, Tensor]) -> None:
@@ -454,10 +449,7 @@ class SharedCopy:
         self.pages.seal()
 
     def proven(self, groups: Sequence[st.Group]) -> dict[Layout, Tensor]:
-        """The digests of the storages `groups` in the index.
-
-        Empty if the model may have other bytes; then the caller must compare digests.
-        """
+        """The digests in the index of the storages `groups`; empty if the caller must compare the bytes."""
         if self.is_new or not self._adopted or not self.pages.untouched:
             return {}
         rows = {group.layout: self.index[_key(group.layout)].digest for group in groups}

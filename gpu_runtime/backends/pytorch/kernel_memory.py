@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ...devices.allocators import rounded
 from ...devices.probe import Probe
 from ...devices.process_memory import Block, Memory, trim_heap
 from ...errors import CannotGovern
@@ -573,7 +574,11 @@ class KernelBackend(Backend):
         with model.gate:
             exchanges = model.exchanges
             going = [one for one in model.away if one.storage.nbytes() and not one.stored]
-        ends = [*itertools.accumulate([_aligned(one.storage.nbytes()) for one in going])]
+        ends = [
+            *itertools.accumulate(
+                [rounded(one.storage.nbytes(), st.ALIGNED_BYTES) for one in going]
+            )
+        ]
         starts = [0, *ends][:-1]
         file = ParkFile(directory, ends[-1] if ends else 0)
 
@@ -614,10 +619,7 @@ class KernelBackend(Backend):
         self._exchange(model, mark, exchange, tuple(away), model.noted)
 
     def _read(self, coming: Sequence[Away], fresh: Sequence[torch.Tensor | None]) -> None:
-        """Copies the bytes of those of `coming` that are in files to the tensors `fresh`.
-
-        The bytes for None are only compared. Raises Damaged.
-        """
+        """Copies those of `coming` that are in files to `fresh`; for None it only compares. Raises Damaged."""
         rows = [row for row in zip(coming, fresh, strict=True) if row[0].stored]
         for file in {one.stored.file for one, _ in rows if one.stored}:
             self._read_file(file, [row for row in rows if row[0].stored.file is file])  # type: ignore[union-attr]
@@ -893,10 +895,6 @@ def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     with streams.current_card(str(target.device)):
         target.copy_(source)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // st.ALIGNED_BYTES) * st.ALIGNED_BYTES
 
 
 def _overlaps(

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from ...devices.allocators import rounded
 from ...threads import side_by_side
 from ...units import MIB
 
@@ -61,7 +62,7 @@ class ParkFile:
         fd = self._file.fileno()
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, _whole_blocks(size))
+                os.posix_fallocate(fd, 0, rounded(size, BLOCK_BYTES))
             with contextlib.suppress(OSError):  # this file system has only the page cache
                 flags = fcntl.fcntl(fd, fcntl.F_GETFL)
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
@@ -81,7 +82,7 @@ class ParkFile:
             """Writes the piece `number`."""
             start, count = number * PIECE_BYTES, self._bytes_of(number)
             fill(start, buffer[:count])
-            done, end = 0, _whole_blocks(count)
+            done, end = 0, rounded(count, BLOCK_BYTES)
             with memoryview(pages) as content:
                 self._digests[number] = _digest(content[:end], buffer[:end])
                 while done < end:
@@ -113,7 +114,7 @@ class ParkFile:
             """Reads the piece `number`."""
             start, count = number * PIECE_BYTES, self._bytes_of(number)
             damaged = partial(Damaged, start, start + count)
-            done, end = 0, _whole_blocks(count)
+            done, end = 0, rounded(count, BLOCK_BYTES)
             with memoryview(pages) as content:
                 while done < end:
                     try:
@@ -131,7 +132,9 @@ class ParkFile:
 
     def mapped(self) -> mmap.mmap:
         """All pages of the file, mapped. A page takes RAM only while it is used."""
-        return mmap.mmap(self._file.fileno(), _whole_blocks(self.size), flags=mmap.MAP_PRIVATE)
+        return mmap.mmap(
+            self._file.fileno(), rounded(self.size, BLOCK_BYTES), flags=mmap.MAP_PRIVATE
+        )
 
     @property
     def _pieces(self) -> int:
@@ -149,7 +152,7 @@ class ParkFile:
         def worker(own: Sequence[int]) -> None:
             """Does the work for the pieces `own`, until one fails in any thread."""
             try:
-                pages = _pages(min(PIECE_BYTES, _whole_blocks(self.size)))
+                pages = _pages(min(PIECE_BYTES, rounded(self.size, BLOCK_BYTES)))
                 buffer = torch.frombuffer(pages, dtype=torch.uint8)
                 for number in own:
                     if errors:
@@ -181,7 +184,3 @@ def _digest(content: memoryview, same: torch.Tensor) -> tuple[int, int]:
     """The digest of `content`, which is also in the tensor `same`; a multiple of BLOCK_BYTES."""
     words = same.view(torch.int64).split(_WORDS_AT_ONCE)
     return zlib.crc32(content), sum([int(part.sum()) for part in words])
-
-
-def _whole_blocks(size: int) -> int:
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES

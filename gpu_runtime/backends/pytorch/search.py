@@ -84,9 +84,7 @@ class Search(NamedTuple):
 
 
 class Limit:
-    """A time limit in seconds, from the creation of this object. At its limit, a search returns what
-    it has found.
-    """
+    """A time limit in seconds, from its creation on. At its limit, a search returns what it has found."""
 
     def __init__(
         self,
@@ -414,10 +412,7 @@ def _storages(
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` itself, or the strided parts of a sparse or wrapping tensor.
-
-    Nothing for fake tensors and lazy parameters, which have no bytes.
-    """
+    """`tensor` itself, or the strided parts of a sparse or wrapping one; none of a tensor without bytes."""
     kind = type(tensor)
     if kind not in _PLAIN:
         is_lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)

@@ -133,10 +133,7 @@ def most_tokens(tokenizer: Any) -> int | None:
 
 
 def most_tokens_of_pair(directory: Path, tokenizer: Any) -> int | None:
-    """The most tokens of a query and a document that the reranker in `directory` reads, if known.
-
-    Raises ValueError as `recipe_of`.
-    """
+    """The most tokens of a query and a document that the reranker in `directory` reads, if known. Raises ValueError."""
     if not (directory / safetensors.MODULES_FILE).is_file():
         return most_tokens(tokenizer)
     listed = safetensors.listed_modules(directory)

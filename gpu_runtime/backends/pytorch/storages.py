@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...devices.allocators import rounded
 from ...devices.process_memory import Memory
 from ...names import with_causes
 from ...units import MIB
@@ -199,10 +200,7 @@ def _copy_all(
     host: Memory,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Copies each source to its target, with one call for each pair of devices.
-
-    With `progress`, each call is divided into calls for about LEG_BYTES.
-    """
+    """Copies each source to its target, by one call a pair of devices, or with `progress` one for each LEG_BYTES."""
     done, total = 0, sum(source.nbytes for source in sources)
     if progress:
         progress(0, total)
@@ -278,7 +276,7 @@ def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
     small = [index for index, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
     large = [index for index, size in enumerate(sizes) if not 0 < size < SMALL_BYTES]
     made = dict(zip(large, _empty([sizes[index] for index in large], memory), strict=True))
-    steps = [-(-sizes[index] // ALIGNED_BYTES) * ALIGNED_BYTES for index in small]
+    steps = [rounded(sizes[index], ALIGNED_BYTES) for index in small]
     if small:
         pages = memory.allocate(sum(steps)).buffer()
         for index, end, step in zip(small, itertools.accumulate(steps), steps, strict=True):
@@ -332,10 +330,7 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
 
 
 def emptying(found: Iterable[TensorSlot]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that leave the tensors `found` without elements and gradients.
-
-    Only for devices where no guard can replace the bytes.
-    """
+    """Calls for `at_once` that leave the tensors `found` without elements and gradients, where no guard is possible."""
     calls: list[Callable[[], Any]] = []
     for slot in found:
         if slot.kind == "parameter" and slot.tensor.grad is not None:

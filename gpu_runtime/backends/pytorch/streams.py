@@ -176,10 +176,7 @@ def stream_at(device: torch.device, stream: int) -> Any:
 
 
 def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which torch allocates on `device` for the stream with the number `stream`.
-
-    None means the current stream.
-    """
+    """A context in which torch allocates on `device` for the stream with this number; None: the current one."""
     module = module_of(device)
     if module is None or stream is None:
         return contextlib.nullcontext()
@@ -264,9 +261,7 @@ def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
 
 
 def _synchronise(module: Any, device: torch.device, failed: list[str]) -> None:
-    """Waits for all work of `device`. If it has failed, as after a failed assert in a kernel, adds the
-    reason to `failed`.
-    """
+    """Waits for all work of `device`. If it has failed, as after a failed assert, adds the reason to `failed`."""
     try:
         module.synchronize(device)
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -322,10 +322,7 @@ class TorchBackend(Backend):
         """Does nothing. A subclass raises LoadFailed if `held` was loaded with other bytes."""
 
     def _refill(self, model: TorchModel, held: nn.Module) -> None:
-        """Gives the bytes of `model` to the module `held`, which becomes the module of `model`.
-
-        Raises LoadFailed if `held` has other tensors.
-        """
+        """Gives the bytes of `model` to `held`, which becomes its module. Raises LoadFailed for other tensors."""
         exchange = swap.Exchange()
         calls = st.refilling(held, model.module, exchange)
         if calls is None:
@@ -529,8 +526,9 @@ def check(
     """
     parts = module.named_modules()
     reasons = (_of_part(part, f" (at {path})" if path else "", is_ours) for path, part in parts)
-    why = next(filter(None, reasons), None)
-    why = why or _of_tensors(found, device_types) or _of_storages(grouped(found))
+    of_tensors = (_of_tensor(slot.name, slot.tensor, device_types) for slot in found)
+    why = next(filter(None, itertools.chain(reasons, of_tensors)), None)
+    why = why or _of_storages(grouped(found))
     if why:
         raise CannotGovern(f"{name} cannot be governed: {why}.", name=name, why=why)
 
@@ -556,11 +554,6 @@ def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> 
     if type(part).__module__.startswith("torch.ao.nn.quantized"):
         return f"it is quantised by torch.ao ({type(part).__name__}{at}), {_HIDDEN_STATE}"
     return None
-
-
-def _of_tensors(found: Iterable[TensorSlot], device_types: Collection[str]) -> str | None:
-    reasons = (_of_tensor(slot.name, slot.tensor, device_types) for slot in found)
-    return next(filter(None, reasons), None)
 
 
 def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str | None:

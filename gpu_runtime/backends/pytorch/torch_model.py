@@ -53,22 +53,6 @@ class Piece(NamedTuple):
         return sum(group.nbytes for group in self.groups)
 
 
-class _Sets:
-    """Disjoint sets of numbers. The name of each set is its smallest number."""
-
-    def __init__(self, count: int) -> None:
-        self._parents = list(range(count))
-
-    def first(self, number: int) -> int:
-        while self._parents[number] != number:
-            number = self._parents[number]
-        return number
-
-    def join(self, one: int, other: int) -> None:
-        low, high = sorted((self.first(one), self.first(other)))
-        self._parents[high] = low
-
-
 def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`; one if it cannot be cut.
 
@@ -78,26 +62,32 @@ def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> 
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
         leaves = [("", module)]
-    sets = _Sets(len(leaves))
+    firsts = list(range(len(leaves)))  # of each leaf, the first leaf of its piece
+
+    def join(one: int, other: int) -> None:
+        low, high = sorted((firsts[one], firsts[other]))
+        if low != high:
+            firsts[:] = [low if first == high else first for first in firsts]
+
     owners: dict[int, int] = {}  # storage -> the first leaf that has it
     for index, (_, leaf) in enumerate(leaves):
         if not any(p is not None for part in leaf.modules() for p in part._parameters.values()):
-            sets.join(index, 0)  # rotary angles and the like are needed before the first layer
+            join(index, 0)  # rotary angles and the like are needed before the first layer
         for tensor in _tensors(leaf):
             if tensor.nbytes:
                 storage = tensor.untyped_storage()._cdata
-                sets.join(index, owners.setdefault(storage, index))
+                join(index, owners.setdefault(storage, index))
     indices = {path: index for index, (path, _) in enumerate(leaves)}
     modules: dict[int, list[str]] = {}
     held: dict[int, list[Group]] = {}
     for path, index in indices.items():
-        modules.setdefault(sets.first(index), []).append(path)
-        held.setdefault(sets.first(index), [])
+        modules.setdefault(firsts[index], []).append(path)
+        held.setdefault(firsts[index], [])
     for group in groups:
         leaf_index = owners.get(group.storage._cdata)
         if leaf_index is None:  # a gradient or optimizer state: with its parameter
             leaf_index = holder(group.slots[0].name, indices)
-        held[sets.first(leaf_index)].append(group)
+        held[firsts[leaf_index]].append(group)
     return tuple(Piece(tuple(modules[first]), tuple(held[first])) for first in held)
 
 
@@ -245,10 +235,7 @@ class Dispatch:
         self.hooks = {id(part): (part, part._hf_hook) for part in hooked}
 
     def _restore_root(self, own: Mapping[str, Any]) -> None:
-        """Restores the attributes `own` of the root module, and removes new ones.
-
-        `hf_device_map` stays, because transformers expects it.
-        """
+        """Restores the root's attributes to `own`. A new `hf_device_map` stays, because transformers expects it."""
         for name in vars(self.module).keys() - own.keys() - {"hf_device_map"}:
             delattr(self.module, name)
         if "forward" in own:
@@ -313,10 +300,7 @@ class _Transfer:
 
 
 def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
-    """The names of arguments of `module` that no hook moves, such as a key/value cache.
-
-    The tensors of such an argument are on several cards.
-    """
+    """The names of arguments of `module` that no hook moves, such as a cache with tensors on several cards."""
     names = getattr(module, "_skip_keys_device_placement", None)
     if isinstance(names, str):
         return [names]

@@ -403,15 +403,11 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
     is_known = isinstance(saved, type) and issubclass(saved, nn.Module)
     if is_known and task is None and _serves(architecture, spec.model_type):
         return saved
-    name = AUTO_CLASSES.get(task or spec.model_type) or _auto_class_in(config)
+    # The repository's own code may be registered for one of the Auto classes.
+    own = (name for name in config.get("auto_map", {}) if name.startswith("AutoModel"))
+    name = AUTO_CLASSES.get(task or spec.model_type) or next(own, "AutoModel")
     import_whole("transformers", name)
     return getattr(transformers, name)
-
-
-def _auto_class_in(config: dict[str, Any]) -> str:
-    """The Auto class for which `config` registers the repository's own code, else AutoModel."""
-    own = (name for name in config.get("auto_map", {}) if name.startswith("AutoModel"))
-    return next(own, "AutoModel")
 
 
 def _serves(architecture: str, model_type: str) -> bool:
