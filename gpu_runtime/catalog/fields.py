@@ -39,10 +39,7 @@ KNOWN = {name: field for name, field in FIELDS.items() if field.only_in != PYTHO
 
 
 def read_fields(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The values of the known fields in `spec`, and pairs of a wrong field and its problem.
-
-    Fields without a value are left out.
-    """
+    """The values of the known fields that `spec` sets, and pairs of a wrong field and its problem."""
     values: dict[str, Any] = {}
     wrong: list[tuple[str, str]] = []
     for name, field in KNOWN.items():
@@ -289,10 +286,7 @@ def _requests_trust(fields: Mapping[str, Any]) -> bool:
 
 
 def require_loadable(spec: ModelSpec) -> None:
-    """Raises ModelDisabled for a disabled model, and LoadFailed if no backend can load the `spec`.
-
-    Called before any model is evicted to make room.
-    """
+    """Raises ModelDisabled, or LoadFailed if no backend can load the `spec`, before any model is evicted."""
     if not spec.enabled:
         raise ModelDisabled(spec.name)
     because = obstacle(spec)
@@ -344,9 +338,7 @@ def source_absent(spec: ModelSpec) -> str:
 
 
 def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
-    """Sentences for the person who applies the `entry`: fields that have no effect in this process,
-    and why the model could not be loaded now.
-    """
+    """Sentences for the person who applies the `entry`: what has no effect here, and why it cannot be loaded now."""
     spec = spec_of(entry, settings)
     fields = _fields(entry)
     found = []

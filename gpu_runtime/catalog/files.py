@@ -80,10 +80,7 @@ _NOT_READABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, Attribut
 
 
 class Catalog:
-    """The catalogue that the settings name, for several threads and processes.
-
-    If a file of the catalogue has changed, the next call reads all files again.
-    """
+    """The catalogue that the settings name, for several threads and processes. Changed files are read again."""
 
     def __init__(self, settings: Settings) -> None:
         """Uses GPU_CATALOG and other `settings`. The files are read when they are first needed."""
@@ -279,10 +276,7 @@ class Catalog:
             yield f"{', '.join(names)}: {note}"
 
     def delete(self, name: str) -> CatalogEntry:
-        """Removes the model `name`, and returns its entry.
-
-        Raises UnknownModel, BadDocument, and CatalogUnavailable (also for a hand-written file).
-        """
+        """Removes the model `name`, and returns its entry. Raises UnknownModel, BadDocument and CatalogUnavailable."""
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
@@ -292,10 +286,7 @@ class Catalog:
         return entry
 
     def _locked(self) -> BinaryIO:
-        """The lock file of the catalogue, locked until it is closed.
-
-        Raises CatalogUnavailable after PATIENCE_SECONDS.
-        """
+        """The locked lock file of the catalogue. Raises CatalogUnavailable after PATIENCE_SECONDS."""
         lock = self.directory / f"{self.file.stem}.lock"
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -648,19 +639,13 @@ def _in_list(document: Document, value: dict[str, Any], path: Place) -> Iterator
             yield _named(document, part, (*path, "models", index))
     elif isinstance(listed, dict):
         for name, part in listed.items():
-            yield _under_name(document, name, part, (*path, "models", name))
+            place = (*path, "models", name)
+            problem = bad_name(name)
+            if not problem and not isinstance(part, dict):
+                problem = "it must be a mapping of fields, such as  {path: FILE}"
+            yield document.wrong(place, problem) if problem else _model(document, name, part, place)
     else:
         yield document.wrong((*path, "models"), "it must be a mapping of names, or a list")
-
-
-def _under_name(document: Document, name: Any, part: Any, path: Place) -> Found:
-    """A model in a mapping from names to fields."""
-    problem = bad_name(name)
-    if problem:
-        return document.wrong(path, problem)
-    if not isinstance(part, dict):
-        return document.wrong(path, "it must be a mapping of fields, such as  {path: FILE}")
-    return Manifest(name, _body(name, part), document, path)
 
 
 def _named(document: Document, part: Any, path: Place) -> Found:
@@ -675,8 +660,9 @@ def _named(document: Document, part: Any, path: Place) -> Found:
     if problem:
         return document.wrong((*path, key), problem)
     spec = {field: value for field, value in part.items() if field != "name"}
-    return Manifest(name, _body(name, spec), document, path)
+    return _model(document, name, spec, path)
 
 
-def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": API_VERSION, "kind": KINDS[0], "metadata": {"name": name}, "spec": spec}
+def _model(document: Document, name: str, spec: dict[str, Any], path: Place) -> Manifest:
+    body = {"apiVersion": API_VERSION, "kind": KINDS[0], "metadata": {"name": name}, "spec": spec}
+    return Manifest(name, body, document, path)

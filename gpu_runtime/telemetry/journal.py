@@ -34,6 +34,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -76,6 +77,7 @@ KEPT = 10_000  # events in the file; the oldest are removed first
 EVERY_SECONDS = 1.0
 
 log = logging.getLogger("gpu_runtime")
+T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -144,16 +146,23 @@ class Journal:
         decision with this number.
         """
         with self._lock:
-            self._write()
-            if self._path is not None and not self._broken and self._path.exists():
-                try:
-                    with contextlib.closing(self._connect()) as db:
-                        return select_decisions(db, name, limit)
-                except (sqlite3.Error, OSError) as error:
-                    log.warning("the journal %s cannot be read (%s)", self._path, error)
+            stored = self._stored(lambda db: select_decisions(db, name, limit))
+            if stored is not None:
+                return stored
             kept = tuple(reversed(self._decided))
         found = tuple(one for one in kept if one.model == name)[:limit]
         return found or tuple(one for one in kept if name == str(one.id))
+
+    def _stored(self, read: Callable[[sqlite3.Connection], T]) -> T | None:
+        """What `read` returns for the file, after a write. None if there is no file that can be read."""
+        self._write()
+        if self._path is not None and not self._broken and self._path.exists():
+            try:
+                with contextlib.closing(self._connect()) as db:
+                    return read(db)
+            except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
+                log.warning("the journal %s cannot be read (%s)", self._path, error)
+        return None
 
     def flush(self) -> None:
         """Writes the events and decisions that are not written yet. Never fails."""
@@ -219,17 +228,15 @@ class Journal:
 
         with self._reading_others:
             others = self._of_others(model, since, source)
+
+        def read(db: sqlite3.Connection) -> tuple[Event, ...]:
+            # Rows are decoded one by one, and no more than needed: a full journal has 10,000 events.
+            return latest(_merged([_stored_events(db, model, since, source), *others]))
+
         with self._lock:
-            self._write()
-            if self._path is not None and not self._broken and self._path.exists():
-                try:
-                    with contextlib.closing(self._connect()) as db:
-                        # Rows are decoded one by one, and no more than needed: a full journal has
-                        # 10,000 events.
-                        stored = _stored_events(db, model, since, source)
-                        return latest(_merged([stored, *others]))
-                except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
-                    log.warning("the journal %s cannot be read (%s)", self._path, error)
+            stored = self._stored(read)
+            if stored is not None:
+                return stored
             kept = (
                 event
                 for event in reversed(self._recent)

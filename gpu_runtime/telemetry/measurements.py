@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from .. import threads
 from ..arguments import FIELDS
@@ -64,17 +65,13 @@ class Measurements:
         self._blocked = False  # whether another process held the lock at the last write
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:
-        """The measurement of the model `spec`, or None. `evidence` is the evidence from the model's
-        source.
-        """
+        """The measurement of the model `spec`, whose source has this `evidence`; None if there is none."""
         name = key(spec, evidence)
         with self._lock:
             return self._latest().models.get(name) if name else None
 
     def context_bytes(self, card: str) -> int | None:
-        """The bytes of a CUDA context on a card named `card`. None if no context was measured on
-        such a card.
-        """
+        """The bytes of a CUDA context on a card of this name; None if none was measured."""
         with self._lock:
             return self._latest().contexts.get(card)
 
@@ -84,42 +81,28 @@ class Measurements:
             return dict(self._latest().cell_bytes.get(key, {}))
 
     def remember_cell(self, key: str, taken: dict[str, int]) -> None:
-        """Stores the bytes that a cell took, by card. An empty `taken` removes the stored ones.
-        Never fails.
-        """
+        """Stores the bytes that a cell took, by card. An empty `taken` removes them. Never fails."""
 
         def change(content: MeasurementFile) -> MeasurementFile:
             cells = _with_newest(content.cell_bytes, key, taken)
             if not taken:
                 del cells[key]
-            return msgspec.structs.replace(content, cell_bytes=cells)
+            return replace(content, cell_bytes=cells)
 
         self._change(change)
 
     def remember(self, spec: ModelSpec, evidence: Evidence, measurement: Measurement) -> None:
-        """Stores the `measurement` of the model `spec`. `evidence` is the evidence from the model's
-        source.
-
-        If the source has no fingerprint, nothing is stored. Never fails.
-        """
+        """Stores the `measurement` of the model `spec`, if its `evidence` has a fingerprint. Never fails."""
         name = key(spec, evidence)
         if not name:
             return
 
-        def change(content: MeasurementFile) -> MeasurementFile:
-            models = _with_newest(content.models, name, measurement)
-            return msgspec.structs.replace(content, models=models)
-
-        self._change(change)
+        self._change(lambda old: replace(old, models=_with_newest(old.models, name, measurement)))
 
     def remember_context(self, card: str, size: int) -> None:
         """Stores the `size` in bytes of a CUDA context on a card named `card`. Never fails."""
 
-        def change(content: MeasurementFile) -> MeasurementFile:
-            contexts = {**content.contexts, card: size}
-            return msgspec.structs.replace(content, contexts=contexts)
-
-        self._change(change)
+        self._change(lambda old: replace(old, contexts={**old.contexts, card: size}))
 
     def _change(self, change: Callable[[MeasurementFile], MeasurementFile]) -> None:
         with self._lock:
@@ -194,10 +177,7 @@ _decode = msgspec.json.Decoder(MeasurementFile).decode
 
 
 def key(spec: ModelSpec, evidence: Evidence) -> str:
-    """The key of a measurement: a short text made from the `evidence` of the source and the `spec`.
-
-    The key is empty if the source has no fingerprint.
-    """
+    """A short text for the `evidence` of the source and the `spec`; empty if the source has no fingerprint."""
     if not evidence.fingerprint:
         return ""
     source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
@@ -229,7 +209,5 @@ def measurements_in(ledger: Path) -> Path:
 
 
 def cells_of_this_user() -> Measurements:
-    """The bytes that this user's cells took. The file is read only when they are requested from the
-    result.
-    """
+    """The bytes that this user's cells took. The file is read when they are requested."""
     return Measurements(local_state() / FILE)

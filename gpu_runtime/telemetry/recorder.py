@@ -109,10 +109,7 @@ class ChangeFilter:
         self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
 
     def select(self, moments: Iterable[Moment]) -> list[Moment]:
-        """The moments to record, in order.
-
-        Besides some of `moments`, the result may have moments that an earlier call skipped.
-        """
+        """The moments to record, in order. Some of them may be moments that an earlier call skipped."""
         rows: list[Moment] = []
         for moment in moments:
             kept = self._kept.get(moment.device)
@@ -169,9 +166,7 @@ class Record(StateFile):
         return self.write(insert)
 
     def thin(self, now: float) -> None:
-        """Removes moments that are too old at the wall time `now`, and moments that are too many
-        for their age.
-        """
+        """Removes moments that are too old at the wall time `now`, or too many for their age."""
 
         def delete(db: sqlite3.Connection) -> None:
             edges = (now - DAY, now + AHEAD_SECONDS)
@@ -221,9 +216,7 @@ MOST_UNWRITTEN = 5_000  # moments that are held while the file cannot be written
 
 
 def record_in(directory: Path) -> Record:
-    """The history of the ledger whose files of this boot are in `directory`. The history survives a
-    reboot.
-    """
+    """The history of the ledger whose files of this boot are in `directory`. It survives a reboot."""
     return Record(state_in(directory.parent) / "history.db")
 
 
@@ -266,9 +259,7 @@ class Recorder:
             self._account.forget(rows)
 
     def flush(self) -> None:
-        """Writes the moments that are not written yet. If this fails, these moments are kept for a
-        later call.
-        """
+        """Writes the moments that are not written yet. If this fails, they are kept for a later call."""
         if self._unwritten and self._record.append(self._unwritten):
             self._unwritten.clear()
 

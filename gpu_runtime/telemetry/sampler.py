@@ -106,9 +106,7 @@ class HelperFiles:
         os.replace(draft, self.directory / "samples")
 
     def write_error(self, error: BaseException) -> None:
-        """Writes the reason why the helper ends, for the processes that read the figures. Never
-        fails.
-        """
+        """Writes why the helper ends, for the processes that read the figures. Never fails."""
         try:
             with open(self.directory / "sampler.err", "w", opener=_private) as file:
                 file.write(f"{type(error).__name__}: {error}\n")
@@ -125,9 +123,7 @@ class CardReader(threading.Thread):
     """Measures one card in a separate thread, so a card that hangs does not block other cards."""
 
     def __init__(self, listing: Listing, card: Card, answers: _Answers) -> None:
-        """Measures the `card`, which is in `listing`, and puts each result into the queue
-        `answers`.
-        """
+        """Measures the `card` of the `listing`, and puts each result into the queue `answers`."""
         super().__init__(daemon=True, name=card.device.uuid)
         self._source, self._card, self._answers = listing.source, card, answers
         self._requests: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -179,9 +175,7 @@ class CardRounds:
         psutil.cpu_percent()  # the first result is always 0, so it is dropped
 
     def next(self) -> Figures:
-        """Measures all cards and returns the figures. A card whose answer is late keeps its last
-        figures.
-        """
+        """Measures all cards and returns the figures. A card that is late keeps its last figures."""
         began = boot_seconds()
         awaited = set()
         for reader in self._readers:
@@ -248,10 +242,7 @@ def _machine(now: float) -> Sample:
 
 
 def _person(pid: int) -> Person | None:
-    """The user and the command of the process `pid`. None if this process cannot see `pid`.
-
-    A process cannot be seen if it runs in another container, or has ended.
-    """
+    """The user and the command of the process `pid`; None if it has ended, or is in another container."""
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
@@ -277,9 +268,7 @@ class HistoryThread:
     """The thread that writes the history. A ledger that does not answer delays only this thread."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        """`directory` has the ledger's files of this boot; `url` is the ledger's URL (empty: no
-        history).
-        """
+        """`directory` has the ledger's files of this boot; `url` is its URL (empty: no history)."""
         self.figures: Figures | None = None  # the last published figures
         self._directory, self._url = directory, url
         self._ended = threading.Event()
