@@ -111,9 +111,7 @@ def _require_private(path: Path, found: os.stat_result) -> None:
 
 
 def add(path: Path, name: str, key: AccessKey) -> None:
-    """Writes `key` under the `name` into the file `path`. Raises GpuError if the name exists or is
-    not valid.
-    """
+    """Writes `key` under the `name` into the file `path`. Raises GpuError if the name exists or is not valid."""
     if not _NAME.fullmatch(name):
         raise GpuError("the name of a key has at most 64 letters, digits and ._-", name=name)
     if key.importance is not None:
@@ -168,10 +166,7 @@ def name_of(keys: Keys, offered: str) -> str:
 
 
 class KeysFile:
-    """The keys of one file, which is read again after a change.
-
-    If the changed file has a mistake, the old keys stay valid.
-    """
+    """The keys of one file, which is read again after a change. After a mistake, the old keys stay valid."""
 
     def __init__(
         self, path: Path, clock: Callable[[], float], report: Callable[[str], None]
@@ -194,14 +189,11 @@ class KeysFile:
             stamp = self._look()
             if stamp != self._stamp:
                 self._stamp = stamp
-                self._read_again()
+                try:
+                    self._keys = read(self._path)
+                except BadDocument as error:
+                    self._report(f"the earlier keys stay: {error}")
         return self._keys
-
-    def _read_again(self) -> None:
-        try:
-            self._keys = read(self._path)
-        except BadDocument as error:
-            self._report(f"the earlier keys stay: {error}")
 
     def _look(self) -> tuple[int, ...] | None:
         """The file's times, size and inode, which differ after every change; None if there is no file."""

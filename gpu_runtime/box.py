@@ -23,6 +23,7 @@ import contextlib
 import glob
 import grp
 import hashlib
+import importlib
 import itertools
 import os
 import re
@@ -140,10 +141,7 @@ class Places(NamedTuple):
 
 
 def places(prefix: str | None = None, root: str | None = None) -> Places:
-    """The places of the present installation, else those of one at `prefix`, which may be None.
-
-    Raises BadSetting if there is an installation with another prefix.
-    """
+    """The places of the present installation, else of one at `prefix`. Raises BadSetting if it is at another prefix."""
     base = Path(root or "/").absolute()
     if prefix is not None and not Path(prefix).is_absolute():
         raise BadSetting("--prefix", prefix, f"an absolute path, such as {PREFIX}")
@@ -212,7 +210,7 @@ def install(
                 wheel = _download(name, downloads)
             links = str(wheel.parent) if source and Path(source).is_dir() else ""
             with contextlib.ExitStack() as undo:
-                made = _make_directories(where, targets, undo)
+                made = _make_directories(targets, undo)
                 work = _Work(where, wheel, links, ledger, group, undo, say)
                 version, missing = _build(work, wanted, strict=bool(pythons))
                 _switch(work, version, made)
@@ -253,14 +251,12 @@ def _not_root(action: str) -> NotAllowed:
 def _wheel_in(source: str) -> Path:
     """The wheel of this package that `source` is, or the newest one in a directory. Raises BadSetting."""
     path = Path(source).absolute()
-    found = [path] if path.is_file() else sorted(path.glob("gpu_console-*.whl"), key=_modified)
+    found = (
+        [path] if path.is_file() else sorted(path.glob("gpu_console-*.whl"), key=os.path.getmtime)
+    )
     if not found or not _WHEEL.fullmatch(found[-1].name):
         raise BadSetting("--from", source, "a wheel gpu_console-….whl, or a directory that has one")
     return found[-1]
-
-
-def _modified(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def _ledger_of(where: Places, group: str | None) -> tuple[Path | None, str]:
@@ -328,9 +324,7 @@ def _is_ours(where: Places, link: Path) -> bool:
     return link.is_symlink() and Path(os.readlink(link)).is_relative_to(where.prefix)
 
 
-def _make_directories(
-    where: Places, targets: list[Path], undo: contextlib.ExitStack
-) -> tuple[str, ...]:
+def _make_directories(targets: list[Path], undo: contextlib.ExitStack) -> tuple[str, ...]:
     """Makes the directories above the `targets`. Returns those that were missing."""
     made = []
     for target in targets:
@@ -390,10 +384,7 @@ def _build(work: _Work, wanted: tuple[str, ...], *, strict: bool) -> tuple[Path,
 
 
 def _directory_for(where: Places, wheel: Path, digest: str) -> Path:
-    """Where the version in the `wheel` is, or will be.
-
-    Another wheel of the same version gets a directory of its own, such as 0.3.0-2.
-    """
+    """Where the version in the `wheel` is, or will be: for another wheel of one version such as 0.3.0-2."""
     name = _version_of(wheel)
     for number in itertools.count(1):
         directory = where.prefix / (name if number == 1 else f"{name}-{number}")
@@ -732,10 +723,7 @@ def _rows(where: Places, now: Path) -> Iterator[tuple[str, str]]:
 def remove(
     *, prefix: str | None = None, root: str | None = None, dry_run: bool = False
 ) -> Outcome | str:
-    """Removes the installation. What a running process uses stays until the next `remove`.
-
-    Raises NotAllowed, GpuError.
-    """
+    """Removes the installation. What a running process uses stays until the next one. Raises NotAllowed, GpuError."""
     where = places(prefix, root)
     if not root and os.geteuid() != 0:
         raise _not_root("remove")
@@ -744,7 +732,8 @@ def remove(
         return Outcome("box", "", True, f"nothing is installed in {where.prefix}")
     if dry_run:
         return _removal(where, made)
-    import_rendering()  # this command may be a part of what is deleted
+    # It shows the Outcome, and this command may be a part of what is deleted.
+    importlib.import_module("gpu_runtime.rendering.render")
     try:
         autoload.write_block(where.block, "")
         still = _still_used(where, made)
@@ -761,13 +750,6 @@ def remove(
     except OSError as error:
         raise GpuError(f"{error.filename or where.prefix} cannot be removed: {error}") from error
     return Outcome("box", "", True, f"gpu-console is removed from {where.prefix}{left}")
-
-
-def import_rendering() -> None:
-    """Imports what shows an Outcome, while its files are there."""
-    from importlib import import_module
-
-    import_module("gpu_runtime.rendering.render")
 
 
 def _still_used(where: Places, made: Made) -> list[Process]:

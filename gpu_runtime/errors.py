@@ -1,37 +1,6 @@
 """Every error, with its facts as attributes and a sentence made from them.
 
-    GpuError
-    ├── DoesNotFit                 it cannot fit as things are; nothing was evicted
-    │   └── MemoryLimitExceeded    … because of INFERENCE_MEMORY_LIMIT_GB
-    ├── StillInUse                 the model to be moved is in use
-    ├── NotAllowed                 the operator's caps forbid it, or it belongs to another user
-    ├── Busy                       the wait for room timed out
-    ├── WaitEnded                  a person ended the wait for room
-    ├── Deadlock                   the wait would never end
-    ├── OutOfMemory                a device ran out of memory while a model was loaded or used
-    ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
-    ├── NeedsWith                  `rt.use(…)` without `with`; also AttributeError and TypeError
-    ├── BadSize, BadSetting        also ValueError
-    │   └── UnknownSize            … because nothing shows how large the model is
-    ├── BadDocument                a file of models, tasks or keys has an error; also ValueError
-    ├── CatalogUnavailable         the model catalogue cannot be read or written
-    ├── ModelDisabled              its entry in the catalogue has `enabled: false`
-    ├── LoadFailed                 the source could not be loaded
-    │   └── NotAModel              … because it is no model
-    ├── BadCall                    an engine rejected the arguments of a call; also ValueError
-    ├── EngineDied                 an engine's process ended; the next use loads it again
-    ├── EngineFault                an engine failed and was unloaded; the next use loads it again
-    ├── ProcessLost                the driver no longer serves this process; restart it
-    ├── CannotGovern               a module that cannot be moved safely; also TypeError
-    ├── NotLoaded                  in the catalogue, but loaded by no process
-    ├── NotResident                called while away, with automatic restore switched off
-    ├── ProbeFailed                a device did not respond
-    ├── FleetUnavailable           there is no cluster, or a host may not join it
-    ├── NodeLost                   a host of the fleet died while its model was used
-    └── LedgerUnavailable          the book cannot be read or written
-        ├── LedgerNewer            … because a newer version wrote it
-        └── LedgerRefused          … because the write would break a law
-
+Each class says in its docstring what it means, and docs/reference/errors.md lists them by what happened.
 A notebook shows the sentence of an error and the user's lines that failed. `%tb` shows all frames.
 """
 
@@ -376,17 +345,11 @@ class NotResident(GpuError):
 
 
 class BadCall(GpuError, ValueError):
-    """An engine rejected a call: it was too long, of a wrong type, or unknown.
-
-    Attributes: name, method, why.
-    """
+    """An engine rejected a call: it was too long, of a wrong type, or unknown. Attributes: name, method, why."""
 
 
 class EngineDied(GpuError):
-    """An engine's process ended; its lease was freed.
-
-    Attributes: name, pid, status, kind, why, log.
-    """
+    """An engine's process ended; its lease was freed. Attributes: name, pid, status, kind, why, log."""
 
 
 class EngineFault(GpuError):
@@ -416,10 +379,7 @@ class FleetUnavailable(GpuError):
 
 
 class NodeLost(GpuError):
-    """A host of the fleet died, or restarted, while its model was used.
-
-    Attributes: name, host, why.
-    """
+    """A host of the fleet died, or restarted, while its model was used. Attributes: name, host, why."""
 
     def __init__(self, name: str, host: str, why: str) -> None:
         """The model `name` was lost on `host`, and `why`."""
@@ -505,7 +465,9 @@ def in_one_sentence(error: BaseException) -> GpuError | None:
     found: GpuError | None = None
     if isinstance(error, ImportError):
         found = _of_import(error)
-    elif isinstance(error, FileNotFoundError) and _is_of_missing_proc(error):
+    elif str(getattr(error, "filename", "")).startswith("/proc/") and not os.path.exists(
+        "/proc/self"
+    ):
         found = GpuError(
             f"this process sees no /proc ({error}), where the system shows the memory of the machine "
             "and which processes live. Nothing was changed.\n"
@@ -522,10 +484,6 @@ def in_one_sentence(error: BaseException) -> GpuError | None:
             "  Allow more:  ulimit -u 4096"
         )
     return found
-
-
-def _is_of_missing_proc(error: FileNotFoundError) -> bool:
-    return str(error.filename).startswith("/proc/") and not os.path.exists("/proc/self")
 
 
 def reword(error: BaseException) -> None:
@@ -564,10 +522,7 @@ def _upgraded(error: BaseException) -> GpuError:
 
 
 def _requirement(package: str, of: str = "gpu-console") -> str:
-    """The requirement of gpu-console, or of a library that it needs, on `package`; empty if none.
-
-    An example is `pandas>=2.1`.
-    """
+    """The requirement of gpu-console or of its libraries on `package`, such as `pandas>=2.1`; empty if none."""
     from importlib import metadata
 
     try:

@@ -25,7 +25,7 @@ from .errors import BadSetting, GpuError
 from .units import parse_seconds, show_bytes
 
 if TYPE_CHECKING:
-    from .facts import Lease, Section
+    from .facts import Section
     from .web.auth import Visitor
 
 MODULE = "gpu_runtime.hub"
@@ -85,15 +85,14 @@ def configure(
         }
     ]
     roles = [{"name": "user", "scopes": ["self", f"access:services!service={service}"]}]
+    parking: dict[str, str] = {}
     if park_after is not None:
-        idle = {"GPU_PARK": "idle", "GPU_PARK_IDLE_SECONDS": f"{parse_seconds(park_after):g}"}
-        _set(c.Spawner, "environment", _value(c.Spawner, "environment", {}) | idle)
+        parking = {"GPU_PARK": "idle", "GPU_PARK_IDLE_SECONDS": f"{parse_seconds(park_after):g}"}
     if park_dir is not None:
-        slow = {
-            "GPU_PARK_DIR": park_dir,
-            "GPU_HIBERNATE_SECONDS": f"{parse_seconds(hibernate_after):g}",
-        }
-        _set(c.Spawner, "environment", _value(c.Spawner, "environment", {}) | slow)
+        parking["GPU_PARK_DIR"] = park_dir
+        parking["GPU_HIBERNATE_SECONDS"] = f"{parse_seconds(hibernate_after):g}"
+    if parking:
+        c.Spawner.environment = _value(c.Spawner, "environment", {}) | parking
     known = _value(c.JupyterHub, "services", [])
     culling = {"environment": given | {"GPU_CONSOLE_USER_NAMES": user_names}}
     cullers = [one for one in known if _is_idle_culler(one.get("command"))]
@@ -106,8 +105,8 @@ def configure(
         name = f"{service}-culler"
         services.append({"name": name, "command": guarded(command, cull_unsaved), **culling})
         roles.append({"name": name, "services": [name], "scopes": list(HUB_SCOPES)})
-    _set(c.JupyterHub, "services", [*known, *services])
-    _set(c.JupyterHub, "load_roles", _with_roles(_value(c.JupyterHub, "load_roles", []), roles))
+    c.JupyterHub.services = [*known, *services]
+    c.JupyterHub.load_roles = _with_roles(_value(c.JupyterHub, "load_roles", []), roles)
 
 
 def guarded(command: Sequence[str], cull_unsaved: bool = False) -> list[str]:
@@ -153,10 +152,6 @@ def _value(section: Any, name: str, otherwise: Any) -> Any:
     if hasattr(value, "get_value"):
         return value.get_value(otherwise)
     return type(otherwise)(value)
-
-
-def _set(section: Any, name: str, value: Any) -> None:
-    section[name] = value
 
 
 # -- the role of a visitor -------------------------------------------------------------------------
@@ -228,16 +223,13 @@ def unsaved_in(sections: Iterable[Section]) -> Unsaved:
     """What each server would lose, by the `sections` of a book."""
     found: dict[tuple[str, str], list[str]] = {}
     for section in sections:
-        size = sum(lease.bytes for lease in section.leases if _exists_nowhere_else(lease))
+        own = [one for one in section.leases if one.kind != "block" and not one.droppable]
+        size = sum(lease.bytes for lease in own)
         if size:
             owner = section.owner
             title = f"{owner.title or f'pid {owner.pid}'}, {show_bytes(size)}"
             found.setdefault((owner.user, owner.server), []).append(title)
     return lambda user, server: "; ".join(sorted(found.get((user, server), ())))
-
-
-def _exists_nowhere_else(lease: Lease) -> bool:
-    return lease.kind != "block" and not lease.droppable
 
 
 def marked(answer: Any, unsaved: Unsaved, user_names: str = NAME) -> Any:
@@ -324,10 +316,7 @@ def _book(ledger: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs jupyterhub-idle-culler, and keeps the servers with values that exist nowhere else.
-
-    With `--cull-unsaved` it runs as it is.
-    """
+    """Runs jupyterhub-idle-culler so that servers with unsaved values stay; with `--cull-unsaved` as it is."""
     import jupyterhub_idle_culler as culler
 
     words = list(sys.argv[1:] if argv is None else argv)

@@ -113,10 +113,7 @@ def runs_users_code(path: str) -> bool:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """The folders of Python and of installed libraries.
-
-    sysconfig would tell them, but imports a file: a process that may open no more files failed here.
-    """
+    """The folders of Python and of installed libraries, without sysconfig, whose import opens a file."""
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return tuple(f"{folder}/" for folder in (os.path.dirname(os.__file__), *installed))
 
@@ -141,8 +138,5 @@ def line_of(path: str, number: int, function: str, names: dict[str, Any] | None 
 
 def _as_typed(code: str) -> str:
     """The `code` of a line, with a magic as it was typed: `%gpu plan qwen`."""
-    return _MAGIC.sub(lambda found: f"{_percents(found[1])}{found[2]} {found[4]}".rstrip(), code)
-
-
-def _percents(kind: str) -> str:
-    return "%%" if kind == "cell" else "%"
+    percents = {"cell": "%%", "line": "%"}
+    return _MAGIC.sub(lambda found: f"{percents[found[1]]}{found[2]} {found[4]}".rstrip(), code)
