@@ -672,10 +672,7 @@ def takes(backend: str, name: str) -> bool:
 
 
 def read_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `register` as a specification has them: the `given` ones, else the defaults.
-
-    Raises BadSetting.
-    """
+    """The keywords of `register` as a specification has them, with defaults. Raises BadSetting."""
     made = {
         name: read(name, given.get(name, default), FIELDS[name].rule)
         for name, default in KEYWORDS.items()
@@ -821,10 +818,7 @@ def rules_of(method: Callable[..., Any]) -> dict[str, Rule]:
 
 
 def read_all(method: str, unknown: Mapping[str, Any], **given: Any) -> tuple[Any, ...]:
-    """The arguments `given` to the method with the name `method`, converted by their rules.
-
-    Raises BadSetting for an `unknown` keyword.
-    """
+    """The arguments `given` to `method`, converted by their rules. Raises BadSetting, also for an `unknown` keyword."""
     for name, value in unknown.items():
         raise unknown_option(name, value, given, f"{method}()")
     return tuple(read(name, value, _rule(method, name)) for name, value in given.items())

@@ -355,10 +355,7 @@ _numbers = itertools.count(1)
 
 
 def new_log(name: str) -> Path:
-    """The path of a new, empty log for the model `name`, in the state directory.
-
-    The oldest logs are deleted, so that at most KEPT_LOGS remain.
-    """
+    """The path of a new, empty log for the model `name`. Of the older logs, at most KEPT_LOGS remain."""
     directory = _directory()
     make_directory(directory)
     known = sorted(directory.glob("*.log"), key=_modified_ns)

@@ -59,10 +59,7 @@ class Namespace:
         return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(self._errors()))]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects to which `name` refers.
-
-        An object is in the list once for each reference that a deletion of the name would remove.
-        """
+        """The objects to which `name` refers, one entry for each reference that a deletion of it would remove."""
         if name.kind == ERROR:
             errors = self._errors()
             return [*variables_of(frames_of(errors)), *objects_of(errors)]
@@ -121,10 +118,7 @@ def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
 
 
 def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
-    """The user's frames in the tracebacks of `errors` and of their causes, each once.
-
-    The frames of the last traceback that Python keeps are added.
-    """
+    """The user's frames in the tracebacks of `errors`, of their causes, and in Python's last one, each once."""
     frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
     for error in with_causes(errors):
         frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -132,10 +126,7 @@ def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
 
 
 def objects_of(errors: Iterable[BaseException]) -> list[Any]:
-    """The objects to which `errors` and their causes refer, with one entry for each reference.
-
-    For example, the AttributeError of `tensor.typo` refers to the tensor.
-    """
+    """The objects to which `errors` and causes refer, such as the tensor of `tensor.typo`, one for each reference."""
     found: list[Any] = []
     for error in with_causes(errors):
         found += error.args

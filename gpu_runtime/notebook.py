@@ -72,11 +72,7 @@ class State(NamedTuple):
 
 
 class Activity:
-    """The cells that are running now.
-
-    Several cells can run at once: a cell can run another cell, and subshells run beside the main
-    shell.
-    """
+    """The running cells. Several can run at once: a cell can run another one, and subshells run beside it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns the current time in seconds."""

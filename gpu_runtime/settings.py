@@ -264,10 +264,7 @@ class Settings:
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
-        """The settings: the `overrides` that are not None, else the environment, else defaults.
-
-        Raises BadSetting for an unknown name, a wrong type or a value out of range.
-        """
+        """The settings: the `overrides` that are not None, else the environment, else defaults. Raises BadSetting."""
         given = {name: value for name, value in overrides.items() if value is not None}
         for name in overrides:
             if name not in NAMES:

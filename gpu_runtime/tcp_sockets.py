@@ -71,10 +71,7 @@ def _ask(
     source: bytes = b"",
     target: bytes = b"",
 ) -> Iterator[tuple[bytes, bytes, int, int]]:
-    """The port, address, user and inode of each matching socket.
-
-    Raises OSError if the kernel does not answer.
-    """
+    """The port, address, user and inode of each matching socket. Raises OSError without an answer of the kernel."""
     request = _REQUEST.pack(
         family, socket.IPPROTO_TCP, 0, states, port, to_port, source, target, 0, _ANY_COOKIE
     )

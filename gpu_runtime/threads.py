@@ -44,10 +44,7 @@ class Running:
         self.ident = 0
 
     def wait(self, timeout: float = -1) -> bool:
-        """Waits for the end of the thread. Returns False if it still runs after `timeout` seconds.
-
-        A `timeout` of -1 means no limit.
-        """
+        """Waits for the end of the thread. Returns False if it still runs after `timeout` seconds (-1: no limit)."""
         if not self._ended.acquire(timeout=timeout):
             return False
         with contextlib.suppress(RuntimeError):  # another waiting thread has released it already
@@ -158,10 +155,7 @@ class Stoppable:
                 self._news.put(None)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the work has ended or is stopped. Returns False if `seconds` pass before.
-
-        Only the caller calls this method.
-        """
+        """Waits until the work has ended or is stopped. Returns False after `seconds`. Only the caller calls this."""
         try:
             self._news.get(timeout=seconds)
         except Empty:  # the time is over; a lock would not survive an interrupt, see `_news`
@@ -411,10 +405,7 @@ def awaited(lock: threading.Lock) -> threading.Lock:
 
 
 def freed(lock: L) -> L:
-    """Makes `lock` free in a forked child. Returns `lock`.
-
-    Use this function only for a lock whose data is valid at every moment.
-    """
+    """Makes `lock`, whose data must be valid at every moment, free in a forked child. Returns `lock`."""
     _freed[id(lock)] = lock
     return lock
 
@@ -461,10 +452,7 @@ def _in_child() -> None:
 
 
 def _free(lock: threading.Lock) -> None:
-    """Makes `lock` free, even if a thread of the parent held the lock.
-
-    Use this function only in a child, which has one thread.
-    """
+    """Makes `lock` free, also if a thread of the parent held it. Only for a child, which has one thread."""
     lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 

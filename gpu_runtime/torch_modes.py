@@ -48,10 +48,7 @@ def outside_modes(function: F) -> F:
 
 
 def all_outside_modes(kind: C) -> C:
-    """The class `kind`, with public methods and properties that run outside the user's modes.
-
-    See `outside_modes`.
-    """
+    """The class `kind`, whose public methods and properties run outside the user's modes; see `outside_modes`."""
     for name, value in list(vars(kind).items()):
         if name.startswith("_"):
             continue

@@ -139,10 +139,7 @@ def allocate(
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
-    """Frees the runs whose key is in `keys`, and joins free neighbours. Returns the new state.
-
-    Unknown keys change nothing.
-    """
+    """The state without the runs whose key is in `keys`; free neighbours are joined. Unknown keys change nothing."""
     segments = []
     for segment in state.segments:
         if any(run.key in keys for run in segment.runs):
@@ -343,11 +340,7 @@ def _kind(segment: Mapping[str, Any]) -> str:
 
 
 def _releasable(segment: SegmentMap, type: str) -> int:
-    """Bytes of a segment that `torch.cuda.empty_cache()` releases.
-
-    A normal segment is released whole or not at all. An expandable segment is released page by
-    page.
-    """
+    """Bytes that `torch.cuda.empty_cache()` releases: of an expandable segment pages, else all of it or nothing."""
     if segment.kind == "expandable":
         return _whole_free_pages(segment, PAGE_BYTES[type])
     if segment.kind == "private" or segment.in_use:

@@ -131,10 +131,7 @@ def _watts(smi: Any, handle: Any) -> float | None:
 
 
 def _temperature(smi: Any, handle: Any) -> float | None:
-    """The card's temperature in °C; None if unknown.
-
-    The hottest spot is preferred, because accelerators have no sensor at the edge.
-    """
+    """The card's temperature in °C, at its hottest spot: accelerators have none at the edge. None if unknown."""
     current = smi.AmdSmiTemperatureMetric.CURRENT
     for name in ("HOTSPOT", "EDGE"):
         sensor = getattr(smi.AmdSmiTemperatureType, name)

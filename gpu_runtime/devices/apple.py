@@ -25,10 +25,7 @@ SECONDS = 10.0  # the time limit is long because the tool queries every display
 
 
 def list_cards() -> Listing:
-    """Lists one card: the first discrete GPU with Metal, else the first GPU with Metal.
-
-    Raises NoAnswer if system_profiler fails.
-    """
+    """Lists the first discrete GPU with Metal, else the first with Metal. Raises NoAnswer if system_profiler fails."""
     here = sys.modules[__name__]
     if sys.platform != "darwin":
         return Listing(here, absent="this is no Mac")

@@ -30,11 +30,7 @@ class NoAnswer(Exception):
 
 
 class Card(NamedTuple):
-    """A card, or an instance of a partitioned card.
-
-    `device.index` and the number in `device.id` are the driver's own, the same in every process of
-    the host.
-    """
+    """A card, or an instance of a partitioned one. Its index and id have the driver's number, the same everywhere."""
 
     device: Device
     handle: Any  # the object by which the vendor's library identifies the card
@@ -140,10 +136,7 @@ def visible_cards(environment: Mapping[str, str], kind: str = "") -> Listing | N
 
 
 def sample(card: Card, source: ModuleType, now: float) -> Sample:
-    """The driver's figures of the `card`, stamped with `now`, from its vendor's module `source`.
-
-    Raises ProbeFailed, which names the card.
-    """
+    """The figures of the `card`, stamped with `now`, from the module `source`. Raises ProbeFailed."""
     try:
         return with_time_limit(card.device.id, lambda: source.measure(card, now))
     except NoAnswer as error:

@@ -35,10 +35,7 @@ FIRST_SECONDS = 3.0  # the longest wait until a new helper has measured for the 
 
 
 class Probe:
-    """The devices of this machine, and this process's memory on each device. Thread-safe.
-
-    The host is the last device.
-    """
+    """The devices of this machine, the host last, and this process's memory on each device. Thread-safe."""
 
     def __init__(self, devices: tuple[Device, ...], listing: Listing | None = None) -> None:
         self.devices = devices
@@ -196,9 +193,7 @@ class Probe:
             allocators.reset_peak(cuda, f"cuda:{number}")
 
     def beyond_now(self, device: str) -> int | None:
-        """Bytes by which torch's highest use of the `device` since `watch_peaks` is above the present
-        use; None if unknown.
-        """
+        """Bytes by which torch's highest use since `watch_peaks` is above the present one; None if unknown."""
         cuda, number = _started_cuda(), dict(self._numbered()).get(device)
         if cuda is None or number is None:
             return None
@@ -388,10 +383,7 @@ def _is_called(card: Card, entry: str) -> bool:
 
 
 def _simulated_devices(given: str, text: str) -> tuple[Device, ...]:
-    """The devices that a `sim:` text describes; the host is last.
-
-    `given` is the setting as it was typed, for the error. Raises BadSetting for any other text.
-    """
+    """The devices of a `sim:` text, the host last. Raises BadSetting, with the setting as it was `given`."""
     try:
         card_sizes, host_bytes = _parsed(text)
     except BadSize:
@@ -405,10 +397,7 @@ def _simulated_devices(given: str, text: str) -> tuple[Device, ...]:
 
 
 def _parsed(text: str) -> tuple[list[int], int | None]:
-    """The bytes of each card of a `sim:` text, and of the host. Raises BadSize.
-
-    The bytes of the host are None if the text does not name them.
-    """
+    """The bytes of each card of a `sim:` text, and of the host (None if it does not name them). Raises BadSize."""
     cards, comma, host = text.removeprefix("sim:").partition(",")
     host = host.strip()
     if comma and not host.startswith("host:"):

@@ -105,10 +105,7 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 class Sampling:
-    """A reader of the host's figures that also keeps a helper running.
-
-    Thread-safe; never calls a driver.
-    """
+    """A reader of the host's figures that also keeps a helper running. Thread-safe; never calls a driver."""
 
     def __init__(self, directory: Path, ledger: str = "", *, simulated: bool = False) -> None:
         """Reads the files in `directory`.
@@ -162,10 +159,7 @@ class Sampling:
             pause = min(pause * 1.5, 0.005)
 
     def first(self, seconds: float) -> None:
-        """Waits at most `seconds` for figures that are at most LATE_SECONDS old at this call.
-
-        Starts a helper if none runs.
-        """
+        """Waits at most `seconds` for figures that are now at most LATE_SECONDS old. Starts a helper if none runs."""
         began = boot_seconds()
         self.look_after()
         while boot_seconds() - began <= seconds:
