@@ -9,7 +9,7 @@ a card is in exactly one state at each moment, and for each card, over any time 
 - idle: leased, or held beside leases (CUDA context, cache), and not in use
 - idle while another waited: the same, while a request of another process waited for this card
 - outside: in use without a lease, by program and user where the driver tells
-- parked: in RAM, because it has left a card; it counts on no card
+- parked, on disk: in RAM or in a file, because it has left a card; it counts on no card
 - waited: the bytes for which a request waited
 - saved: bytes on cards that were in use and for which there would have been no room, had the parked owners kept theirs:
   the smaller of the bytes in use by others, and of the parked bytes less what was free
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from .. import threads
 from ..devices.sampler_client import Figures
-from ..facts import HOST, KERNEL, Book, DeviceView, Lease, Phase, Section
+from ..facts import DISK, HOST, KERNEL, Book, DeviceView, Lease, Phase, Section
 from ..files import make_directory
 from ..ledgers.access import access_to, state_in
 from ..units import GIB, show_seconds
@@ -144,7 +144,13 @@ IN_USE, IDLE, BLOCKING, OUTSIDE, FREE = (
     "outside",
     "free",
 )
-PARKED, WAITED, WAITED_FOR, SAVED = "parked", "waited", "waited for", "saved"
+PARKED, ON_DISK, WAITED, WAITED_FOR, SAVED = (
+    "parked",
+    "on disk",
+    "waited",
+    "waited for",
+    "saved",
+)
 ON_CARD = (IN_USE, IDLE, BLOCKING, OUTSIDE, FREE)  # the states that fill a card
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
@@ -215,8 +221,10 @@ def _add_section(
                 held[Key(owner.user, owner.notebook, lease.name, share.device, state)] += (
                     share.bytes
                 )
-        if parked := lease.bytes_on(HOST):
-            held[Key(owner.user, owner.notebook, lease.name, HOST, PARKED)] += parked
+        away = {(HOST, PARKED): lease.ram_bytes, (DISK, ON_DISK): lease.disk_bytes}
+        for place, size in away.items():
+            if size:
+                held[Key(owner.user, owner.notebook, lease.name, *place)] += size
     for id, size in section.residue.items():
         if id in idle:
             state = IN_USE if section.busy_since else idle[id]
@@ -252,7 +260,7 @@ def _add_waits(held: dict[Key, int], book: Book, cards: Iterable[str]) -> None:
 def _add_saved(held: dict[Key, int]) -> None:
     parked: dict[Key, int] = defaultdict(int)
     for key, size in held.items():
-        if key.state == PARKED:
+        if key.state in (PARKED, ON_DISK):
             parked[key._replace(name="", device="", state=SAVED)] += size
     owners = {key[:2] for key in parked}
     used = sum(size for key, size in held.items() if key.state == IN_USE and key[:2] not in owners)
@@ -399,10 +407,10 @@ def hours_in(directory: Path) -> Hours:
 
 COLUMNS = {
     state: f"{state.replace(' ', '_')}_gib_h"
-    for state in (IN_USE, IDLE, OUTSIDE, FREE, PARKED, SAVED)
+    for state in (IN_USE, IDLE, OUTSIDE, FREE, PARKED, ON_DISK, SAVED)
 }
 COLUMNS[BLOCKING] = "blocking_gib_h"
-_OF_PEOPLE = (IN_USE, IDLE, BLOCKING, PARKED, SAVED)
+_OF_PEOPLE = (IN_USE, IDLE, BLOCKING, PARKED, ON_DISK, SAVED)
 BY = ("user", "notebook", "model", "card", "waits", "time")
 GIB_HOUR = GIB * HOUR
 MOST_LINES = 10  # users in the text

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpu_runtime.backtest import FULL, HistoryModel, HistoryRequest, UseHistory, _Replay
 from gpu_runtime.devices.sampler_client import Figures, Person
-from gpu_runtime.facts import HOST, Phase, Sample, Section, Share, Ticket
+from gpu_runtime.facts import DISK, HOST, NORMAL, Phase, Sample, Section, Share, Ticket
 from gpu_runtime.scheduler.capacity import views
+from gpu_runtime.scheduler.policies import keep_score
 from gpu_runtime.telemetry import hours
 from gpu_runtime.telemetry.hours import (
     BLOCKING,
@@ -19,6 +21,7 @@ from gpu_runtime.telemetry.hours import (
     IDLE,
     IN_USE,
     ON_CARD,
+    ON_DISK,
     OUTSIDE,
     PARKED,
     SAVED,
@@ -32,6 +35,7 @@ from gpu_runtime.telemetry.hours import (
     table,
 )
 from gpu_runtime.units import GIB
+from tests.bench.bench_week import WEEK_SECONDS, week
 from tests.worlds import NOW, WALL, book, lease, owner, world
 
 PEOPLE = {1: "ann", 2: "bob", 3: "carol"}
@@ -70,6 +74,7 @@ def test_each_byte_of_a_card_has_one_state():
         lease("b", by=2, sim1=4),
         lease("c", by=2, sim0=2),
         lease("d", by=3, host=5),
+        replace(lease("e", by=3, host=4), disk_bytes=3 * GIB),
         tickets=[waits(3, 6, "sim:1")],
     )
     assert seen(page, world(sim0=10, sim1=8, host=64)) == {
@@ -77,6 +82,8 @@ def test_each_byte_of_a_card_has_one_state():
         ("bob", "c", "sim:0", IDLE): 2,
         ("bob", "b", "sim:1", BLOCKING): 4,
         ("carol", "d", HOST, PARKED): 5,
+        ("carol", "e", HOST, PARKED): 1,
+        ("carol", "e", DISK, ON_DISK): 3,
         ("carol", "big", "sim:1", WAITED): 6,
         ("carol", "bob", "sim:1", WAITED_FOR): 6,
         ("", "", "sim:0", FREE): 5,
@@ -262,6 +269,7 @@ def test_a_day_of_two_users_against_a_table_by_hand():
         "idle_gib_h": 0.0,
         "blocking_gib_h": 0.0,
         "parked_gib_h": 0.0,
+        "on_disk_gib_h": 0.0,
         "saved_gib_h": 0.0,
         "waited_h": 0.0,
     }
@@ -295,6 +303,69 @@ def test_a_day_of_two_users_against_a_table_by_hand():
     assert table([], "user") == table([], "card") == table([], "waits") == []
 
 
+# Two users and six notebooks on a card of 24 GiB: GiB, and what each notebook does from which hour on.
+SIX = {
+    ("ann", "train"): (8, {0: "run", 6: "idle", 8: "parked", 12: "idle"}),
+    ("ann", "eval"): (4, {2: "run", 3: "idle"}),
+    ("ann", "plot"): (2, {9: "run", 10: "idle"}),
+    ("bob", "chat"): (16, {7.5: "wait", 8: "run", 12: "parked", 18: "disk"}),
+    ("bob", "demo"): (3, {13: "run", 14: "idle"}),
+    ("bob", "tune"): (1, {20: "run"}),
+}
+SIX_BY_HAND = [  # card_h, then in use, idle, blocking, parked, on disk, saved and waited
+    ["ann", "train", 6.667, 48.0, 108.0, 4.0, 32.0, 0.0, 22.0, 0.0],
+    ["ann", "eval", 3.667, 4.0, 82.0, 2.0, 0.0, 0.0, 0.0, 0.0],
+    ["bob", "chat", 2.667, 64.0, 0.0, 0.0, 96.0, 96.0, 7.0, 0.5],
+    ["bob", "demo", 1.375, 3.0, 30.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    ["ann", "plot", 1.25, 2.0, 28.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    ["bob", "tune", 0.167, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+]
+
+
+def page_of_six(hour):
+    page, tickets = book(), []
+    for number, ((user, notebook), (gib, turns)) in enumerate(SIX.items(), 1):
+        of = replace(owner(number), user=user, notebook=f"/home/{user}/{notebook}")
+        now = [state for since, state in turns.items() if since <= hour]
+        section = Section(of, busy_since=NOW if now and now[-1] == "run" else 0.0)
+        if now and now[-1] == "wait":
+            tickets.append(waits(number, gib))
+        elif now:
+            place = "host" if now[-1] in ("parked", "disk") else "sim0"
+            own = replace(lease("kernel", by=number, **{place: gib}), kind="kernel")
+            on_disk = gib * GIB if now[-1] == "disk" else 0
+            section = replace(section, leases=(replace(own, disk_bytes=on_disk),))
+        page = page.with_section(section)
+    return replace(page, tickets=tuple(tickets))
+
+
+def test_a_day_of_two_users_and_six_notebooks_against_a_table_by_hand(tmp_path):
+    """Looks every ten seconds of virtual time. At three o'clock in the afternoon the helper is replaced by another one.
+
+    What is saved: from 8 to 9 train's 8 GiB less 4 free ones, until 12 less 2; then of chat what demo and tune used.
+    """
+    file, account, there = Hours(tmp_path / "hours.db"), Account(), world(sim0=24, host=64)
+    wall, held = 20_000 * DAY, {}
+    for second in range(0, DAY + 1, 10):
+        if second % 1800 == 0:
+            page = page_of_six(second / HOUR)
+            held = held_now(page, views(page, there))
+        account.look(held, float(second), wall + second)
+        if second == 15 * HOUR:
+            assert file.add(account.rows(), wall + second)
+            account = Account()
+            account.look(held, float(second), wall + second)
+    assert file.add(account.rows(), wall + DAY)
+    rows = file.between(wall, wall + DAY)
+    assert [list(one.values()) for one in table(rows, "notebook")] == SIX_BY_HAND
+    assert [(one["user"], one["card_h"], one["waited_h"]) for one in table(rows, "user")] == [
+        ("ann", 11.583, 0.0), ("bob", 4.208, 0.5),
+    ]  # fmt: skip
+    assert table(rows, "waits") == [{"user": "bob", "waited_for": "ann", "waited_h": 0.5}]
+    [card] = table(rows, "card")
+    assert sum(card[hours.COLUMNS[state]] for state in ON_CARD) == pytest.approx(24 * 24, rel=1e-3)
+
+
 def test_the_text_of_a_day_is_fit_for_a_mail():
     text = hours.text(day(), WALL - DAY, WALL)
     assert (
@@ -306,3 +377,56 @@ def test_the_text_of_a_day_is_fit_for_a_mail():
     )
     assert "Saved by parking: 30.0 GiB-hours" in text and len(text.splitlines()) == 5
     assert "recorded 0" in hours.text([], WALL - DAY, WALL)
+
+
+class _Week(_Replay):
+    """A replay whose book is looked at every nine virtual seconds. Each model is a notebook of one of 20 users."""
+
+    def __init__(self, *history, file):
+        super().__init__(*history)
+        self.file, self.account, self.looked, self.wall = file, Account(), 0.0, 20_000 * DAY
+
+    def _advance(self, seconds):
+        held = {}
+        for key, size in held_now(self.book, views(self.book, self.world)).items():
+            if number := key.name.removeprefix("m"):
+                user = f"user{int(number) % 20}" if number.isdigit() else ""
+                key = key._replace(user=user, notebook=f"/home/{user}/{key.name}.ipynb")
+            held[key] = held.get(key, 0) + size
+        now = self.looked
+        while now < seconds:
+            self.account.look(held, now, self.wall + now)
+            now = min(now + 9.0, seconds)
+            if now // 600 != self.looked // 600:
+                rows = self.account.rows(self.wall + now)
+                assert self.file.add(rows, self.wall + now)
+                self.account.forget(rows)
+            self.looked = now
+        self.account.look(held, seconds, self.wall + seconds)
+        super()._advance(seconds)
+
+
+@pytest.mark.soak
+def test_a_week_of_twenty_users_adds_up_and_its_file_is_small(tmp_path):
+    """The real scheduler decides about 20,000 uses of 80 models on a card of 160 GB."""
+    made = week(7)
+    models = {
+        name: HistoryModel(
+            name, size, made.load_seconds(name), made.restore_seconds(name), size / 20e9
+        )
+        for name, size in made.sizes.items()
+    }
+    uses = tuple(
+        HistoryRequest(one.seconds, one.model, one.service_seconds, NORMAL) for one in made.uses
+    )
+    card, file = 160 * 10**9, Hours(tmp_path / "hours.db")
+    replay = _Week(UseHistory(models, uses), card, 2 * card, keep_score, FULL, file=file)
+    replay.run()
+    assert file.add(replay.account.rows(), replay.wall + replay.looked)
+    assert replay.looked >= 0.9 * WEEK_SECONDS and file.path.stat().st_size < 50 * 2**20
+    rows = file.between(0, 1e12)
+    full = sum(row.byte_seconds for row in rows if row.key.state in ON_CARD)
+    assert full == pytest.approx(card * replay.looked, rel=1e-3)
+    waited = sum(row.seconds for row in rows if row.key.state == WAITED)
+    assert len({row.key.user for row in rows if row.key.user}) == 20
+    assert 0 < waited <= sum(replay.waits) * 1.001

@@ -159,6 +159,7 @@ _TITLES = {
     OUTSIDE: Column("Outside", True, "GiB-hours of programs that do not use gpu-console"),
     FREE: Column("Free", True, "GiB-hours"),
     "parked_gib_h": Column("Parked", True, "GiB-hours in RAM"),
+    "on_disk_gib_h": Column("On disk", True, "GiB-hours of parked memory in files"),
     "saved_gib_h": Column(
         "Saved", True, "GiB-hours that others used, where there was no room without parking"
     ),
