@@ -243,6 +243,9 @@ class Settings:
         text="1m")
     gpu_serve_log: str | None = _text(None,
         "The file for one line of JSON per call, or - for standard error. Unset: none.")
+    gpu_serve_log_names: str = _choice("own",
+        "The names of its fields: own, or genai (OpenTelemetry's, where its conventions for generative AI have one).",
+        "own or genai")
     gpu_serve_keys: str | None = _text(None, "The file of keys for programs. Unset: the user's own keys.json.")
     gpu_serve_cors: str | None = _text(None, "The origins of web pages that may call gpu serve, with commas, or *.")
     model_boss_allow_cloud_fallback: bool = _truth(True,

@@ -42,6 +42,18 @@ log = logging.getLogger("gpu_runtime.requests")
 log.propagate = False  # otherwise other handlers would mix these lines with messages for people
 log.addHandler(logging.NullHandler())
 log.setLevel(logging.WARNING)  # so that no line is written before `open_log` is called
+# The names of OpenTelemetry's conventions for generative AI, where these have one.
+GENAI = {
+    "kind": "gen_ai.operation.name",
+    "asked": "gen_ai.request.model",
+    "model": "gen_ai.response.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "code": "error.type",
+    "status": "http.response.status_code",
+}
+_NAMES: dict[str, dict[str, str]] = {"own": {}, "genai": GENAI}
+_names: dict[str, str] = {}  # of the fields in the lines, where they differ from those of the facts
 
 
 class CallRecord:
@@ -80,9 +92,13 @@ class CallRecord:
         self._written = True
         self.note_end()
         line = {
-            name: round(value, 3) if isinstance(value, float) else value
+            _names.get(name, name): round(value, 3) if isinstance(value, float) else value
             for name, value in self.facts.items()
         }
+        if _names is GENAI:
+            line["gen_ai.provider.name"] = "gpu-console"
+            if line["gen_ai.operation.name"] == "completions":
+                line["gen_ai.operation.name"] = "text_completion"
         log.info(json.dumps(line, ensure_ascii=False))
 
     @contextlib.contextmanager
@@ -113,11 +129,14 @@ _current: ContextVar[CallRecord] = ContextVar("call_record")
 current = _current.get  # the record of the call that this task answers
 
 
-def open_log(target: str | None) -> None:
+def open_log(target: str | None, names: str = "own") -> None:
     """Writes the log's lines to the file `target`; to standard error if that is "-"; nowhere if it is None.
 
+    With the `names` "genai", fields have the names of GENAI.
     Raises BadSetting if the file cannot be opened, or if it is a pipe or a device.
     """
+    global _names
+    _names = _NAMES[names]
     if target is None:
         return
     handler: logging.Handler = logging.StreamHandler(sys.stderr)

@@ -130,7 +130,7 @@ def run_app(
     """
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
-    records.open_log(settings.gpu_serve_log)
+    records.open_log(settings.gpu_serve_log, settings.gpu_serve_log_names)
     keys = _keys(settings)
     store = Store(default_store())
     gateway = make_gateway(keys, store)

@@ -41,7 +41,7 @@ FILES = {  # of the settings that are tested with real servers, or with what the
     "serving/test_gateway.py": "gpu_serve_queue gpu_serve_breaker_failures "
     "gpu_serve_breaker_seconds gpu_most_wait",
     "serving/test_keys.py": "gpu_serve_keys",
-    "serving/test_request_log.py": "gpu_serve_log",
+    "serving/test_request_log.py": "gpu_serve_log gpu_serve_log_names",
     "stories/test_handlers.py": "gpu_return_at_exit",
 }
 ELSEWHERE = {name: file for file, names in FILES.items() for name in names.split()}

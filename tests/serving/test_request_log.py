@@ -105,6 +105,23 @@ def test_a_line_is_written_once_and_its_seconds_are_rounded(lines):
     assert (line["seconds"], line["client"], line["outcome"]) == (0.333, "ann", "cancelled")
 
 
+def test_the_names_of_opentelemetry(lines, tmp_path, monkeypatch):
+    """GPU_SERVE_LOG_NAMES=genai. What has no name there keeps its own."""
+    monkeypatch.setattr(records, "_names", {})  # and is restored after the test
+    records.open_log(None, "genai")
+    record = CallRecord(Clock(), "completions", "ann")
+    record.note(asked="fast", model="qwen", prompt_tokens=3, completion_tokens=2, code="busy")
+    record.write()
+    [line] = lines()
+    assert line.pop("time") > 0
+    assert line == {
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "gpu-console",
+        "gen_ai.request.model": "fast", "gen_ai.response.model": "qwen",
+        "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2, "error.type": "busy",
+        "client": "ann", "id": "", "outcome": "cancelled", "seconds": 0.0,
+    }  # fmt: skip
+
+
 async def test_without_the_setting_nothing_is_written():
     assert not records.log.isEnabledFor(logging.INFO)
     async with harness(qwen=4) as k:
@@ -138,7 +155,7 @@ def test_a_rotated_log_is_opened_again(lines, tmp_path):
 
 
 def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
-    settings = SimpleNamespace(gpu_tasks=None, gpu_serve_cors=None)
+    settings = SimpleNamespace(gpu_tasks=None, gpu_serve_cors=None, gpu_serve_log_names="own")
     settings.gpu_serve_log = str(tmp_path / "a" / "b")
     with pytest.raises(BadSetting, match="GPU_SERVE_LOG"):
         server.run(SimpleNamespace(settings=settings))
