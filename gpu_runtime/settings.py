@@ -169,6 +169,9 @@ class Settings:
     gpu_most_wait: float | None = _seconds(None,
         "How long other models of equal importance may keep a model waiting. Unset: five times what bringing it to "
         "the GPU takes, at least 3 s.", text="1m")
+    gpu_fairness: str = _choice("off",
+        "Whose request is first among those of equal importance: off (as without users), or day (of the user with "
+        "fewer card-hours in the last day). Set it for all users.", "off or day")
     gpu_prefetch: str = _choice("auto", "Whether waiting cells' models are loaded while a cell runs: auto or never.",
         "auto or never")
     gpu_progress_seconds: float = _seconds(0.5,

@@ -203,6 +203,8 @@ class Rules(Value):
     limit_bytes: int | None = None
     cap: Cap | None = None  # the operator's cap on this owner's user
     spared: int = 0  # `PlacementRules.spared` of the request that is decided
+    # GPU_FAIRNESS: recent card-hours of this owner's user, by which the queue orders; None: off
+    past_use: float | None = None
 
     def most_wait(self, swap_seconds: float) -> float:
         """Seconds for which other models may keep a model waiting that takes `swap_seconds` to bring.

@@ -515,6 +515,8 @@ class Ticket(Value):
     # The person who made the request, as the requesting process claims. The claim is not proven, so
     # this field is only for display.
     said_by: str = ""
+    # `Rules.past_use` of the requesting process; None: it does not share by past use.
+    past_use: float | None = None
 
     @property
     def need_bytes(self) -> int:

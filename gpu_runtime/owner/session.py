@@ -73,6 +73,7 @@ Decision = Callable[[Book, World], tuple[Book, T]]
 PUBLISH_SECONDS = 0.05  # the longest wait of a cell until the book shows that it runs
 CARD_HOURS_SECONDS = 300.0  # between two reads of the account of hours
 WEEK_SECONDS = 7 * 86400.0
+DAY_SECONDS, HALF_LIFE_SECONDS = 86400.0, 43200.0  # of the past use that GPU_FAIRNESS=day counts
 POLL_SECONDS = 1.0  # between two reads of the book without a notification
 TURN_SECONDS = 2.0  # how long a thread waits for the transaction of another thread of its process
 NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
@@ -254,20 +255,26 @@ class Session:
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
     def _read_card_hours(self, now: float) -> None:
-        """Puts the card-hours of this user's last seven days into the cap on them, if the operator has set one.
+        """Puts this user's card-hours into the rules: of seven days for a cap on them, and for GPU_FAIRNESS.
 
         The account is read every CARD_HOURS_SECONDS at most. A ledger in memory keeps none.
         """
-        cap = self.rules.cap
-        if cap is None or cap.card_hours_per_week is None or self.record is None:
+        cap, fair = self.rules.cap, self.settings.gpu_fairness == "day"
+        capped = cap is not None and cap.card_hours_per_week is not None
+        if self.record is None or not (capped or fair):
             return
         if now < self._card_hours_at + CARD_HOURS_SECONDS:
             return
         self._card_hours_at = now
         capacity = {device.id: device.total_bytes for device in self.probe.devices}
         account = hours.Hours(self.record.path.with_name(hours.FILE))
-        used = account.card_hours(cap.user, capacity, self.wall() - WEEK_SECONDS)
-        self.rules = replace(self.rules, cap=replace(cap, used_card_hours=used))
+        user, wall = self.ledger.owner.user, self.wall()
+        if cap is not None and capped:
+            used = account.card_hours(user, capacity, wall, WEEK_SECONDS)
+            self.rules = replace(self.rules, cap=replace(cap, used_card_hours=used))
+        if fair:
+            used = account.card_hours(user, capacity, wall, DAY_SECONDS, HALF_LIFE_SECONDS)
+            self.rules = replace(self.rules, past_use=round(used, 1))  # as `why` shows it
 
     def world(self, fresh: bool = False) -> World:
         """The devices as measured last; measured now if `fresh` is true.

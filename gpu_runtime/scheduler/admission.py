@@ -72,7 +72,7 @@ from .feasibility import (
     without_card_bytes,
 )
 from .placement import may_split, may_use_one_card, place, split
-from .queue import Context, held_bytes, load_seconds, without_grace
+from .queue import Context, ahead_by_past_use, held_bytes, load_seconds, without_grace
 from .transitions import note
 from .victims import (
     EXEMPT,
@@ -520,6 +520,7 @@ def _ticket(
         held=request.held,
         blocked_since=blocked_since,
         because=because,
+        past_use=world.rules.past_use,
     )
 
 
@@ -962,6 +963,8 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
         sentences.insert(0, reserved)
     if world.rules.cap is not None and (beyond := caps.beyond_quota(world.rules.cap)):
         sentences.insert(0, f"{beyond}, so all others come first")
+    if fair := _first_by_past_use(context):
+        sentences.insert(0, fair)
     if ahead and not sentences:
         sentences.append(f"{ahead} requests are ahead" if ahead > 1 else "1 request is ahead")
     unmeasured = [context.blind[share.device] for share in nearest if share.device in context.blind]
@@ -1026,6 +1029,20 @@ def _leases_in_the_way(context: Context, candidates: tuple[Candidate, ...]) -> _
         title = lease_title(lease, book.owner(lease.owner))
         sentences.append(f"{title} ({held}) {words}")
     return _InTheWay(blockers, sentences, retry, leased)
+
+
+def _first_by_past_use(context: Context) -> str:
+    """That another user is first because of fewer card-hours, with both figures; empty if nobody is."""
+    book, request, world = context.book, context.request, context.world
+    for elder in context.elders:
+        if ahead_by_past_use(elder, request, world):
+            first, second = book.owner(elder.owner), book.owner(request.lease.owner)
+            users = [one.user if one else "another user" for one in (first, second)]
+            return (
+                f"{users[0]} is first, with {elder.past_use} card-hours in the last day; "
+                f"{users[1]} has had {world.rules.past_use} (GPU_FAIRNESS=day)"
+            )
+    return ""
 
 
 def reserved_for_elders(context: Context, shares: Shares) -> str:

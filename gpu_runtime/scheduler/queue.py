@@ -1,9 +1,10 @@
 """The order of waiting requests, and the inputs of one decision: a request and the room left to it.
 
 Pure. A ticket is the book's entry of a waiting request. The queue is ordered by importance. Among
-requests of equal importance, the load that serves most waiting users per second is first. Requests
-that have waited for long (`Rules.most_wait`) are before these loads, in order of arrival. A long
-wait moves a request forward in the queue. The wait never changes which leases the request may evict.
+requests of equal importance, with GPU_FAIRNESS the user is first who has had fewer card-hours; else
+the load that serves most waiting users per second. Requests that have waited for long
+(`Rules.most_wait`) are before these loads, in order of arrival. A long wait moves a request forward
+in the queue. Neither the wait nor the card-hours change which leases the request may evict.
 
 A `Context` only holds the inputs; `admission`, `eviction` and `relief` decide. A recall is a request
 to an owner to evict its lease. A shadow is an unchanged copy in host memory of a model on a card.
@@ -24,11 +25,15 @@ from .policies import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
 # A position in the queue; a lower position is served earlier. Its fields:
 # - the importance
+# - with GPU_FAIRNESS the user's recent card-hours; 0 without it, and after FAIR_STEPS of ageing
 # - 0 after `Rules.most_wait` seconds of waiting, else 1
 # - the number of waiting users, divided by the seconds of the load, with a minus sign
 # - the time of arrival, and the key
-_Position = tuple[int, int, float, float, str]
+_Position = tuple[int, float, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
+# After so many steps of ageing a request has the highest class, whatever it began with. Then the past
+# use of its user counts no more, and nobody waits for ever for users who have had less.
+FAIR_STEPS = len(_CLASSES)
 
 
 def aged(importance: int, waited_seconds: float, world: World) -> int:
@@ -69,9 +74,17 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
     if book.ticket(request.key) is None:
         users = {**users, model: users.get(model, 0) + request.users}
     seconds = load_seconds(book, request)
-    own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
-    own_importance = own[0]
     now, rules = world.now, world.rules
+    own = _position(
+        wanted.importance,
+        request.arrived,
+        request.key,
+        users[model],
+        seconds,
+        rules.past_use or 0.0,
+        world,
+    )
+    own_importance = own[0]
     found = []
     for ticket in book.tickets:
         if ticket.verb != "use" or ticket.key == request.key:
@@ -86,9 +99,23 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
                 importance = aged(importance, waited_seconds, world)
             if importance > own_importance:
                 continue
-        if importance < own_importance or _ticket_position(ticket, users, world) < own:
-            found.append(ticket)
+        if importance >= own_importance:
+            # A process without GPU_FAIRNESS neither gains nor loses by it.
+            first = 2 if rules.past_use is None or ticket.past_use is None else 1
+            if _ticket_position(ticket, users, world)[first:] >= own[first:]:
+                continue
+        found.append(ticket)
     return tuple(found)
+
+
+def ahead_by_past_use(ticket: Ticket, request: Request, world: World) -> bool:
+    """Whether the `ticket`, one of the `elders` of `request`, is ahead since its user has had fewer card-hours."""
+    own, importance = world.rules.past_use, request.lease.importance
+    if own is None or ticket.past_use is None or ticket.past_use >= own:
+        return False
+    first = _position(ticket.importance, ticket.arrived, "", 1, 0.0, ticket.past_use, world)
+    second = _position(importance, request.arrived, "", 1, 0.0, own, world)
+    return first[0] == second[0] and first[1] < second[1]
 
 
 def without_grace(world: World, arrived: float, seconds: float) -> World:
@@ -127,27 +154,36 @@ def _ticket_position(ticket: Ticket, users: dict[tuple[str, str], int], world: W
         ticket.key,
         users[ticket.owner, ticket.name],
         ticket.seconds,
+        ticket.past_use or 0.0,
         world,
     )
 
 
 def _position(
-    importance: int, arrived: float, key: str, users: int, seconds: float, world: World
+    importance: int,
+    arrived: float,
+    key: str,
+    users: int,
+    seconds: float,
+    past_use: float,
+    world: World,
 ) -> _Position:
     """The sort key of a request; requests with lower keys are served earlier.
 
-    Requests of one importance are ordered by `users` / `seconds`: how many waiting users each
-    second of the load serves. The largest number is first. Requests that have waited for
-    `Rules.most_wait` seconds are before all other requests of their importance.
+    Requests of one importance are ordered by `past_use`, and then by `users` / `seconds`: how many
+    waiting users each second of the load serves. The largest number is first. Requests that have
+    waited for `Rules.most_wait` seconds are before these.
     """
-    waited_seconds = world.now - arrived
-    if waited_seconds >= world.rules.ageing_seconds:
+    waited_seconds, ageing_seconds = world.now - arrived, world.rules.ageing_seconds
+    if waited_seconds >= ageing_seconds:
         importance = aged(importance, waited_seconds, world)
+        if waited_seconds >= FAIR_STEPS * ageing_seconds:
+            past_use = 0.0
     if waited_seconds >= world.rules.most_wait(seconds):
-        return importance, 0, 0.0, arrived, key
+        return importance, past_use, 0, 0.0, arrived, key
     if seconds < LEAST_SECONDS:
         seconds = LEAST_SECONDS
-    return importance, 1, -users / seconds, arrived, key
+    return importance, past_use, 1, -users / seconds, arrived, key
 
 
 def awake(ticket: Ticket, world: World) -> bool:

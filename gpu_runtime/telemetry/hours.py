@@ -385,14 +385,24 @@ class Hours(StateFile):
             for row in rows
         ]
 
-    def card_hours(self, user: str, capacity: Mapping[str, int], since: float) -> float:
-        """The card-hours that `user` has had since that wall time. `capacity` has the bytes of each card."""
-        query = """SELECT device, sum(byte_seconds) FROM hours
-            WHERE user = ? AND start >= ? AND state IN (?, ?, ?) GROUP BY 1"""
-        rows = self.read(query, (user, since, IN_USE, IDLE, BLOCKING))
+    def card_hours(
+        self,
+        user: str,
+        capacity: Mapping[str, int],
+        now: float,
+        seconds: float,
+        half_life: float = float("inf"),
+    ) -> float:
+        """The card-hours that `user` has had in the last `seconds` before the wall time `now`.
+
+        `capacity` has the bytes of each card. What is `half_life` seconds old counts half.
+        """
+        query = """SELECT start, device, sum(byte_seconds) FROM hours
+            WHERE user = ? AND start >= ? AND state IN (?, ?, ?) GROUP BY 1, 2"""
+        rows = self.read(query, (user, now - seconds, IN_USE, IDLE, BLOCKING))
         return sum(
-            float(size) / capacity[str(card)] / HOUR
-            for card, size in rows
+            float(size) / capacity[str(card)] / HOUR * 0.5 ** (max(0.0, now - start) / half_life)
+            for start, card, size in rows
             if capacity.get(str(card))
         )
 

@@ -16,6 +16,7 @@ from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.owner import registry
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.settings import NAMES
+from gpu_runtime.telemetry import hours
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, loaded, where
@@ -307,6 +308,23 @@ def test_a_block_that_outlasts_the_cap_is_named_once_and_by_its_own_process(
             mine.tick()
             told.append([event.model for event in mine.why() if event.action == "overstayed"])
     assert told == [[], ["mine#1"], ["mine#1"], ["mine#1"]] and len(caplog.records) == 1
+
+
+@proves("gpu_fairness")
+def test_the_card_hours_of_a_day_are_stated_with_each_request(runtime, tmp_path):
+    """What is 12 h old counts half, and what is older than a day not at all. Off, nothing is stated."""
+    ledger = f"keeper://{tmp_path}/ledger"
+    off, fair = runtime(ledger=ledger), runtime(ledger=ledger, gpu_fairness="day")
+    session = fair._session
+    card, me, now = fair.status().devices[0].device, session.ledger.owner.user, session.wall()
+    size = card.total_bytes * hours.HOUR
+    rows = [
+        hours.Hour(int(now) - age * hours.HOUR, hours.Key(me, "", "m", card.id, state), size, 60.0)
+        for age, state in ((0, hours.IN_USE), (12, hours.IDLE), (25, hours.IN_USE))
+    ]
+    assert hours.Hours(session.record.path.with_name(hours.FILE)).add(rows, now)
+    session._card_hours_at = float("-inf")
+    assert (off._session.world().rules.past_use, session.world().rules.past_use) == (None, 1.5)
 
 
 @proves("gpu_tasks")

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Rules
-from gpu_runtime.scheduler.queue import elders, load_seconds, queue
-from tests.worlds import NOW, book, lease, request, ticket, world
+from gpu_runtime.scheduler.queue import aged, elders, load_seconds, queue
+from tests.worlds import NOW, book, decide, lease, owner, request, ticket, world
 
 THERE = world(sim0=20, host=20)
 # Name, owner, seconds since the arrival, seconds of the load, importance.
@@ -86,3 +86,95 @@ def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket
     order = queue(page if has_ticket else page.with_ticket(own), there)
     ahead = order[: order.index(own)]
     assert {one.key for one in elders(page, wanted, there)} == {one.key for one in ahead}
+
+
+# -- GPU_FAIRNESS: fewer card-hours first
+
+
+def fair(past_use, now=NOW):
+    """The world of a process whose user has had `past_use` card-hours; None: its GPU_FAIRNESS is off."""
+    return replace(world(sim0=20, now=now), rules=Rules(past_use=past_use, refresh_seconds=1e9))
+
+
+def test_of_equals_the_user_with_fewer_card_hours_is_first_and_why_says_so():
+    """Without the setting the earlier request is first. The sentence has both figures and both users."""
+    page = book(lease("busy", by=3, sim0=20, pins=1), owners=(1, 2, 3))
+    for number, user in enumerate(("ann", "bob"), 1):
+        section = page.sections[owner(number).id]
+        page = page.with_section(replace(section, owner=replace(section.owner, user=user)))
+    for number, past_use in ((1, 9.3), (2, 0.4)):
+        wanted = request("m", 8, by=number, key=f"k{number}", arrived=NOW - 9 + number)
+        page, _ = decide(page, wanted, fair(past_use))
+    assert [one.key for one in queue(page, fair(None))] == ["k2", "k1"]
+    _, verdict = decide(page, request("m", 8, by=1, key="k1", arrived=NOW - 8), fair(9.3))
+    assert verdict.ahead == 1 and verdict.because.startswith("bob is first, with 0.4 card-hours")
+    assert "ann has had 9.3 (GPU_FAIRNESS=day)" in verdict.because
+    _, verdict = decide(page, request("m", 8, by=2, key="k2", arrived=NOW - 7), fair(0.4))
+    assert verdict.ahead == 0 and "FAIRNESS" not in verdict.because
+
+
+HOURS = st.sampled_from([0.0, 0.4, 9.3, 80.0])
+FAIR = st.lists(st.tuples(WAITING, HOURS), min_size=1, max_size=10)
+
+
+def tickets_of(drawn, with_hours=True):
+    return [
+        ticket(
+            name, by=by, key=f"t{n}", arrived=NOW - age, seconds=seconds, importance=importance,
+            past_use=past_use if with_hours else None,
+        )
+        for n, ((name, by, age, seconds, importance), past_use) in enumerate(drawn)
+    ]  # fmt: skip
+
+
+@given(FAIR, st.sampled_from([0.0, 31.0, 190.0]))
+def test_importance_decides_first_and_then_the_card_hours_until_ageing_has_raised_a_request_to_the_top(
+    drawn, later
+):
+    there = fair(0.0, NOW + later)
+    order = queue(book(owners=(1, 2), tickets=tickets_of(drawn)), there)
+    places = []
+    for one in order:
+        waited = there.now - one.arrived
+        hours = one.past_use if waited < 150 else 0.0
+        places.append((aged(one.importance, waited, there), hours))
+    assert places == sorted(places)
+    oldest = [one.arrived for one, place in zip(order, places, strict=True) if place == (1, 0.0)]
+    waited = [arrived for arrived in oldest if there.now - arrived >= 200]
+    assert waited == sorted(waited), "by arrival: nobody is passed for ever"
+
+
+@given(FAIR, st.tuples(WAITING, HOURS), st.booleans())
+def test_the_elders_are_those_of_the_queue_and_without_the_setting_those_without_card_hours(
+    drawn, ours, stated
+):
+    """A process without the setting neither gains nor loses, whatever others state; nor does one with it among such."""
+    (name, by, age, _, importance), past_use = ours
+    wanted = request(name, 9, by=by, key="ours", arrived=NOW - age, importance=importance)
+    plain = book(owners=(1, 2), tickets=tickets_of(drawn, with_hours=False))
+    with_hours = book(owners=(1, 2), tickets=tickets_of(drawn))
+    keys = lambda page, there: {one.key for one in elders(page, wanted, there)}
+    before = keys(plain, fair(None))
+    assert keys(with_hours, fair(None)) == before
+    assert keys(plain, fair(past_use)) == before
+    page, _ = decide(with_hours, wanted, fair(past_use))
+    own = page.ticket("ours")
+    if stated and own is not None:
+        order = queue(page, fair(past_use))
+        ahead = {one.key for one in order[: order.index(own)]}
+        assert keys(with_hours, fair(past_use)) == ahead
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 5, 10, 20]), st.integers(1, 9), st.booleans()), max_size=5),
+    st.sampled_from([1, 10, 20]), HOURS,
+)  # fmt: skip
+def test_card_hours_never_change_what_may_be_displaced(held, importance, past_use):
+    leases = [
+        lease(f"m{n}", by=2, sim0=size, importance=of, pins=int(pinned))
+        for n, (of, size, pinned) in enumerate(held)
+    ]
+    wanted = request("new", 9, importance=importance)
+    page = book(*leases, owners=(1, 2))
+    one, other = (decide(page, wanted, fair(hours))[1] for hours in (None, past_use))
+    assert one == other
