@@ -158,7 +158,7 @@ def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
     settings = SimpleNamespace(gpu_tasks=None, gpu_serve_cors=None, gpu_serve_log_names="own")
     settings.gpu_serve_log = str(tmp_path / "a" / "b")
     with pytest.raises(BadSetting, match="GPU_SERVE_LOG"):
-        server.run(SimpleNamespace(settings=settings))
+        server.run(SimpleNamespace(settings=settings, status=None))
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a directory"])
