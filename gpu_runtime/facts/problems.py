@@ -105,8 +105,8 @@ def _how_to_look(fault: str) -> str:
         return "To look at it: gpu doctor"
     number = re.search(r"\b(?:cuda:|card )(\d+)", fault)
     return (
-        "To see why: dmesg | grep Xid  To reset it, as root, once its programs have ended: "
-        f"nvidia-smi -r -i {number[1] if number else 'N'}  Else restart the machine."
+        "To see why: dmesg | grep Xid. To reset it as root, once its programs have ended: "
+        f"nvidia-smi -r -i {number[1] if number else 'N'}. Else restart the machine."
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpu_runtime.facts import (
+    ASLEEP,
     HOST,
     KERNEL,
     NORMAL,
@@ -32,6 +33,7 @@ from gpu_runtime.facts import (
     Snapshot,
     Step,
     Ticket,
+    away_word,
     ended_label,
     holder_label,
     importance_name,
@@ -362,7 +364,9 @@ def _process_state(snapshot: Snapshot, section: Section, ticket: Ticket | None) 
     if any(lease.pins for lease in section.leases):
         return "in use"
     if section.leases and all(lease.on_host for lease in section.leases):
-        return "on disk" if all(lease.on_disk for lease in section.leases) else "parked"
+        if all(lease.on_disk for lease in section.leases):
+            return f"{show_bytes(sum(lease.bytes for lease in section.leases))} on disk"
+        return ASLEEP if all(away_word(lease) == ASLEEP for lease in section.leases) else "parked"
     ago = snapshot.now - section.idle_since
     return f"idle {show_seconds(max(0.0, ago))}" if section.idle_since else "idle"
 

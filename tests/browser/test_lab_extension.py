@@ -181,6 +181,13 @@ def test_the_users_settings_choose_the_words_and_an_alert(train):
     page.locator(".gpu-status.gpu-problem").wait_for()
     assert "sim:0: 14.0 of 21.6 GiB" in marked.get_attribute("title")
     page.locator(".Toastify__toast", has_text="sim:0 is 65 % full").wait_for()
+    second = train.seen.context.new_page()  # it has polled when its item is marked
+    second.goto(page.url)
+    second.locator(".gpu-status.gpu-problem").wait_for()
+    page.reload()
+    page.locator(".gpu-status.gpu-problem").wait_for()
+    assert not second.locator(".Toastify__toast").count() + page.locator(".Toastify__toast").count()
+    second.close()
     choose(train, show="nothing")
     page.locator(".gpu-status").wait_for(state="hidden")
     choose(train)

@@ -79,9 +79,14 @@ def test_parked_memory_on_a_disk_is_shown_there_and_takes_no_ram():
         [row] = [row for row in notebooks(world) if row.id == ME.id]
         found = {column.title: cell.text for column, cell in zip(NOTEBOOKS, row.cells, strict=True)}
         assert (found["State"], found["In RAM"]) == (word, in_ram)
+        assert found["What"] == f"its own code ({'8.0 GiB on disk' if on_disk else 'parked'})"
+        [held] = [row for row in leases(world) if row.id.startswith(ME.id)]
+        assert held.cells[5].text == shown
         groups = view.shown(world, [], LedgerName("a1", "a ledger"))["groups"]
         [group] = [group for group in groups if group["id"] == ME.id]
-        assert group["rows"][0]["where"] == shown
+        [row] = group["rows"]
+        assert (row["where"], row["state"]) == (("", "on disk") if on_disk else ("RAM", "parked"))
+        assert "returns before the notebook's next cell" in row["hint"]
         assert group["bytes"] == ("8.0 GiB on disk" if on_disk else "8.0 GiB in RAM")
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gpu_runtime.facts import (
+    ASLEEP,
     THIS_PROCESS,
     Lease,
     Owner,
@@ -83,6 +84,7 @@ def as_json(value: Any) -> str:
 LONGEST = 40  # characters of a name in a cell or a bar; its tooltip has all of it
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")
+SLEEPS = "Its engine runs on, with the weights in RAM. They return to the card at its next use"
 NO_ANSWER = (
     "The process is stopped, or its interpreter is blocked. It acts on the request when it runs "
     "again"
@@ -105,7 +107,8 @@ def state_cell(lease: Lease, now: float) -> Cell:
     state = lease_state(lease, now)
     if state.activity == "in use":
         return Cell(state.text(lasting, least_seconds=5.0), state.seconds, kind="strong")
-    return Cell(state.word, kind="soft" if state.activity == "never used" else "")
+    hint = SLEEPS if state.away == ASLEEP else ""
+    return Cell(state.word, hint=hint, kind="soft" if state.activity == "never used" else "")
 
 
 def if_awake(

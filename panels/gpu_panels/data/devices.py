@@ -100,8 +100,11 @@ def level(view: DeviceView) -> tuple[str, str]:
 
 
 def figures(view: DeviceView) -> tuple[str, str, str]:
-    """The utilisation, the temperature and the power of the card of `view`. An unknown figure is an empty text."""
-    if view.sample is None:
+    """The utilisation, the temperature and the power of the card of `view`. An unknown figure is an empty text.
+
+    The utilisation of RAM's sample is that of the CPUs, and is not shown.
+    """
+    if view.sample is None or view.device.is_host:
         return "", "", ""
     busy, celsius, watts = (
         "" if value is None else f"{value:.0f} {unit}"

@@ -232,11 +232,10 @@ def _notebook_row(
     models = sorted(
         (lease for lease in section.leases if lease is not own), key=lambda lease: -lease.bytes
     )
-    names = [
-        f"{short(lease.name)}{' (pinned)' if lease.keep else ''}" for lease in models[:MOST_NAMED]
-    ]
+    names = [f"{short(lease.name)}{_in_brackets(lease)}" for lease in models[:MOST_NAMED]]
     if len(models) > MOST_NAMED:
         names.append(f"{len(models) - MOST_NAMED} more")
+    names += [f"{OWN_CODE}{_in_brackets(own)}"] if own else []
     cells = (
         notebook_cell(owner, snapshot)._replace(kind="strong"),
         Cell(clean(owner.user)),
@@ -244,10 +243,18 @@ def _notebook_row(
         _last_cell(section, snapshot.now),
         bytes_cell(on_cards or None, NOTHING),
         bytes_cell(in_ram or None, NOTHING),
-        Cell(", ".join([*names, *([OWN_CODE] if own else [])]), kind="soft"),
+        Cell(", ".join(names), kind="soft"),
     )
     button = _what_to_press(section, ticket, snapshot)
     return Row(owner.id, cells, (button,) if button else ())
+
+
+def _in_brackets(lease: Lease) -> str:
+    """What is special about the lease, such as ` (pinned)` or ` (12.0 GiB on disk)`; empty if nothing is."""
+    away = f"{show_bytes(lease.bytes)} on disk" if lease.on_disk else away_word(lease)
+    words = ["pinned"] if lease.keep else []
+    words += [away] if away and away != "in RAM" else []  # the column In RAM says that
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _activity_cell(
@@ -386,7 +393,7 @@ def _row(problem: Problem, snapshot: Snapshot, seen: Since, told: alerts.State |
     name = alerts.name_of(problem)
     marks = told.words(name, snapshot.wall) if told else ""
     cells = (
-        Cell(clean(f"{problem.text} {marks}".rstrip()), kind="prose alarm"),
+        Cell(clean(" · ".join(filter(None, (problem.text, marks)))), kind="prose alarm"),
         Cell("before" if since.is_before else "", since.wall, kind="time"),
         bytes_cell(problem.bytes or None, NOTHING),
     )
@@ -662,7 +669,7 @@ def _share_rows(
             measured = lease.measured_bytes
         cells = (
             name,
-            Cell(device_name(share.device)),
+            Cell("disk" if lease.on_disk else device_name(share.device)),
             bytes_cell(share.bytes, NOTHING),
             bytes_cell(measured, UNKNOWN),
             state,

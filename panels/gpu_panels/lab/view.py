@@ -32,7 +32,7 @@ from gpu_runtime.rendering.views import (
 )
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
-from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
+from ..data.cells import Button, Row, if_awake, notebook_name, place, state_cell, why_no_answer
 from ..data.confirmations import MEANS, ticket_title
 from ..data.devices import figures, level
 from ..data.rows import (
@@ -232,7 +232,8 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
     state = lease_state(lease, snapshot.now)
     is_asleep = state.away == ASLEEP
     is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
-    words = kernel_state(lease, snapshot).text if is_kernel else state.word
+    shown_state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
+    words = shown_state.text if is_kernel else state.word
     buttons: tuple[Button, ...] = ()
     if is_kernel:
         buttons = kernel_buttons(lease, section.owner)
@@ -241,8 +242,8 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
     return {
         "id": lease.id,
         "name": "its own code" if is_kernel else clean(lease.name),
-        "hint": "" if is_kernel else model_kind(lease),
-        "where": place(lease),
+        "hint": shown_state.hint or ("" if is_kernel else model_kind(lease)),
+        "where": "" if lease.on_disk else place(lease),  # its state says that
         "bytes": show_bytes(lease.bytes),
         "state": ", ".join(
             filter(
