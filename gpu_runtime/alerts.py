@@ -61,7 +61,7 @@ class Destination(NamedTuple):
     @property
     def label(self) -> str:
         """Its name for people, without the path and the query of a URL, which are often a secret."""
-        host = urlsplit(self.address).hostname
+        host = urlsplit(self.address).netloc.rpartition("@")[2]
         return f"webhook at {host}" if self.is_webhook else f"mail to {self.address}"
 
     @property

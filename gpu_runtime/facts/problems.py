@@ -88,8 +88,14 @@ def problems(seen: Snapshot) -> tuple[Problem, ...]:
 
 def _driver_faults(seen: Snapshot) -> Iterator[Problem]:
     if seen.degraded:
-        text = f"The monitor cannot see: {seen.degraded}. {_how_to_look(seen.degraded)}"
-        yield Problem(ProblemKind.DRIVER_FAULT, "", text)
+        named = [
+            view for view in seen.devices if re.search(rf"\b{view.device.id}\b", seen.degraded)
+        ]
+        held = ", ".join(filter(None, (_largest(seen, view.device.id) for view in named)))
+        who = f" On it: {held}." if held else ""
+        text = f"The monitor cannot see: {seen.degraded}.{who} {_how_to_look(seen.degraded)}"
+        size = sum(view.claimed_bytes for view in named)
+        yield Problem(ProblemKind.DRIVER_FAULT, "", text, size)
         return
     for view in seen.devices:
         if view.blind:

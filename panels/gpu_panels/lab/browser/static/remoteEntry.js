@@ -34,7 +34,9 @@
 .gpu-block { padding: 8px 12px; border-bottom: 1px solid var(--jp-border-color2); }
 .gpu-line { display: flex; align-items: baseline; column-gap: 8px; }
 .gpu-line > :first-child { min-width: 0; overflow-wrap: anywhere; }
-.gpu-line > .gpu-soft { flex: none; }
+.gpu-line > .gpu-soft, .gpu-line > .gpu-card { flex: none; }
+.gpu-fill { margin-left: auto; text-align: right; font-variant-numeric: tabular-nums; }
+.gpu-figures { margin: -3px 0 6px; overflow-wrap: anywhere; }
 .gpu-row { padding: 4px 0 4px 10px; border-left: 2px solid var(--jp-border-color2); margin: 6px 0; }
 .gpu-bar { height: 6px; margin: 3px 0 6px; border-radius: 3px; background: var(--jp-layout-color3); overflow: hidden; }
 .gpu-bar > div { height: 100%; background: var(--jp-ui-font-color3); }
@@ -200,12 +202,12 @@
 
     cards(found) {
       const cards = found.devices.map(card => make('div', {},
-        make('div', {class: 'gpu-line'}, make('span', {}, card.title), card.level ? make('span', {class: 'gpu-soft'}, card.level) : null,
-          card.busy ? make('span', {class: 'gpu-soft', title: 'busy · temperature'}, card.busy) : null,
-          card.drained ? make('span', {class: 'gpu-soft'}, `drained by ${card.drained}`) : null,
-          make('span', {class: 'gpu-size'}, card.fill)),
+        make('div', {class: 'gpu-line'}, make('span', {class: 'gpu-card'}, card.title), card.level ? make('span', {class: 'gpu-soft'}, card.level) : null,
+          make('span', {class: 'gpu-fill'}, card.fill)),
         make('div', {class: 'gpu-bar', role: 'img', 'aria-label': `${card.title}: ${card.fill}`, title: card.name},
-          make('div', {style: `width: ${100 * card.part}%`})), card.pcie ? make('div', {class: 'gpu-soft'}, card.pcie) : null))
+          make('div', {style: `width: ${100 * card.part}%`})),
+        make('div', {class: 'gpu-soft gpu-figures', title: card.busy && 'busy · temperature'},
+          separated([card.busy, card.pcie, card.drained && `drained by ${card.drained}`]).join(''))))
       const several = found.several && make('div', {class: 'gpu-note', title: LEDGER}, make('p', {},
         `${found.several}. The notebook in front uses ${found.ledger.title}. The GPU console shows ${found.tile}.`))
       return make('section', {class: 'gpu-block', 'aria-label': 'Devices'}, ...cards, several || null,
