@@ -159,7 +159,8 @@ def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):
     """The first call used to report it."""
     tasks = tmp_path / "tasks.yaml"
     tasks.write_text("tasks:\n  classify:\n    candidates: []\n")
-    rt = SimpleNamespace(settings=SimpleNamespace(gpu_tasks=str(tasks), gpu_serve_log=None))
+    settings = SimpleNamespace(gpu_tasks=str(tasks), gpu_serve_log=None)
+    rt = SimpleNamespace(settings=settings, status=None)
     with pytest.raises(BadDocument) as bad:
         server.run(rt)
     assert (bad.value.line, bad.value.field) == (3, "tasks.classify.candidates")
