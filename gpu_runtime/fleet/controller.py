@@ -88,7 +88,7 @@ class Controller:
 
     def delete(self, name: str) -> None:
         """Removes the wish for `name`. A loaded model stays until it is evicted."""
-        self._change(lambda old: wishes.without(old, name) if old.find(name) else old)
+        self._change(lambda old: wishes.without(old, name))
 
     def drain(self, host: str, undo: bool) -> None:
         """Closes `host` to models, and loads its wished models on other hosts. `undo` opens the host again."""

@@ -52,6 +52,12 @@ class Wishes(Value):
         return tuple(wish.name for wish in self.models)
 
 
+def _changed(wishes: Wishes, **fields: Any) -> Wishes:
+    """The `wishes` with these `fields` and the next revision; the same wishes if nothing differs."""
+    new = replace(wishes, **fields)
+    return wishes if new == wishes else replace(new, revision=wishes.revision + 1)
+
+
 def applied(wishes: Wishes, new: Iterable[Wish], *, dedicated: bool) -> Wishes:
     """The `wishes` with each wish in `new` added, or replacing the earlier wish for the same model.
 
@@ -60,39 +66,33 @@ def applied(wishes: Wishes, new: Iterable[Wish], *, dedicated: bool) -> Wishes:
     """
     kept = {wish.name: wish for wish in wishes.models if not (dedicated and wish.dedicated)}
     kept |= {wish.name: wish for wish in new}
-    models = tuple(kept[name] for name in sorted(kept))
-    if models == wishes.models:
-        return wishes
-    slots = tuple(slot for slot in wishes.slots if slot.model in kept)
-    return replace(wishes, revision=wishes.revision + 1, models=models, slots=slots)
+    return _only(wishes, tuple(kept[name] for name in sorted(kept)))
 
 
 def without(wishes: Wishes, name: str) -> Wishes:
-    """The wishes without the model `name`. Raises UnknownModel."""
-    if wishes.find(name) is None:
-        raise UnknownModel(name, wishes.names, none="The fleet has no model.")
-    models = tuple(wish for wish in wishes.models if wish.name != name)
-    slots = tuple(slot for slot in wishes.slots if slot.model != name)
-    return replace(wishes, revision=wishes.revision + 1, models=models, slots=slots)
+    """The wishes without the model `name`. If there is no such model, the result is `wishes`."""
+    return _only(wishes, tuple(wish for wish in wishes.models if wish.name != name))
+
+
+def _only(wishes: Wishes, models: tuple[Wish, ...]) -> Wishes:
+    """The `wishes` with these `models`, and the slots of these models."""
+    names = {wish.name for wish in models}
+    slots = tuple(slot for slot in wishes.slots if slot.model in names)
+    return _changed(wishes, models=models, slots=slots)
 
 
 def with_slot(wishes: Wishes, slot: Slot) -> Wishes:
     """The `wishes` with `slot`, instead of an earlier one of the same model and host. Raises UnknownModel."""
     if wishes.find(slot.model) is None:
         raise UnknownModel(slot.model, wishes.names, none="The fleet has no model.")
-    if slot in wishes.slots:
-        return wishes
     others = tuple(one for one in wishes.slots if one.id != slot.id)
     slots = tuple(sorted((*others, slot), key=lambda one: (one.model, one.host)))
-    return replace(wishes, revision=wishes.revision + 1, slots=slots)
+    return _changed(wishes, slots=slots)
 
 
 def without_slot(wishes: Wishes, id: str) -> Wishes:
     """The `wishes` without the slot `id`. If there is no such slot, the result is `wishes`."""
-    slots = tuple(slot for slot in wishes.slots if slot.id != id)
-    if slots == wishes.slots:
-        return wishes
-    return replace(wishes, revision=wishes.revision + 1, slots=slots)
+    return _changed(wishes, slots=tuple(slot for slot in wishes.slots if slot.id != id))
 
 
 def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
@@ -119,10 +119,7 @@ def marks(wishes: Wishes, host: str) -> dict[str, int]:
 def with_drain(wishes: Wishes, host: str, *, undo: bool) -> Wishes:
     """The `wishes` with `host` drained. With `undo`, the host is open again."""
     hosts = {*wishes.drained} - {host} if undo else {*wishes.drained, host}
-    drained = tuple(sorted(hosts))
-    if drained == wishes.drained:
-        return wishes
-    return replace(wishes, revision=wishes.revision + 1, drained=drained)
+    return _changed(wishes, drained=tuple(sorted(hosts)))
 
 
 def dump(wishes: Wishes) -> bytes:
