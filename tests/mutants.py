@@ -153,14 +153,18 @@ class Map:
     def tests(self, file: str, lines: Iterable[int], at_import: bool = False) -> list[str]:
         """The tests that run one of `lines`, or with `at_import` any line of the file: first those of the
         folder with the file's name, the quickest first, up to MOST_SECONDS. Tests of one file stay together.
+
+        A line that no test runs may be one of a keeper, which tests start: then those of the folder are tried.
         """
         wanted, found = set(lines), set()
         for part in self.parts:
             for line, contexts in part.contexts_by_lineno(f"{ROOT}/{file}").items():
                 if at_import or line in wanted:
                     found.update(contexts)
-        left, chosen = MOST_SECONDS, []
         own = f"tests/{Path(file).parts[1]}/"
+        left, chosen = MOST_SECONDS, []
+        if not found & self.seconds.keys():
+            left, found = MOST_SECONDS / 3, {test for test in self.seconds if test.startswith(own)}
         by_need = lambda test: (not test.startswith(own), self.seconds[test])
         for test in sorted(found & self.seconds.keys(), key=by_need):
             left -= self.seconds[test]
