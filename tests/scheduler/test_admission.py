@@ -611,6 +611,13 @@ def test_one_process_s_own_limit_makes_its_own_models_leave_first_or_refuses():
         wanted = request("qwen", 6, devices=devices)
         _, verdict = decide(page, wanted, world(sim0=20, sim1=20, limit_bytes=size(10)))
         assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
+    # Weights for which RAM has no room stay, and another own model leaves in their place.
+    only = lease("only", sim0=3, last_used=-9, droppable=False)
+    there = world(sim0=20, sim1=20, host=1, limit_bytes=size(10))
+    _, verdict = decide(
+        book(only, lease("mine", sim0=6)), request("qwen", 3, devices=("sim:1",)), there
+    )
+    assert [step.lease for step in verdict.steps] == [at(1, "mine")]
     there = world(sim0=20, sim1=20, limit_bytes=size(12))
     assert isinstance(decide(page, request("qwen", 6), there)[1], Grant), "exactly the limit"
     page = book(lease("mine", sim0=6, pins=1))

@@ -58,6 +58,9 @@ def test_a_decision_says_why_the_other_cards_lost_and_its_event_keeps_it():
     assert alternatives(granted, RULES, wait.considered) == (
         "sim:1: b would be evicted, and would take 60 s to load again, not 2.0 s.",
     )
+    equal = book(lease("a", sim0=15), lease("b", sim1=15))
+    _, wait = decide(equal, request("qwen", 18), world(sim0=20, sim1=20))
+    assert alternatives(wait, RULES) == ("sim:1: b would be evicted, and should stay longer.",)
     page = book(lease("a", sim0=15, pins=1), lease("b", sim1=12, pins=1))
     _, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     assert isinstance(wait, Wait)
