@@ -193,3 +193,40 @@ class Child:
     def kill(self) -> None:
         """Ends the process with SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+class Answering:
+    """A process of `RUNTIME` whose code answers each line that it reads with one line."""
+
+    def __init__(self, code: str) -> None:
+        self.process = RUNTIME.start(code)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """Waits for the answer to the oldest line that has no answer yet."""
+        return self.process.stdout.readline().strip()
+
+    def run(self, line: str) -> str:
+        """Sends a line to the process and returns its answer."""
+        self.send(line)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def end(self) -> None:
+        """Kills the process and closes its pipes."""
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()

@@ -81,3 +81,10 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.end()
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    """A Redis server for all tests. Each test uses a database of its own."""
+    with redis_server() as server:
+        yield server

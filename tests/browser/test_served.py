@@ -60,7 +60,7 @@ def kernel(box):
     """Another process with a model on the card."""
     one = Kernel(f"keeper://{box}/ledger", DEVICES)
     assert (
-        one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+        one.run("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
     )
     yield one
     one.end()
@@ -302,12 +302,12 @@ def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
     page.get_by_role("button", name="15 min").click()
     page.get_by_role("img", name="qwen · ").first.wait_for()
     page.get_by_role("button", name="evict", exact=True).click()
-    assert kernel.tell("rt.evict('qwen')") == "done"
+    assert kernel.run("rt.evict('qwen')") == "done"
     lines = page.locator("details", has_text="was offloaded").filter(has_text=pid(kernel))
     lines.locator("summary").click()  # there is one line of this kernel, and lines of other tests
     lines.get_by_text("qwen was evicted by hand").wait_for()
     for _ in range(3):
-        assert kernel.tell("rt.preload('qwen'); rt.evict('qwen')") == "done"
+        assert kernel.run("rt.preload('qwen'); rt.evict('qwen')") == "done"
     until(lambda: lines.count() == 4)
     assert page.locator("details[open]").get_by_text("evicted by hand").is_visible()
     assert not page.locator("details", has_text="was restored").count()
@@ -334,7 +334,7 @@ def test_what_if_answers_the_question_and_then_preloads(opened, kernel):
     page.get_by_role("combobox", name="A model").click()
     page.locator("li", has_text="qwen").first.click()
     page.get_by_text("qwen is loaded already").wait_for()
-    assert kernel.tell("rt.evict('qwen')") == "done"
+    assert kernel.run("rt.evict('qwen')") == "done"
     page.get_by_text("Now · qwen fits in the free memory").wait_for()
     after = page.get_by_text("sim:0 after")
     after.wait_for()
@@ -399,7 +399,7 @@ def test_an_owner_that_does_not_answer_is_shown_with_the_time(opened, kernel):
 
 def test_a_stopped_process_is_continued_from_its_problem(opened, kernel):
     """Its other buttons show that it acts on no request."""
-    kernel.tell("held = rt.use('qwen'); held.__enter__()")
+    kernel.run("held = rt.use('qwen'); held.__enter__()")
     kernel.signal(signal.SIGSTOP)
     try:
         seen = opened()
@@ -412,12 +412,12 @@ def test_a_stopped_process_is_continued_from_its_problem(opened, kernel):
         seen.row(f"pid {pid(kernel)} is stopped").wait_for(state="detached")
     finally:
         kernel.signal(signal.SIGCONT)
-    assert kernel.tell("held.__exit__(None, None, None)") == "done"
+    assert kernel.run("held.__exit__(None, None, None)") == "done"
 
 
 def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
     assert (
-        kernel.tell(
+        kernel.run(
             "[(rt.register(n, backend='fake', size=s), rt.preload(n)) for n, s in (('bge', '1GiB'), "
             "('llama', '3GiB'))]"
         )

@@ -123,7 +123,7 @@ def test_a_forgotten_notebook_holds_most_of_a_card(screen, forgotten):
 
 def test_a_model_waits_for_the_pin_of_another_notebook(screen, train, tune):
     train.do("rt.preload('qwen'); rt.pin('qwen')")
-    assert "DoesNotFit" in tune.tell("rt.preload('llama')")
+    assert "DoesNotFit" in tune.run("rt.preload('llama')")
     screen.says("llama in tune.ipynb", "qwen", CLOCK, "120 MiB", press="Unpin qwen")
     screen.says("^train.ipynb", r"qwen \(pinned\)", press="Unpin qwen")
     train.do("rt.unpin('qwen')")
@@ -133,7 +133,7 @@ def test_a_model_waits_for_the_pin_of_another_notebook(screen, train, tune):
 def test_a_notebook_waits_for_a_model_in_use(screen, train, tune):
     """Who waits, for whom, and since when. A person can end the wait."""
     tune.do("held = rt.use('llama'); held.__enter__()")
-    train.say("rt.preload('qwen')")
+    train.send("rt.preload('qwen')")
     screen.says("qwen", "train.ipynb", "llama", "in use by tune.ipynb", press="End wait")
     screen.says("^tune.ipynb", "runs", AGO)
     tune.do(LET_GO)
@@ -144,8 +144,8 @@ def test_a_kernel_is_stuck_in_a_call_of_c(screen, train, tune):
     # A program that starts this test may ignore the signal, and a child inherits that.
     tune.do("import ctypes, signal; signal.signal(signal.SIGINT, signal.default_int_handler)")
     tune.do("rt.preload('llama')")
-    tune.say("ctypes.PyDLL(None).sleep(600)")
-    train.say("rt.preload('qwen')")
+    tune.send("ctypes.PyDLL(None).sleep(600)")
+    train.send("rt.preload('qwen')")
     screen.says("tune.ipynb", "does not answer", "120 MiB", CLOCK, press="Interrupt")
     screen.says("^tune.ipynb", r"no answer, \d+", press="Interrupt").get_by_role("button").click()
     screen.seen.page.locator("[role=dialog] button", has_text="Interrupt").click()
@@ -158,7 +158,7 @@ def test_a_load_fails_by_an_error_of_the_model(screen, tune):
     """It stays no problem of the machine: `gpu health` is healthy."""
     tune.do("def broken(what): raise ValueError('layer 3 has no weights')")
     tune.do(fake("broken", "broken"))
-    assert "layer 3 has no weights" in tune.tell("rt.preload('broken')")
+    assert "layer 3 has no weights" in tune.run("rt.preload('broken')")
     screen.says(
         "^tune.ipynb",
         "could not load broken",
@@ -202,7 +202,7 @@ def test_ram_is_full(screen, ledger, rt, forgotten, tune):
         new.run(HOLDS)
         rest(rt, "new.ipynb", 36 << 20)
         tune.do("rt.register('small', backend='fake', size='40MiB', devices=['sim:0'])")
-        assert "DoesNotFit" in tune.tell("rt.preload('small')")
+        assert "DoesNotFit" in tune.run("rt.preload('small')")
         screen.says(
             "small in tune.ipynb",
             "new.ipynb",

@@ -70,13 +70,13 @@ def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, t
     kernel = Kernel(ledger, DEVICES)
     rt = Runtime(devices=DEVICES, ledger=ledger, monitor=False)
     try:
-        assert kernel.tell(f"exec({CHURN!r}, globals())") == "done"
+        assert kernel.run(f"exec({CHURN!r}, globals())") == "done"
         with gpu_console(tmp_path, GPU_DEVICES=DEVICES) as console:
             url = f"http://127.0.0.1:{console.port}/?token={OPERATORS}"
             for _ in range(loads):
-                assert kernel.tell("changes.set()") == "done"
+                assert kernel.run("changes.set()") == "done"
                 seen = BrowserPage(chromium, url).ready()
-                assert kernel.tell("changes.clear(); time.sleep(0.5)") == "done"
+                assert kernel.run("changes.clear(); time.sleep(0.5)") == "done"
                 _compare(seen, rt)
                 seen.close()
     finally:

@@ -15,8 +15,7 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.access import MARK, Access
 from gpu_runtime.ledgers.base import Ledger
 from tests import forked
-from tests.clock import PATIENCE
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import redis as redis
 
 GIB = 2**30
 REPO = Path(__file__).resolve().parents[2]
@@ -128,13 +127,6 @@ def open_at() -> Iterator[Callable[[str], Ledger]]:
         ledger.close()
 
 
-@pytest.fixture(scope="session")
-def redis() -> Iterator[RedisServer]:
-    """A Redis server for all tests. Each test uses a database of its own."""
-    with redis_server() as server:
-        yield server
-
-
 @pytest.fixture(params=["memory", "keeper", "redis"])
 def new_owner(
     request: pytest.FixtureRequest, tmp_path: Path, open_at: Callable[[str], Ledger]
@@ -149,7 +141,7 @@ def new_owner(
     return lambda: open_at(url)
 
 
-class Notebook:
+class Notebook(forked.Answering):
     """Another process with a ledger. It evaluates lines of Python that use the variable `ledger`."""
 
     def __init__(self, url: str) -> None:
@@ -160,27 +152,8 @@ class Notebook:
             "    try: print(eval(line), flush=True)\n"
             "    except Exception as error: print(type(error).__name__, flush=True)\n"
         )
-        self.process = forked.RUNTIME.start(code)
+        super().__init__(code)
         self.id = self.answer()
-
-    def run(self, line: str) -> str:
-        """Sends a line to the other process and returns what it prints."""
-        self.send(line)
-        return self.answer()
-
-    def send(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -196,9 +169,7 @@ def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
 
     yield start
     for other in started:
-        other.kill()
-        other.process.stdin.close()
-        other.process.stdout.close()
+        other.end()
 
 
 @pytest.fixture

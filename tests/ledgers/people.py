@@ -41,37 +41,12 @@ for line in sys.stdin:
 """
 
 
-class Person:
+class Person(forked.Answering):
     """A process of another user, under umask 077. It evaluates lines of Python."""
 
     def __init__(self, user: str, uid: int, gids: list[int], state: str) -> None:
         self.user = user
-        code = CHILD.format(uid=uid, gids=gids, state=state)
-        self.process = forked.RUNTIME.start(code)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def send(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def run(self, line: str) -> str:
-        self.send(line)
-        return self.answer()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE)
-
-    def end(self) -> None:
-        self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        super().__init__(CHILD.format(uid=uid, gids=gids, state=state))
 
 
 def require_root() -> None:

@@ -12,12 +12,6 @@ from tests.clock import until
 from tests.redis_server import redis_server
 
 
-@pytest.fixture(scope="module")
-def redis():
-    with redis_server() as server:
-        yield server
-
-
 @pytest.fixture(params=["keeper", "redis"])
 def ledger(request, tmp_path):
     url = (

@@ -11,15 +11,9 @@ from gpu_runtime import Runtime
 from tests.nvml_driver import driver as driver
 from tests.nvml_driver import host as host
 from tests.nvml_driver import library as library
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import redis as redis
 
 from .kernels import DEVICES, Kernel
-
-
-@pytest.fixture(scope="session")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from gpu_runtime import Busy, Runtime
 from tests import forked
-from tests.clock import PATIENCE, until
+from tests.clock import until
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:24GiB,host:64GiB"
@@ -25,7 +25,7 @@ LET_GO = "type(held).__exit__(held, None, None, None)"
 ONLY_KEEPER = pytest.mark.parametrize("ledger", ["keeper"], indirect=True)
 
 
-class Kernel:
+class Kernel(forked.Answering):
     """Another process with a runtime. It runs commands line by line, and ends with the `with` block."""
 
     def __init__(self, ledger: str, devices: str = DEVICES) -> None:
@@ -41,33 +41,13 @@ class Kernel:
                 except BaseException as error:
                     print(f"{{type(error).__name__}}: {{error}}".splitlines()[0], flush=True)
         """)
-        self.process = forked.RUNTIME.start(program)
+        super().__init__(program)
         assert self.answer() == "ready"
-
-    def answer(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def say(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def tell(self, line: str) -> str:
-        """The first line that the process prints after this command: its output, `done` or its error."""
-        self.say(line)
-        return self.answer()
 
     def do(self, *lines: str) -> None:
         """Runs commands that must succeed."""
         for line in lines:
-            assert (said := self.tell(line)) == "done", said
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        """Kills the process."""
-        self.process.kill()
-        self.process.wait(PATIENCE)
+            assert (said := self.run(line)) == "done", said
 
     def __enter__(self) -> Kernel:
         return self

@@ -20,7 +20,7 @@ ENDS = ("rt.close()", "rt.forget('qwen')", "rt.evict('qwen', drop=True)")
 
 def uses(kernel: Kernel, name: str, now: int) -> tuple[int, ...]:
     """The times of the model's uses that this process publishes."""
-    seen = kernel.tell(f"print(rt._session.residents[{name!r}].truth().recent_uses, flush=True)")
+    seen = kernel.run(f"print(rt._session.residents[{name!r}].truth().recent_uses, flush=True)")
     assert kernel.answer() == "done"
     return decode_uses(seen, now)
 

@@ -54,14 +54,14 @@ def kernel(keeper, file):
 @pytest.fixture
 def worker(kernel):
     """The process of its model."""
-    found = int(kernel.tell("print(phi.pid, flush=True)"))
+    found = int(kernel.run("print(phi.pid, flush=True)"))
     assert kernel.answer() == "done"
     return found
 
 
 def test_a_kernel_that_is_killed_takes_its_worker_along_and_its_lease_goes(kernel, worker, keeper):
     """The kernel is killed with SIGKILL during a generation. Its socket closes, and the system signals the worker."""
-    kernel.say("phi.create_completion('hello', max_tokens=400)")
+    kernel.send("phi.create_completion('hello', max_tokens=400)")
     kernel.end()
     until(lambda: not alive(worker))
     with Runtime(devices=DEVICES, ledger=keeper) as rt:
@@ -80,7 +80,7 @@ def test_the_stop_button_ends_the_call_and_not_the_worker(kernel, worker):
     """Jupyter signals the kernel's process group, which the worker is not in."""
     process = psutil.Process(worker)
     idle_seconds = process.cpu_times().user
-    kernel.say("exec(\"while True: phi.create_completion('hello', max_tokens=480)\")")
+    kernel.send("exec(\"while True: phi.create_completion('hello', max_tokens=480)\")")
     until(lambda: process.cpu_times().user > idle_seconds + 0.05)
     os.killpg(kernel.process.pid, signal.SIGINT)
     assert kernel.answer().startswith("KeyboardInterrupt")

@@ -100,7 +100,7 @@ def test_a_running_cell_is_interrupted_and_a_process_ended_by_its_user(
     kernel, console, monkeypatch
 ):
     pid = str(kernel.process.pid)
-    kernel.say("import time; print('runs', flush=True); time.sleep(3600)")
+    kernel.send("import time; print('runs', flush=True); time.sleep(3600)")
     assert kernel.answer() == "runs"
 
     def forbidden(fd: int, number: int) -> None:

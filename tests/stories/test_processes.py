@@ -65,7 +65,7 @@ def test_a_stopped_kernel_is_not_dead(other, here):
 def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(other, here):
     dies = "lambda verb: os.kill(os.getpid(), 9)"
     other.do("import os", f"rt.register('qwen', {dies}, backend='fake', size='14GiB')")
-    other.say("rt.preload('qwen')")
+    other.send("rt.preload('qwen')")
     other.process.wait(PATIENCE)
     fakes(here, llama="20GiB")
     with here.use("llama", timeout=PATIENCE):
