@@ -44,17 +44,25 @@ def this_machine() -> str:
     return f"{os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}"
 
 
-def merged(old: str, lines: Iterable[str]) -> str:
+def merged(old: str, lines: Iterable[str], *, all_parts: bool = False) -> str:
     """The text `old` of RESULTS.md with `lines` in place of the rows of the same figures.
 
-    New rows are at the end. A figure that was not run keeps its row.
+    New rows are at the end. A figure that was not run keeps its row. If `lines` are those of `all_parts`, the
+    rows that are not among them are removed: nothing measures them any more.
 
     >>> old = "words\\n\\n| a | 1 | \\n| b | 2 |\\n"
     >>> merged(old, ["| b | 3 |", "| c | 4 |", "| a | not run |"]).splitlines()[2:]
     ['| a | 1 | ', '| b | 3 |', '| c | 4 |']
+    >>> merged(old, ["| b | 3 |"], all_parts=True).splitlines()[2:]
+    ['| b | 3 |']
     """
+    lines = list(lines)
+    known = {_what(one) for one in (*lines, *HEAD.splitlines())}
     new = {_what(one): one for one in lines if f"| {NOT_RUN}" not in one}
-    kept = [new.pop(_what(one), one) if one.startswith("| ") else one for one in old.splitlines()]
+    rows = old.splitlines()
+    if all_parts:
+        rows = [one for one in rows if not one.startswith("| ") or _what(one) in known]
+    kept = [new.pop(_what(one), one) if one.startswith("| ") else one for one in rows]
     return "\n".join([*kept, *new.values()]) + "\n"
 
 
