@@ -469,7 +469,7 @@ def _mebibytes(value: Any) -> int:
     return int(value * MIB)
 
 
-_WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
+_WHICH_GPUS = "it must be how many cards, such as 2, or which, such as [0, 1] or [cuda:0]"
 
 
 def _gpus(value: Any) -> int | tuple[str, ...]:
@@ -568,18 +568,18 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "cache_dtype": Field(_CACHE_DTYPE, "The dtype of the KV cache, such as float16, fp8 or q8_0.", of_use=True),
     },
     "Place": {
-        "gpu_layers": Field(LAYERS, "The number of layers on the GPU. -1: all layers; 0: CPU only.",
+        "gpu_layers": Field(LAYERS, "The number of layers on the card. -1: all layers; 0: CPU only.",
                             (*LLAMA, *_engines("gpu_layers"))),
-        "gpus": _in_file(_gpus, "The number of GPUs (`2`), or certain GPUs (`[0, 1]`)."),
-        "gpu_memory": _in_file(_card_bytes, "The most memory of each GPU: `20GiB`, or `{0: 20GiB, 1: 10GiB}`."),
+        "gpus": _in_file(_gpus, "The number of cards (`2`), or certain cards (`[0, 1]`)."),
+        "gpu_memory": _in_file(_card_bytes, "The most memory of each card: `20GiB`, or `{0: 20GiB, 1: 10GiB}`."),
         "max_tensor_parallel": _in_file(number_in_file(int, above=0),
-                                        "The largest number of GPUs to split the model over."),
+                                        "The largest number of cards to split the model over."),
         "layout": Field(TEXT._replace(written=_LAYOUT),
                         "How the model is split: auto, single, balanced, proportional or whole.", default="auto"),
         "gpu_fraction_factor": _in_file(number_in_file(float, above=0, most=MOST_FACTOR),
                                         "The memory to reserve, as a multiple of the weights; replaces the estimate."),
         "fraction_largest_possible": _in_file(number_in_file(float, above=0, most=1), "With `gpu_fraction_factor`: "
-                                              "a model above this part of a GPU gets the whole."),
+                                              "a model above this part of a card gets the whole."),
     },
     "llama.cpp": {
         "n_batch": Field(COUNT, "llama.cpp: tokens of a batch.", LLAMA),

@@ -270,7 +270,7 @@ class Runtime:
         return resident is not None and resident.pauses
 
     def _away_word(self, name: str) -> str:
-        """What the model `name` is called in host memory, as on the console; empty if it is not there."""
+        """What the model `name` is called in RAM, as on the console; empty if it is not there."""
         resident = self._session.residents.get(name)
         return "" if resident is None or resident.handle is None else away_word(resident.lease)
 
@@ -383,10 +383,10 @@ class Runtime:
         lost: bool = False,
         force: bool = False,
     ) -> Outcome:
-        """Evicts the model to host memory, or unloads it if host memory has no room.
+        """Evicts the model to RAM, or unloads it if RAM has no room.
         `qwen@4121` or a LeaseId names another process's model. `train.ipynb` names all memory of a
         notebook, also of its own code. `*` names all idle models. With `drop`, a model that can be
-        loaded again leaves host memory too. Another process gets a request, and has `timeout`
+        loaded again leaves RAM too. Another process gets a request, and has `timeout`
         seconds. Without `wait` the request is only written. With `lost`, `name` is the pid of a
         process that may have ended, and the outcome lists its memory. `force` also ends the leases
         of this process; use it only if you know that the process has ended.
@@ -577,7 +577,7 @@ class Runtime:
 
     @checked
     def evictions(self, limit: int | None = None) -> DataFrame:
-        """A table of the last `limit` events in which a model left its device or host memory."""
+        """A table of the last `limit` events in which a model left its device or RAM."""
         return status.events(recorded_events(self._session, limit, actions=books.LEFT))
 
     @checked

@@ -113,18 +113,18 @@ class Settings:
     """All settings. `Settings.load` creates this object and reports an error in one sentence."""
 
     # fmt: off
-    gpu_memory_max_percent: float = _fraction(0.90, "The part of each GPU's memory that models may claim, 0 to 1.")
+    gpu_memory_max_percent: float = _fraction(0.90, "The part of each card's memory that models may claim, 0 to 1.")
     cpu_memory_max_percent: float = _fraction(0.50,
-        "The part of RAM that models may claim while they are off the GPU, 0 to 1.")
+        "The part of RAM that models may claim while they are off the card, 0 to 1.")
     inference_memory_limit_gb: float | None = _number(None,
         "A further limit on this process's models, in GiB. Unset: none.", "a number of GiB above 0, such as 16",
         above=0, most=2**20)
     inference_gpu_index: int | None = _whole(None,
-        "The only GPU to use, by its number in status. Unset: the planner chooses.", "the index of a GPU, such as 0",
+        "The only card to use, by its number in status. Unset: the planner chooses.", "the index of a card, such as 0",
         least=0)
 
     inference_gpu_layers: int | None = _whole(None,
-        "Layers on the GPU of a llama.cpp model that does not set its own gpu_layers: -1 all, 0 CPU only.",
+        "Layers on the card of a llama.cpp model that does not set its own gpu_layers: -1 all, 0 CPU only.",
         "-1 (all), 0 (CPU only) or a number of layers", least=-1)
     inference_backend: str | None = _text(None,
         "The backend if the model's catalogue entry has none. Unset: found from its source.")
@@ -132,7 +132,7 @@ class Settings:
     gpu_devices: str = _text("auto",
         "The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated ones such as "
         "sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.")
-    development_cpu_only: bool = _truth(False, "Simulate the devices even if there is a GPU.")
+    development_cpu_only: bool = _truth(False, "Simulate the devices even if there is a card.")
     gpu_ledger: str | None = _text(None,
         "Where the book is stored: keeper:///DIRECTORY, redis://HOST:PORT/DB or memory:. Unset: the machine's shared "
         "ledger, else one of the user's own.")
@@ -144,31 +144,31 @@ class Settings:
 
     enable_memory_governor: bool = _truth(True, "Off: models load without a request for room, and are never moved.")
     enable_cpu_offload: bool = _truth(True,
-        "On: models evicted from the GPU move to RAM. Off: they are dropped, if their source can restore them.")
+        "On: models evicted from the card move to RAM. Off: they are dropped, if their source can restore them.")
     gpu_policy: str = _choice("keep_score", f"Which model is evicted first: {', '.join(POLICIES)}.",
         ", ".join(POLICIES))
     gpu_placement: str = _choice("best-fit",
-        "Which GPU a model is loaded to: best-fit, most-free or fewest-evictions.",
+        "Which card a model is loaded to: best-fit, most-free or fewest-evictions.",
         "best-fit, most-free or fewest-evictions")
     gpu_split_margin_mb: int = _whole(512,
-        "MiB that stay free on each GPU when a model is split in proportion to the free memory.",
+        "MiB that stay free on each card when a model is split in proportion to the free memory.",
         "a whole number of MiB, such as 512", least=0)
     gpu_split_overhead: float = _fraction(0.0,
-        "What each GPU of a split model needs beyond its share, as a part of it; Helix: 0.1.")
+        "What each card of a split model needs beyond its share, as a part of it; Helix: 0.1.")
     gpu_fraction_factor: float | None = _number(None,
         "Claim a model's weights times this instead of the estimate; NDIF: 3. Unset: the estimate.",
         "a number above 0, such as 3", above=0, most=1000)
     fraction_largest_possible: float = _fraction(0.8,
-        "With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims the whole GPU.")
+        "With GPU_FRACTION_FACTOR: a model that would claim this part of a card or more claims the whole card.")
     gpu_shadows: str = _choice("auto",
-        "Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that the model leaves its "
-        "GPU without a copy: auto (one for all processes of a user), private or never.", "auto, private or never")
+        "Whether an unchanged copy of a model on a card stays in RAM while RAM has room, so that the model leaves its "
+        "card without a copy: auto (one for all processes of a user), private or never.", "auto, private or never")
     gpu_relief: str = _choice("auto",
-        "When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), always or "
+        "When pressure evicts idle models: auto (while requests wait, or unleased memory fills a card), always or "
         "never.", "auto, always or never")
     gpu_most_wait: float | None = _seconds(None,
         "How long other models of equal importance may keep a model waiting. Unset: five times what bringing it to "
-        "the GPU takes, at least 3 s.", text="1m")
+        "the card takes, at least 3 s.", text="1m")
     gpu_fairness: str = _choice("off",
         "Whose request is first among those of equal importance: off (as without users), or day (of the user with "
         "fewer card-hours in the last day). Set it for all users.", "off or day")
@@ -177,15 +177,14 @@ class Settings:
     gpu_progress_seconds: float = _seconds(0.5,
         "A load or restore that takes longer shows its progress in the notebook.")
     gpu_park: str = _choice("asked",
-        "When the memory of an idle notebook leaves its GPU for RAM: asked (another process needs it, or someone "
+        "When the memory of an idle notebook leaves its card for RAM: asked (another process needs it, or someone "
         "parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.", "asked, idle or never")
     gpu_return_at_exit: float = _seconds(30.0,
-        "How long a signal handler or an exit function of a parked notebook waits for its memory to return from host "
-        "memory.")
+        "How long a signal handler or an exit function of a parked notebook waits for its memory to return from RAM.")
     gpu_park_idle_seconds: float = _seconds(600.0,
         "With GPU_PARK=idle: how long a notebook is idle before it is parked.")
     gpu_park_turn_seconds: float = _seconds(30.0,
-        "How long cells that follow one another keep the GPU while another process waits for it; never less than five "
+        "How long cells that follow one another keep the card while another process waits for it; never less than five "
         "times what leaving and returning takes.")
     gpu_park_dir: str | None = _text(None,
         "A directory on a local disk, to which parked memory of notebooks moves when RAM is short, or when they are "

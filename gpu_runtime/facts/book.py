@@ -86,7 +86,7 @@ class Event(Value):
     # ended.
     beside: tuple[str, ...] = ()
     notebook: str = ""  # the path of the owner's notebook, to name the owner after its end
-    # If a lease left a device or host memory: the times of the lease's last uses
+    # If a lease left a device or RAM: the times of the lease's last uses
     # (`facts.encode_uses`), the digest of the model's source, and what kind of model it was.
     uses: str = ""
     source: str = ""

@@ -95,7 +95,7 @@ class Lease(Value):
 
     `shares` is where the bytes are, and `target` is where bytes are being moved to. During a move,
     both count in full. If `target` has fewer bytes than the lease, the rest stays in place. A lease
-    may be in parts: some bytes on a card, the rest in host memory. A model whose lease is in parts
+    may be in parts: some bytes on a card, the rest in RAM. A model whose lease is in parts
     cannot be used.
     """
 
@@ -136,19 +136,19 @@ class Lease(Value):
     piece_bytes: int = 0
     settled_at: float = 0.0
     away_since: float = 0.0  # when bytes last left the cards; 0: all bytes are there
-    # The bytes of the shadow: an unchanged copy, in host memory, of bytes that are on a card. The
+    # The bytes of the shadow: an unchanged copy, in RAM, of bytes that are on a card. The
     # shadow counts on the host. An offload turns the shadow into the lease's share on the host.
     shadow_bytes: int = 0
-    # Pages in host memory that several processes share: the id of the pages, their bytes, and how
+    # Pages in RAM that several processes share: the id of the pages, their bytes, and how
     # many of these bytes this lease's model uses. The pages count once for all leases.
     copy: str = ""
     copy_bytes: int = 0
     copied_bytes: int = 0
-    # Of the bytes of a notebook's own code that are in host memory: those that are in a file on a disk
+    # Of the bytes of a notebook's own code that are in RAM: those that are in a file on a disk
     # instead, and take no RAM (`GPU_PARK_DIR`).
     disk_bytes: int = 0
     disk_room: int = 0  # the bytes that the disk can take more; 0: there is none
-    stowing: bool = False  # whether the bytes in host memory are being written there now
+    stowing: bool = False  # whether the bytes in RAM are being written there now
     moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
@@ -505,7 +505,7 @@ class Ticket(Value):
     layout: str = ""
     # The leases that other owners should evict for it, by id: the bytes that should leave; 0: all.
     recalls: dict[str, int] = {}
-    # Ids of leases whose shadows (copies in host memory) other owners should free for this request.
+    # Ids of leases whose shadows (copies in RAM) other owners should free for this request.
     shadows: tuple[str, ...] = ()
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins

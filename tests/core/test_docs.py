@@ -20,7 +20,7 @@ from gpu_runtime.backtest import BacktestRow
 from gpu_runtime.catalog.fields import KNOWN
 from gpu_runtime.error_pages import WHAT_TO_DO
 from gpu_runtime.owner import status
-from gpu_runtime.serving import requests
+from gpu_runtime.serving import fleet_server, requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
 from gpu_runtime.telemetry import hours
@@ -151,8 +151,32 @@ def test_every_field_of_ours_in_a_body_and_every_status_is_documented():
     """The fields `x_…` are those in the API's description and those that the code reads."""
     ours = set(re.findall(r'"(x_\w+)"', inspect.getsource(requests)))
     ours |= {name for name in reference.body_fields() if name.startswith("x_")}
-    assert ours <= set(listed("reference/http", "body-fields"))
-    assert {str(status) for status in openai.REFUSALS} <= set(listed("reference/http", "statuses"))
+    fields = set(listed("reference/http", "body-fields"))
+    assert {name for name in fields if name.startswith("x_")} == ours
+    statuses = set(listed("reference/http", "statuses"))
+    folders = ("serving", "web")
+    sources = [path for name in folders for path in (ROOT / "gpu_runtime" / name).rglob("*.py")]
+    numbers = set(re.findall(r"\b[45]\d\d\b", "".join(path.read_text() for path in sources)))
+    numbers.add("405")  # FastAPI's own
+    assert {str(status) for status in openai.REFUSALS} <= statuses <= numbers
+
+
+def test_every_metric_of_a_fleet_is_listed_and_no_other():
+    """`tests/serving/test_app.py` compares the metrics of one host with the page."""
+    table = page("reference/metrics").partition("\n## Fleet\n")[2].partition("\n## ")[0]
+    in_code = re.findall(r'"(gpuconsole_\w+)"', inspect.getsource(fleet_server))
+    assert sorted(re.findall(r"^\| `(gpuconsole_\w+)` \|", table, re.M)) == sorted(in_code)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_names_a_setting_or_a_method_that_does_not_exist(name):
+    """`GPU_AUTOLOAD` is read by the start-up file of a kernel; `GPU_TOKEN` is a name in an example."""
+    known = {row.name for row in Settings.load().sources()} | {"GPU_AUTOLOAD", "GPU_TOKEN"}
+    groups = "GPU|CPU|ENABLE|EVICTION|INFERENCE|FRACTION|DEVELOPMENT"
+    named = set(re.findall(rf"\b(?:{groups})_[A-Z_]+\b", PAGES[name]))
+    assert named - known == set()
+    methods = set(re.findall(r"\brt\.(\w+)", PAGES[name]))
+    assert {name for name in methods if not hasattr(Runtime, name)} - {"settings"} == set()
 
 
 def test_every_method_and_export_is_listed():

@@ -363,7 +363,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/evictions")
     def get_evictions() -> list[Json]:
-        """The models that left a card or host memory, and the reasons. The newest eviction is last."""
+        """The models that left a card or RAM, and the reasons. The newest eviction is last."""
         frame = rt.evictions(MAX_ROWS)
         return evictions(frame, {**frame.attrs["kinds"], **kinds(rt.status())})
 
@@ -375,7 +375,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/offloaded")
     def get_offloaded() -> list[Json]:
-        """The models in host memory, which is called the warm pool."""
+        """The models that have left their cards and are in RAM."""
         return offloaded(rt.status(), rt.evictions(MAX_ROWS))
 
     @routes.get("/health")

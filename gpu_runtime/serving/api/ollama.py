@@ -135,7 +135,7 @@ def _add_call(
     async def answer(request: Request, given: Any, gateway: Any, actor: str) -> Response:
         """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false.
 
-        A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they unload it.
+        A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they move it to RAM.
         """
         kind, body = translate(await _fitting(gateway, given))
         if kind == LOAD:
