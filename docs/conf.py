@@ -31,6 +31,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "gpu-console"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_ext/search_order.js")
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
@@ -48,4 +49,4 @@ html_theme_options = {
     "pygments_dark_style": "github-dark",
 }
 html_sidebars = {"index": [], "getting_started": [], "architecture": []}
-copyright = "MIT licence"
+copyright = "2026 the gpu-console authors. MIT licence"
