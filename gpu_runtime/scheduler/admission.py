@@ -71,7 +71,7 @@ from .feasibility import (
     never_returns,
     without_card_bytes,
 )
-from .placement import may_split, may_use_one_card, place, split
+from .placement import divisions, may_split, may_use_one_card, place
 from .queue import Context, ahead_by_past_use, held_bytes, load_seconds, without_grace
 from .transitions import note
 from .victims import (
@@ -161,7 +161,8 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     title = lease_title(request.lease, book.owner(lease.owner))
     head = f"{title} needs {size}; {card} has {show_bytes(max(0, free))} free."
     need = (Share(card, lease.bytes_on(HOST) - (0 if turn.giver else turn.bytes)),)
-    leaving = next((one for one in context.leases if _leaves(one, card)), None)
+    leaves = (one for one in context.leases if one.phase is Phase.LEAVING and one.bytes_on(card))
+    leaving = next(leaves, None)
     busy = leaving or next((one for one in givers if _is_busy(one, request, world)), None)
     if context.blocking_elders or busy:
         why = "Another request is ahead"
@@ -196,10 +197,6 @@ def _gives(one: Lease, lease: Lease, card: str, world: World) -> bool:
     if one.importance < lease.importance or one.keep or not can_move(one, world):
         return False
     return len([share for share in one.shares if share.device != HOST]) == 1
-
-
-def _leaves(one: Lease, card: str) -> bool:
-    return one.phase is Phase.LEAVING and bool(one.bytes_on(card))
 
 
 def _is_busy(one: Lease, request: Request, world: World) -> bool:
@@ -240,7 +237,9 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
 
     # 1. The lease is settled on its device already.
     if lease and lease.phase is Phase.SETTLED and (lease.all_on_device or lease.kind == "block"):
-        return _here_already(book, request, lease)
+        title = lease_title(lease, book.owner(lease.owner))
+        because = f"{title} is on {lease.where} already"
+        return book.without_ticket(request.key), Grant(lease, (), because)
 
     # 2. The lease is on its way in or out.
     if lease and lease.phase is not Phase.SETTLED:
@@ -248,7 +247,8 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
 
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
-    out = _drained_for(book, request, world)
+    # A model of 0 bytes may use a drained card, because all its tensors belong to another model.
+    out = drained(book, world) if request.footprint.bytes else {}
     others, never, request = laid_out(book, request, world, lease, out)
     refusal = caps.refusal(book, request, world) or hopeless(others, request, world, never)
     if refusal:
@@ -295,12 +295,6 @@ def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | 
     return Wait(because, steps)
 
 
-def _here_already(book: Book, request: Request, lease: Lease) -> tuple[Book, Verdict]:
-    title = lease_title(lease, book.owner(lease.owner))
-    because = f"{title} is on {lease.where} already"
-    return book.without_ticket(request.key), Grant(lease, (), because)
-
-
 def _wait_for_arrival_or_end(
     book: Book, request: Request, world: World, lease: Lease
 ) -> tuple[Book, Verdict]:
@@ -314,14 +308,6 @@ def _as_measured(request: Request, lease: Lease) -> Request:
     parts = [Part("weights", lease.bytes, "measured")]
     parts += [part for part in request.footprint.parts if part.for_use]
     return replace(request, footprint=replace(request.footprint, parts=tuple(parts)))
-
-
-def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
-    """Maps each drained card that the request may not use to the sentence of `drained`.
-
-    A model of 0 bytes may use a drained card, because all its tensors belong to another model.
-    """
-    return drained(book, world) if request.footprint.bytes else {}
 
 
 def _evict(
@@ -352,15 +338,10 @@ def _evict(
 def _take_free_room(
     context: Context, rank: Policy, chosen: Candidate, candidates: tuple[Candidate, ...]
 ) -> tuple[Book, Verdict]:
-    """Grants the free bytes of `chosen`. If the page is full, the verdict is a Wait or a Refuse."""
-    if needs_entry(context.book, context.request):
-        return _free_an_entry(context, rank, chosen)
-    return _grant(context, chosen, candidates)
-
-
-def _free_an_entry(context: Context, rank: Policy, chosen: Candidate) -> tuple[Book, Verdict]:
-    """Returns a Wait while an idle lease leaves the full page; a Refuse if no entry can be freed."""
+    """Grants the free bytes of `chosen`. On a full page: a Wait for an idle lease, or a Refuse."""
     book, request, world = context.book, context.request, context.world
+    if not needs_entry(book, request):
+        return _grant(context, chosen, candidates)
     freeing = None
     if not request.wait or not full_for_waiting(book, request):
         freeing = free_an_entry(context, rank)
@@ -758,25 +739,18 @@ def _victim(context: Context, rank: Policy) -> Lease | None:
 
     Of leases with equal importance, leases that are not wholly on cards leave first.
     """
-    request, world = context.request, context.world
-    asker, importance = request.lease.owner, request.lease.importance
-    idle = []
-    for lease in context.leases:
-        if not lease.droppable or lease.id in context.recalled:
-            continue
-        if not reason_to_stay(lease, world, asker=asker, importance=importance):
-            idle.append(lease)
-    ordered = eviction_order(idle, world, rank)
+    idle = [
+        lease
+        for lease in context.leases
+        if lease.droppable and lease.id not in context.recalled
+        if not _is_busy(lease, context.request, context.world)
+    ]
+    ordered = eviction_order(idle, context.world, rank)
     ordered.sort(key=lambda lease: (-lease.importance, lease.all_on_device))
     return ordered[0] if ordered else None
 
 
-# -- the candidates for a request: cards, and sets of cards. Each shows whether it has the room
-# now.
-#
-# Pure. The first candidate is the best; the order is that of `placement`. `admission` decides which
-# candidate gets the request, and `eviction` whether room is made on a card. If the request waits,
-# this module explains why, and sets the time of the next decision.
+# -- the candidates for a request: cards, and sets of cards, the best first
 
 
 def laid_out(
@@ -816,21 +790,14 @@ def _with_layout(request: Request, world: World, never: Container[str]) -> Reque
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
-    alone = may_use_one_card(rules) and _some_card(rules.devices, world, never)
+    cards = [one.id for one in world.devices if not one.is_host and one.id not in never]
+    alone = may_use_one_card(rules) and any(
+        not rules.devices or id in rules.devices for id in cards
+    )
     if rules.layout == "whole":
         return replace(request, placement=replace(rules, most_cards=1)) if alone else request
     layout = "single" if alone else "proportional"
     return replace(request, placement=replace(rules, layout=layout))
-
-
-def _some_card(allowed: Container[str], world: World, never: Container[str]) -> bool:
-    """Whether any allowed card could ever take the request alone."""
-    for card in world.devices:
-        if card.is_host or card.id in never:
-            continue
-        if not allowed or card.id in allowed:
-            return True
-    return False
 
 
 def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate, ...]:
@@ -853,7 +820,10 @@ def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate,
         # unmeasured nor the owner's own limit. So the divisions over several cards are made again.
         if context.blind or context.own_left is not None:
             found = _splits_within(context, free, limits, found)
-    return _with_reserved(found, context) + _drained_candidates(request, out)
+    drained = [device for device in out if not rules.devices or device in rules.devices]
+    size = request.footprint.bytes
+    found = _with_reserved(found, context)
+    return (*found, *[Candidate((Share(one, size),), False, out[one]) for one in drained])
 
 
 def _splits_within(
@@ -873,21 +843,11 @@ def _splits_within(
         return alone
     measured = {device: size for device, size in free.items() if device not in context.blind}
     several = []
-    for candidate in split(context.request.footprint, measured, rules, limits):
+    for candidate in divisions(context.request.footprint, measured, rules, limits):
         size = sum(share.bytes for share in candidate.shares)
         if context.own_left is None or size <= context.own_left:
             several.append(candidate)
     return tuple(several) + alone
-
-
-def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """The drained cards of `out` that `request` allows, as candidates that do not fit."""
-    allowed, size = request.placement.devices, request.footprint.bytes
-    found = []
-    for device, because in out.items():
-        if not allowed or device in allowed:
-            found.append(Candidate((Share(device, size),), False, because))
-    return tuple(found)
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
@@ -910,22 +870,16 @@ def without_hopeless(
     candidates: tuple[Candidate, ...], never: Container[str]
 ) -> tuple[Candidate, ...]:
     """The candidates, less the single cards that can never hold the request."""
-    found = []
-    for candidate in candidates:
-        if len(candidate.shares) > 1 or candidate.shares[0].device not in never:
-            found.append(candidate)
-    return tuple(found)
+    return tuple(
+        [one for one in candidates if len(one.shares) > 1 or one.shares[0].device not in never]
+    )
 
 
 def not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """The candidates that use none of the given `cards`."""
     if not cards:
         return candidates
-    found = []
-    for candidate in candidates:
-        if not any(share.device in cards for share in candidate.shares):
-            found.append(candidate)
-    return tuple(found)
+    return tuple([c for c in candidates if not any(share.device in cards for share in c.shares)])
 
 
 def waiting_candidates(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
@@ -1053,31 +1007,24 @@ def reserved_for_elders(context: Context, shares: Shares) -> str:
     if not context.blocking_elders:
         return ""
     cards = {share.device for share in shares}
-    reserved = 0
-    for card in cards:
-        now = max(0, context.room_now.get(card, 0))
-        later = max(0, context.room_later.get(card, 0))
-        reserved += now - later
+    now, later = (
+        sum([max(0, room.get(card, 0)) for card in cards])
+        for room in (context.room_now, context.room_later)
+    )
+    reserved = now - later
     if reserved <= 0:
         return ""
-    first = _that_need(context.blocking_elders, cards)
+    first = [
+        ticket
+        for ticket in context.blocking_elders
+        if any(share.device in cards for share in ticket.need)
+    ]
     if not first:
         return ""
     more = len(first) - 1
     name = "a notebook" if first[0].name == "kernel" else first[0].name
     waiting = f"{name} and {more} more, which are" if more else f"{name}, which is"
     return f"{show_bytes(reserved)} is reserved for {waiting} ahead in the queue"
-
-
-def _that_need(tickets: tuple[Ticket, ...], cards: set[str]) -> list[Ticket]:
-    """The `tickets` that wait for room on one of these `cards`."""
-    found = []
-    for ticket in tickets:
-        for share in ticket.need:
-            if share.device in cards:
-                found.append(ticket)
-                break
-    return found
 
 
 def _shortened(sentences: list[str]) -> str:

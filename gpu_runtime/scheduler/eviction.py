@@ -328,26 +328,14 @@ class Way(NamedTuple):
     The ways in `others` are only reported, so they have no `warm`, `shadows` and `others`.
     """
 
+    cost: tuple[float, ...]  # its last number is the way's position in the search: no two are equal
     candidate: Candidate
     leaving: tuple[Lease, ...]
+    seconds: float  # time to load the evicted leases again
+    worth: float  # the eviction policy's number of the lease in `leaving` that is worth most
     warm: tuple[Lease, ...] = ()  # leases that are unloaded from host memory for those that leave
     shadows: tuple[Lease, ...] = ()  # leases whose shadows are freed for those that leave
-    seconds: float = 0.0  # time to load the evicted leases again
     others: tuple[Way, ...] = ()  # ways that were not chosen, the cheapest first
-    worth: float = 0.0  # the eviction policy's number of the lease in `leaving` that is worth most
-
-
-class _Priced(NamedTuple):
-    """A way to make room, with its cost. Ways are compared by cost.
-
-    The last number of each cost is the way's position in the search, so no two costs are equal.
-    """
-
-    cost: tuple[float, ...]
-    candidate: Candidate
-    leaving: tuple[Lease, ...]
-    seconds: float
-    worth: float
 
 
 def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ...]) -> Way | None:
@@ -408,24 +396,18 @@ def _cheapest(
         if own_shadows == "freed":
             idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
     host = PartsRoom(host_now, host_later) if _may_cut(idle, world) else None
-    found: list[_Priced] = []
+    found: list[Way] = []
     for candidate, leaving in _ways(context, candidates, idle, host_later, host):
         found.append(_priced(candidate, leaving, len(found), context, rank))
     found.sort()
     for best in found:
         room = leaving_the_host(context, rank, best.leaving, shadowed, host_now, wanted)
         if room is not None:
-            others = [_reported(one) for one in found if one is not best]
+            others = [one for one in found if one is not best]
             most = MOST_OTHERS if request.wait else len(others)  # a dry run shows all ways
             freed, unloaded = room
-            return _reported(best)._replace(
-                warm=unloaded, shadows=freed, others=tuple(others[:most])
-            )
+            return best._replace(warm=unloaded, shadows=freed, others=tuple(others[:most]))
     return None
-
-
-def _reported(one: _Priced) -> Way:
-    return Way(one.candidate, one.leaving, seconds=one.seconds, worth=one.worth)
 
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:
@@ -469,7 +451,7 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
 
 def _priced(
     candidate: Candidate, leaving: tuple[Lease, ...], order: int, context: Context, rank: Policy
-) -> _Priced:
+) -> Way:
     """The way to make room for `candidate` by evicting the leases `leaving`, with its cost.
 
     Costs are compared in this order:
@@ -485,24 +467,17 @@ def _priced(
     again: on a simulated week over 8 cards without host memory, the loads took 2.2 to 3.1 times as
     long. See tests/bench/bench_week.py.)
     """
-    most_important, most_wished, highest_rank = _most_precious(leaving, context.world, rank)
+    # The leases are in the order of their worth, so the last lease is worth most.
+    most_precious = worth(leaving[-1], context.world, rank) if leaving else (-(10**9), 0, 0.0)
+    most_important, most_wished, highest_rank = most_precious
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
     # Measurements of the same load may differ by almost 0.1 s, so smaller differences do not count.
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
-    if context.request.placement.policy == "fewest-evictions":
-        cost: tuple[float, ...] = (
-            most_important,
-            most_wished,
-            leases,
-            highest_rank,
-            rounded_seconds,
-            cards,
-            order,
-        )
-    else:
-        cost = (most_important, most_wished, highest_rank, rounded_seconds, cards, leases, order)
-    return _Priced(cost, candidate, leaving, seconds, highest_rank)
+    is_fewest = context.request.placement.policy == "fewest-evictions"
+    ranked = (leases, highest_rank) if is_fewest else (highest_rank,)
+    cost = (most_important, most_wished, *ranked, rounded_seconds, cards, leases, order)
+    return Way(cost, candidate, leaving, seconds, highest_rank)
 
 
 def _seconds_to_return(lease: Lease) -> float:
@@ -512,16 +487,6 @@ def _seconds_to_return(lease: Lease) -> float:
     """
     seconds = lease.restore_seconds or lease.reload_seconds
     return seconds * lease.leaving_bytes / lease.bytes if lease.target else seconds
-
-
-def _most_precious(
-    leaving: tuple[Lease, ...], world: World, rank: Policy
-) -> tuple[float, int, float]:
-    """The worth of the last lease in `leaving`.
-
-    The leases are in the order of their worth, so the last lease is worth most.
-    """
-    return worth(leaving[-1], world, rank) if leaving else (-(10**9), 0, 0.0)
 
 
 # -- which leases leave ----------------------------------------------------------------------------

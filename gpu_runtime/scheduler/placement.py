@@ -216,22 +216,15 @@ MOST_TRIED = 300
 Room = Mapping[str, int]  # bytes by device id
 
 
-def split(
+def divisions(
     footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
-) -> tuple[Candidate, ...]:
-    """The divisions of the `footprint` that fit: one for each number of cards, fewest cards first.
+) -> Iterator[Candidate]:
+    """Yields the divisions of the `footprint` that fit: one for each number of cards, fewest first.
 
     `room` is the free bytes by device id, in the order of the devices. `limits` are the devices'
     budgets, which the layout `whole` needs. The `rules` name the layout, the allowed devices and
     the number of cards. If a card cannot take its part, other sets of cards are tried.
     """
-    return tuple(divisions(footprint, room, rules, limits))
-
-
-def divisions(
-    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
-) -> Iterator[Candidate]:
-    """Yields the candidates that `split` returns. Each candidate is computed when it is needed."""
     for parts in sets_that_fit(footprint, room, rules, limits):
         yield _divided(room, parts, rules, limits)
 
@@ -239,7 +232,7 @@ def divisions(
 def sets_that_fit(
     footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 ) -> Iterator[dict[str, int]]:
-    """Yields the sets of cards that `split` tries and that fit: for each card, the model's bytes."""
+    """Yields the sets of cards that `divisions` tries and that fit: for each card, the model's bytes."""
     cards = [card for card in room if not rules.devices or card in rules.devices]
     if sum([room[card] for card in cards if room[card] > 0]) < footprint.bytes:
         return
@@ -249,25 +242,11 @@ def sets_that_fit(
     for count in range(max(2, rules.least_cards), most + 1):
         if equal:
             free = _to_give_equally(footprint, cards, count, room, rules)
-        sets = _sets(footprint, free, count, rules)
-        parts = _first_that_fits(sets, footprint, room, rules, limits)
-        if parts is not None:
-            yield parts
-
-
-def _first_that_fits(
-    sets: Iterable[tuple[str, ...]],
-    footprint: Footprint,
-    room: Room,
-    rules: PlacementRules,
-    limits: Room,
-) -> dict[str, int] | None:
-    """The parts of the model on the first of the `sets` of cards that can hold it; else None."""
-    for cards in sets:
-        parts = parts_on(footprint, {card: room[card] for card in cards}, rules, limits)
-        if parts is not None:
-            return parts
-    return None
+        for chosen in _sets(footprint, free, count, rules):
+            parts = parts_on(footprint, {card: room[card] for card in chosen}, rules, limits)
+            if parts is not None:
+                yield parts
+                break
 
 
 def divide(
@@ -275,7 +254,7 @@ def divide(
 ) -> Candidate | None:
     """The `footprint`, divided over all cards of this `room`; None if the cards cannot hold it.
 
-    `rules` and `limits` are as in `split`.
+    `rules` and `limits` are as in `divisions`.
 
     >>> gib = 2**30
     >>> divide(Footprint.of(140 * gib), {"cuda:0": 80 * gib, "cuda:1": 80 * gib},
@@ -358,7 +337,7 @@ def _share_heads_equally(footprint: Footprint, count: int, rules: PlacementRules
 def claimed(footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room) -> int:
     """The most bytes that the `footprint` can claim on these `cards` together.
 
-    The overhead of each card's part is rounded up. `rules` and `limits` are as in `split`.
+    The overhead of each card's part is rounded up. `rules` and `limits` are as in `divisions`.
     """
     if rules.layout == "whole":
         return sum(limits[card] for card in cards)
@@ -514,38 +493,26 @@ def place(
         return alone
     if not may_split(rules):
         return alone
-    return split(footprint, room, rules, limits) + alone
+    return (*divisions(footprint, room, rules, limits), *alone)
 
 
 def on_one_card(
     footprint: Footprint, room: Bytes, rules: PlacementRules, limits: Bytes
 ) -> tuple[Candidate, ...]:
     """One candidate for each device. The order and the parameters are as in `place`."""
-    size = footprint.bytes
-    allowed = [device for device in room if not rules.devices or device in rules.devices]
-    if rules.card_bytes or not claims_footprint_only(rules):
-        return _claiming_more(footprint, allowed, room, rules, limits)
-    sign = -1 if rules.policy == "most-free" else 1
-
-    def key(device: str) -> tuple[bool, int]:
-        free = room[device]
-        return (True, -free) if free < size else (False, sign * free)
-
-    found = []
-    for device in sorted(allowed, key=key):
-        because = _because(device, size, room[device], rules)
-        found.append(Candidate((Share(device, size),), room[device] >= size, because))
-    return tuple(found)
-
-
-def _claiming_more(
-    footprint: Footprint, allowed: Iterable[str], room: Bytes, rules: PlacementRules, limits: Bytes
-) -> tuple[Candidate, ...]:
-    """The candidates of `on_one_card` for rules that limit a card's bytes, or claim extra bytes."""
-    found = []
-    for device in allowed:
-        limit = limits.get(device, 0)
-        found.append(_claimed_candidate(footprint, device, room[device], rules, limit))
+    own, found = footprint.bytes, []
+    for device in room:
+        if rules.devices and device not in rules.devices:
+            continue
+        limit, free = limits.get(device, 0), _held_to(room[device], device, rules)
+        size = claim(footprint, rules, limit)
+        filled = (Share(device, own),) if size != own else ()
+        fits = free >= size
+        if fits and filled and size == limit:
+            because = f"{device} is free and would be taken whole"
+        else:
+            because = _because(device, size, free, rules)
+        found.append(Candidate((Share(device, size),), fits, because, filled=filled))
     sign = -1 if rules.policy == "most-free" else 1
 
     def key(candidate: Candidate) -> tuple[bool, int]:
@@ -553,26 +520,6 @@ def _claiming_more(
         return (False, sign * free) if candidate.fits else (True, -free)
 
     return tuple(sorted(found, key=key))
-
-
-def _claimed_candidate(
-    footprint: Footprint, device: str, free: int, rules: PlacementRules, limit: int
-) -> Candidate:
-    size = claim(footprint, rules, limit)
-    filled = (Share(device, footprint.bytes),) if size != footprint.bytes else ()
-    if rules.card_bytes:
-        free = min(free, rules.card_bytes.get(device, 0))
-    fits = free >= size
-    if fits and filled and size == limit:
-        because = f"{device} is free and would be taken whole"
-    else:
-        because = _because(device, size, free, rules)
-    return Candidate((Share(device, size),), fits, because, filled=filled)
-
-
-def claims_footprint_only(rules: PlacementRules) -> bool:
-    """Whether these `rules` never claim more of a single card than the footprint itself."""
-    return rules.layout != "whole" and not rules.factor
 
 
 def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
@@ -589,10 +536,10 @@ def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
     [30, 63, 80, 90]
     """
     size = footprint.bytes
-    if claims_footprint_only(rules):
-        return size
     if rules.layout == "whole":
         return max(size, limit)
+    if not rules.factor:
+        return size
     weights = sum(part.bytes for part in footprint.parts if part.name == "weights") or size
     wanted = max(size, ceil(weights * rules.factor))
     if wanted < rules.largest_fraction * limit:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Footprint, PlacementRules, Wait
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.placement import divide, parts_in_proportion, place, split
+from gpu_runtime.scheduler.placement import divide, divisions, parts_in_proportion, place
 from gpu_runtime.scheduler.policies import lru
 from tests.worlds import GIB, book, lease, request, world
 
@@ -32,21 +32,23 @@ def test_the_number_of_cards_divides_the_attention_heads_or_is_a_power_of_two():
     """vLLM refuses three cards for almost every model. A number that the user names is tried."""
     room = dict.fromkeys("abcde", 60)
     model = footprint(140)
-    assert [len(one.shares) for one in split(model, room, rules("balanced"), room)] == [4]
+    assert [len(one.shares) for one in divisions(model, room, rules("balanced"), room)] == [4]
     three = rules("balanced", least_cards=3, most_cards=3)
-    assert [shares(one) for one in split(model, room, three, room)] == [{"a": 47, "b": 47, "c": 46}]
+    assert [shares(one) for one in divisions(model, room, three, room)] == [
+        {"a": 47, "b": 47, "c": 46}
+    ]
     # Three cards cannot share 32 attention heads equally. Four cards can.
     room = dict.fromkeys("abcd", 50)
-    found = split(footprint(140, heads=32), room, rules("balanced"), room)
+    found = tuple(divisions(footprint(140, heads=32), room, rules("balanced"), room))
     assert [len(one.shares) for one in found] == [4]
-    found = split(footprint(140, heads=12), room, rules("balanced"), room)
+    found = tuple(divisions(footprint(140, heads=12), room, rules("balanced"), room))
     assert [len(one.shares) for one in found] == [3, 4]
 
 
 def test_most_free_takes_those_with_the_most_room():
     room = {"a": 70, "b": 80, "c": 90}
     for policy, cards in (("most-free", "bc"), ("best-fit", "ab")):
-        found = split(footprint(140), room, rules("balanced", policy=policy), room)[0]
+        found = next(divisions(footprint(140), room, rules("balanced", policy=policy), room))
         assert shares(found) == dict.fromkeys(cards, 70)
 
 
@@ -64,12 +66,14 @@ def test_pieces_are_kept_whole_and_in_proportion():
 # -- proportional ----------------------------------------------------------------------------------
 def test_the_fewest_cards_are_used_as_far_as_each_is_allowed():
     room = {"a": 40, "b": 0, "c": 30, "d": 30}
-    found = split(footprint(60), room, rules("proportional"), room)
+    found = tuple(divisions(footprint(60), room, rules("proportional"), room))
     assert [tuple(shares(one)) for one in found] == [("a", "c"), ("a", "c", "d")]
-    assert split(footprint(75), room, rules("proportional", most_cards=2), room) == ()
+    assert not any(divisions(footprint(75), room, rules("proportional", most_cards=2), room))
     # 20 bytes of one card and 10 of another. A card that the setting does not name is not used.
     room = {"a": 80, "b": 80, "c": 80}
-    found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
+    found = tuple(
+        divisions(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
+    )
     assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
     room = {"a": 50, "b": 80}
     for size, least, cards in ((70, 1, [1, 1]), (90, 1, [2, 1, 1]), (70, 2, [2])):
@@ -80,7 +84,7 @@ def test_the_fewest_cards_are_used_as_far_as_each_is_allowed():
 # -- whole cards, overheads, bounds ----------------------------------------------------------------
 def test_whole_cards_and_overheads_are_claimed_beside_the_bytes():
     limits = {"a": 80, "b": 80, "c": 80}
-    found = split(footprint(100), {**limits, "a": 79}, rules("whole"), limits)[0]
+    found = next(divisions(footprint(100), {**limits, "a": 79}, rules("whole"), limits))
     assert shares(found) == {"b": 80, "c": 80}
     assert {share.device: share.bytes for share in found.filled} == {"b": 50, "c": 50}
     # The overhead of ten percent is the figure of the scheduler Helix.
@@ -119,7 +123,7 @@ def test_a_division_places_every_byte_and_overfills_no_card(
     bounds = {"margin_bytes": margin, "overhead": overhead, "most_cards": most}
     asked = rules(layout, card_bytes=allowed, **bounds)
     model = footprint(size, heads=heads, pieces=tuple(pieces) if cut else ())
-    for found in split(model, room, asked, limits):
+    for found in divisions(model, room, asked, limits):
         claimed = shares(found)
         own = {share.device: share.bytes for share in found.filled or found.shares}
         assert list(claimed) == sorted(claimed), "in the order of the cards"
@@ -156,7 +160,7 @@ def test_every_model_that_could_be_divided_is(free, pieces, cut):
         possible = any(could_be_cut(cut_, [room[card] for card in chosen]) for chosen in sets)
     else:  # each card at least a byte
         possible = any(sum(room[card] for card in chosen) >= size >= len(chosen) for chosen in sets)
-    found = split(footprint(size, pieces=cut_), room, rules("proportional"), {})
+    found = tuple(divisions(footprint(size, pieces=cut_), room, rules("proportional"), {}))
     assert bool(found) == possible
 
 
