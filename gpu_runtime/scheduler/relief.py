@@ -148,12 +148,12 @@ def park_kernels(
             if lease.owner != owner:
                 continue
             because = f"{view.device.id} holds more than its limit."
-            step = eviction_step(lease, host_room, world, because=because, reason="memory_pressure")
-            copies = _shed_first(book, lease, step, host_room, world, rank, because)
-            if copies:
-                return book, copies
-            if step is not None and not why_no_return(book, lease, world):
-                return mark_leaving(book, step, key), (step,)
+            steps = _departure(book, lease, host_room, world, rank, because)
+            for step in steps:
+                if isinstance(step, Shed):
+                    return book, steps
+                if not why_no_return(book, lease, world):
+                    return mark_leaving(book, step, key), (step,)
     return book, ()
 
 
@@ -211,34 +211,34 @@ def _steps(
         part = leaving.leaving_bytes if leaving.target else 0
     because = f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}."
     drops = on_host or (demand.drop and world.rules.relief == "always")
-    step = eviction_step(
-        lease, host_room, world, part=part, drop=drops, because=because, reason="memory_pressure"
-    )
-    copies = () if drops else _shed_first(book, lease, step, host_room, world, rank, because)
-    if copies:
-        return copies
-    if step is None or (isinstance(step, Drop) and not demand.may_drop):
-        return ()
-    return (step,)
+    steps = _departure(book, lease, host_room, world, rank, because, part=part, drop=drops)
+    return tuple(one for one in steps if demand.may_drop or not isinstance(one, Drop))
 
 
-def _shed_first(
+def _departure(
     book: Book,
     lease: Lease,
-    step: Move | Drop | None,
     host_room: int,
     world: World,
     rank: Policy,
     because: str,
-) -> tuple[Shed, ...]:
-    """Steps that free shadows of the lease's owner, so that the lease fits on the host.
+    reason: str = "memory_pressure",
+    *,
+    part: int = 0,
+    drop: bool = False,
+) -> tuple[Move | Drop | Shed, ...]:
+    """The step by which the lease leaves its device; empty if the lease cannot leave.
 
-    The result is empty if the lease fits already (`step` is a Move), or if freeing all shadows is
-    not enough.
+    If host memory is too full for the lease, the steps free shadows instead, where that is enough.
     """
-    if isinstance(step, Move):
-        return ()
-    return shed_steps(book, lease, host_room, world, rank, because, "memory_pressure")
+    step = eviction_step(
+        lease, host_room, world, part=part, drop=drop, because=because, reason=reason
+    )
+    if not drop and not isinstance(step, Move):
+        sheds = shed_steps(book, lease, host_room, world, rank, because, reason)
+        if sheds:
+            return sheds
+    return (step,) if step else ()
 
 
 def _without_claims(view: DeviceView, world: World) -> DeviceView:
@@ -370,16 +370,12 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
         if reason_to_stay(lease, world, asker=owner, importance=PERSON):
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
-        step = eviction_step(lease, host_room, world, because=f"{cards[card]}.", reason="drain")
-        copies: tuple[Step, ...] = ()
-        if not isinstance(step, Move):  # if shadows are freed, this lease leaves at a later call
-            copies = shed_steps(book, lease, host_room, world, lru, f"{cards[card]}.", "drain")
-            steps += copies
-        if step is None or copies:
-            continue
-        host_room -= copied_bytes(lease, step)
-        book = mark_leaving(book, step, key)
-        steps.append(step)
+        for step in _departure(book, lease, host_room, world, lru, f"{cards[card]}.", "drain"):
+            steps.append(step)
+            if isinstance(step, Shed):
+                continue  # this lease leaves at a later call
+            host_room -= copied_bytes(lease, step)
+            book = mark_leaving(book, step, key)
     return book, tuple(steps)
 
 
