@@ -415,7 +415,7 @@ class Session:
         """
         try:
             if self.ledger.read().ticket(key.text):
-                self.decide(lambda book, world: (books.withdraw(book, key.text), None))
+                self.decide(lambda book, world: (book.without_ticket(key.text), None))
         except LedgerUnavailable as error:
             log.debug("a ticket stays until the ledger can be written: %s", error)
 

@@ -120,8 +120,7 @@ def views(book: Book, world: World) -> tuple[DeviceView, ...]:
 
 
 def _view(device: Device, claimed: int, book: Book, world: World) -> DeviceView:
-    own_limit = world.limits[device.id]
-    limit = min(own_limit, book.limits.get(device.id, own_limit))
+    limit = limit_of(book, world, device.id)
     sample = sample_of(device, book, world)
     used = used_bytes(device, sample, {device.id: claimed})
     full = pressure(claimed, limit, used, device.total_bytes)

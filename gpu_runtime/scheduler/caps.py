@@ -9,7 +9,7 @@ leases; `relief` moves the idle models away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from msgspec.structs import replace
 
@@ -128,11 +128,7 @@ def at_most(book: Book, world: World) -> dict[str, int]:
     Only the user's leases that cannot leave count as held. The result is empty if the user's bytes
     are not capped.
     """
-    cap = world.rules.cap
-    if cap is None:
-        return {}
-    fixed = (lease for lease in _theirs(book, cap) if _is_fixed(lease, world))
-    free = _left_beside(fixed, world)
+    free = _left_beside(book, world, lambda lease: _is_fixed(lease, world))
     visible = {device.id for device in world.devices}
     return {card: size for card, size in free.items() if card in visible}
 
@@ -149,21 +145,17 @@ def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
 
     If `leaving` is True, bytes that are being moved out count as held.
     """
-    cap = world.rules.cap
-    if cap is None:
-        return {}
-    held = (lease for lease in _theirs(book, cap) if leaving or lease.phase is not Phase.LEAVING)
-    return _left_beside(held, world)
+    return _left_beside(book, world, lambda one: leaving or one.phase is not Phase.LEAVING)
 
 
-def _left_beside(leases: Iterable[Lease], world: World) -> dict[str, int]:
-    """Maps each card to the byte cap less the bytes of these `leases`; empty without a byte cap."""
+def _left_beside(book: Book, world: World, counts: Callable[[Lease], bool]) -> dict[str, int]:
+    """The byte cap of each card less the user's leases that count; empty without a byte cap."""
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}
     most = cap.bytes_per_device
     free = {device.id: most for device in world.devices if not device.is_host}
-    for lease in leases:
+    for lease in filter(counts, _theirs(book, cap)):
         for share in lease.claims():
             if share.device != HOST:
                 free[share.device] = free.get(share.device, most) - share.bytes
@@ -179,9 +171,7 @@ def over_cap(book: Book, world: World) -> dict[str, int]:
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}
-    beyond = {
-        card: -left_bytes for card, left_bytes in _left_beside(_theirs(book, cap), world).items()
-    }
+    beyond = {card: -size for card, size in left(book, world).items()}
     for section in book.sections.values():
         if section.owner.user == cap.user:
             for one in section.staying:

@@ -14,6 +14,7 @@ owners find the cards by UUID.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -33,7 +34,6 @@ from ..facts import (
     Move,
     Owner,
     Phase,
-    Sample,
     Section,
     Shares,
     Shed,
@@ -283,11 +283,6 @@ def abandon(book: Book, owner: str, name: str, key: str, world: World, because: 
     return note(book, world, lease, "failed", reason, because)
 
 
-def withdraw(book: Book, key: str) -> Book:
-    """The book without the ticket with this `key`."""
-    return book.without_ticket(key)
-
-
 # -- an owner's section ----------------------------------------------------------------------------
 
 
@@ -316,11 +311,9 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         fresh = as_capped(book, fresh, world.rules.cap, world)
     if fresh != section:
         book = book.with_section(fresh)
-    stale = [
-        ticket.key for ticket in book.tickets if ticket.owner == me and ticket.key not in truth.keys
-    ]
-    for key in stale:
-        book = book.without_ticket(key)
+    for ticket in book.tickets:
+        if ticket.owner == me and ticket.key not in truth.keys:
+            book = book.without_ticket(ticket.key)
     return book
 
 
@@ -447,66 +440,31 @@ def measure(book: Book, world: World) -> Book:
     `stale_seconds`, or if it shows the end of a ghost's process. If every new sample were written,
     every kernel would write the book every second.
     """
-    fresh = _fresh_samples(book, world)
-    if book.ghosts:
-        fresh |= _proofs(book, world)
-    if fresh:
-        book = replace(book, samples={**book.samples, **fresh})
-    return _without_ended(book) if book.ghosts else book
-
-
-def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
-    """Samples of the `world` that are far newer than the book's, or that the book lacks."""
-    getting_old = world.rules.stale_seconds / 2
     fresh = {}
     for id, sample in world.samples.items():
         known = book.samples.get(id)
-        if known is None or sample.taken_at > known.taken_at + getting_old:
+        newer = sample.taken_at - known.taken_at if known else math.inf
+        proves = any([ghost.device == id and ghost.gone(sample) for ghost in book.ghosts])
+        if newer > world.rules.stale_seconds / 2 or (newer > 0 and proves):
             fresh[id] = sample
-    return fresh
-
-
-def _proofs(book: Book, world: World) -> dict[str, Sample]:
-    """Samples of the `world` that show the end of a ghost's process and are newer than the book's.
-
-    With these samples, `_without_ended` finds that the ghost has ended.
-    """
-    proofs = {}
-    for ghost in book.ghosts:
-        sample = world.samples.get(ghost.device)
-        if sample is None or not ghost.gone(sample):
-            continue
-        known = book.samples.get(ghost.device)
-        if known is None or sample.taken_at > known.taken_at:
-            proofs[ghost.device] = sample
-    return proofs
-
-
-def _without_ended(book: Book) -> Book:
-    """The book without the ghosts whose process the samples no longer show.
-
-    A ghost also ends if a living owner has its pid, because this proves that the ghost's process
-    has ended.
-    """
+    if fresh:
+        book = replace(book, samples={**book.samples, **fresh})
+    if not book.ghosts:
+        return book
+    # A living owner with the pid of a ghost proves that the ghost's process has ended.
     alive = {section.owner.pid for section in book.sections.values()}
-    left = []
-    for ghost in book.ghosts:
-        if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device)):
-            left.append(ghost)
-    return book if len(left) == len(book.ghosts) else replace(book, ghosts=tuple(left))
-
-
-def _real_cards(book: Book, world: World) -> set[str]:
-    real = set()
-    for device in (*book.devices, *world.devices):
-        if not device.simulated and not device.is_host:
-            real.add(device.id)
-    return real
+    left = tuple(
+        ghost
+        for ghost in book.ghosts
+        if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device))
+    )
+    return book if left == book.ghosts else replace(book, ghosts=left)
 
 
 def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
     """A ghost for each real card on which the dead owner of `section` held or reserved memory."""
-    real = _real_cards(book, world)
+    known = (*book.devices, *world.devices)
+    real = {device.id for device in known if not device.simulated and not device.is_host}
     held = {device: size for device, size in section.residue.items() if device in real and size}
     settled: dict[str, float] = {}
     for lease in section.leases:
@@ -515,9 +473,8 @@ def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
             if share.device in real:
                 held[share.device] = held.get(share.device, 0) + share.bytes
                 settled[share.device] = max(settled_at, settled.get(share.device, 0.0))
-    found = []
-    for id, size in held.items():
-        ghost = Ghost(
+    return [
+        Ghost(
             owner=section.owner.id,
             pid=section.owner.pid,
             device=id,
@@ -525,8 +482,8 @@ def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
             settled_at=settled.get(id, 0.0),
             died_at=world.now,
         )
-        found.append(ghost)
-    return found
+        for id, size in held.items()
+    ]
 
 
 # -- the book's names for the cards ----------------------------------------------------------------
@@ -611,9 +568,7 @@ def _leases_differ(before: Book, after: Book) -> bool:
         new = after.sections[id]
         if old is new or old.leases == new.leases:
             continue
-        relevant_before = [_relevant_part(lease) for lease in old.leases]
-        relevant_after = [_relevant_part(lease) for lease in new.leases]
-        if relevant_before != relevant_after:
+        if [*map(_relevant_part, old.leases)] != [*map(_relevant_part, new.leases)]:
             return True
     return False
 

@@ -295,7 +295,7 @@ class Auditor:
         process.arriving.pop(key, None)
         process.keys.discard(key)
         if self.book.ticket(key):
-            self.change(process, lambda book, world: books.withdraw(book, key))
+            self.change(process, lambda book, world: book.without_ticket(key))
 
     def interrupt(self, which: int) -> None:
         """At any instruction: its thread ends, and the decision's key is released. The monitor cleans up later."""

@@ -469,7 +469,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
         for step in verdict.steps:
             name = step.lease.partition("/")[2]
             after = books.abandon(after, wanted.lease.owner, name, wanted.key, there)
-        after = books.withdraw(after, wanted.key)
+        after = after.without_ticket(wanted.key)
 
     def without_traces(leases_: Any) -> list[Lease]:
         """Leases without traces of a request: an abandoned restore keeps its importance and times for a while."""

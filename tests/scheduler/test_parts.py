@@ -369,7 +369,7 @@ class Journeys(RuleBasedStateMachine):
         if self.big is None or self.big.phase is not Phase.SETTLED:
             return
         verdict = self._decide(request("big", self.total * B))
-        self.page = books.withdraw(self.page, "1:big")
+        self.page = self.page.without_ticket("1:big")
         if isinstance(verdict, Wait):
             self.steps = list(verdict.steps)
         if isinstance(verdict, Grant) and verdict.steps:
@@ -393,7 +393,7 @@ class Journeys(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.page.tickets)
     def a_request_ends(self) -> None:
-        self.page = books.withdraw(self.page, self.page.tickets[0].key)
+        self.page = self.page.without_ticket(self.page.tickets[0].key)
 
     @invariant()
     def its_bytes_are_conserved(self) -> None:

@@ -152,8 +152,8 @@ def test_a_late_abandon_changes_nothing(page):
 
 def test_a_withdrawn_ticket_takes_its_recalls_along():
     page = book(tickets=[ticket("big", key="k", recalls={"2.1.0/x": 0})])
-    assert books.withdraw(page, "k").tickets == ()
-    assert books.withdraw(page, "other") is page
+    assert page.without_ticket("k").tickets == ()
+    assert page.without_ticket("other") is page
 
 
 # -- waiting ---------------------------------------------------------------------------------------
