@@ -62,7 +62,7 @@ from ..scheduler.victims import PERSON, reason_to_stay
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import acquire, registry, release, requests
 from .resident import Place, Resident
-from .session import Key, Session, log
+from .session import Session, log
 
 ASK_SECONDS = 30.0  # default time-out for a request to another owner
 
@@ -449,57 +449,35 @@ def move_own(
     """
     name, began = resident.spec.name, session.clock()
     rules = _move_rules(session, resident, wanted)
-    resident.moves_again_at = 0.0  # a person does not wait for the pause after a failed move
-    key = session.new_key(f"move {name}")
-    try:
-        step = _reserve_move(session, resident, rules, key, by)
-        while step is not None and not release.carry_out(session, step, key, by):
-            # The model was used meanwhile, or its bytes have changed: decide again.
-            step = _reserve_move(session, resident, rules, key, by)
-    finally:
-        session.done_with(key.note)
+    because = f"as {by} requested" if by else "by hand"
+
+    def reserve(key: str, kept: frozenset[str], book: Book, world: World) -> release.Decided:
+        """Returns the book with the model marked as moving, and the step to perform.
+
+        The step is None if the model is on these cards. If the move is refused, returns the
+        unchanged book and an error.
+        """
+        if resident.place not in (Place.HERE, Place.MOVING):
+            where = resident.place.value
+            return book, NotResident(
+                f"{name} is {where}, so there is nothing to move.\n"
+                f"  Load it first:  %gpu preload {name}",
+                name=name,
+                where=where,
+            )
+        size = resident.footprint()
+        after, step = relief.move(book, session.me, name, size, rules, world, key, because)
+        if isinstance(step, Refuse):
+            return book, _move_refused(book, session.me, resident, step, world)
+        return after, step
+
+    step = release.perform(session, resident, "move", reserve, by=by, fresh=True)
     there = resident.lease.where
     if step is None:
         return Outcome("move", name, True, f"{name} is on {there} already", where=there)
     because = f"{name} moved from {where(step.source)} to {there}"
     size, seconds = resident.lease.bytes, session.clock() - began
     return Outcome("move", name, True, because, size, there, seconds)
-
-
-def _reserve_move(
-    session: Session, resident: Resident, rules: PlacementRules, key: Key, by: str
-) -> Move | None:
-    """Reserves room and returns the step of the move; None if the model is on these cards."""
-    if resident.place not in (Place.HERE, Place.MOVING):
-        name = resident.spec.name
-        raise NotResident(
-            f"{name} is {resident.place.value}, so there is nothing to move.\n"
-            f"  Load it first:  %gpu preload {name}",
-            name=name,
-            where=resident.place.value,
-        )
-    name, footprint = resident.spec.name, resident.footprint()
-    because = f"as {by} requested" if by else "by hand"
-
-    def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
-        """Returns the book with the model marked as moving, and the step to perform.
-
-        If the move is refused, returns the unchanged book and an error.
-        """
-        after, step = relief.move(
-            book, session.me, name, footprint, rules, world, key.text, because
-        )
-        if isinstance(step, Refuse):
-            return book, _move_refused(book, session.me, resident, step, world)
-        return after, step
-
-    step = session.decide(decided, fresh=True)
-    if isinstance(step, GpuError):
-        try:
-            raise step
-        finally:
-            del step  # see pins.py
-    return step
 
 
 def _move_refused(

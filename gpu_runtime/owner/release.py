@@ -7,7 +7,8 @@ model's uses when this process releases the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -52,88 +53,90 @@ LONGEST_PAUSE_SECONDS = 60.0
 # the stage 3 ms.
 STAGE_BYTES = 256 * MIB
 SHED_SECONDS = 5.0  # the longest wait until another process has freed a model's copy in host memory
+MOST_DECISIONS = 100  # of one eviction: each may find the model in use, or shadows to free first
 LEAST_DISK_BYTES_PER_SECOND = 50 * MIB  # such a wait is longer by what so slow a disk takes
 
 
-def evict(
+# What a decision returns: the step to perform, None if there is nothing to do, steps that must first
+# free shadows in host memory, or the error of a refusal.
+Decided = tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError | None]
+
+
+def perform(
     session: Session,
     resident: Resident,
-    because: str,
+    verb: str,
+    decision: Callable[[str, frozenset[str], Book, World], Decided],
     *,
-    drop: bool = False,
     by: str = "",
-    kept: frozenset[str] = frozenset(),
+    fresh: bool = False,
+) -> Move | Drop | None:
+    """Performs the step that `decision(key, kept, book, world)` returns for a model of this process.
+
+    If the model is used meanwhile, or its bytes change, the decision is made again. `kept` are the
+    ids of the leases whose shadows could not be freed. `by` is the person who requested the step.
+    If `fresh` is true, the devices are measured before each decision. Raises the error that the
+    decision returns, StillInUse, and the errors of the move.
+    """
+    name, kept = resident.spec.name, frozenset[str]()
+    key = session.new_key(f"{verb} {name}")
+    try:
+        for _ in range(MOST_DECISIONS):
+            resident.moves_again_at = 0.0  # do not wait for the pause after a failed move
+            step = session.decide(partial(decision, key.text, kept), fresh=fresh)
+            if isinstance(step, GpuError):
+                try:
+                    raise step
+                finally:
+                    del step  # see pins.py
+            if isinstance(step, tuple):
+                kept |= _free_shadows(session, step)
+            elif step is None or carry_out(session, step, key, by):
+                return step
+    finally:
+        session.done_with(key.note)
+    raise StillInUse(f"{name} was used or changed at each of {MOST_DECISIONS} attempts.", name=name)
+
+
+def evict(
+    session: Session, resident: Resident, because: str, *, drop: bool = False, by: str = ""
 ) -> Move | Drop | None:
     """Evicts a model of this process now.
 
     Returns the step that was performed, or None if there is nothing to evict. If `drop` is true,
     the model is unloaded even if host memory has room. `by` is the person who requested the
-    eviction. `kept` are the ids of leases whose shadows could not be freed by an earlier attempt.
-    Raises StillInUse, DoesNotFit, and the errors of the move.
-    """
-    away = resident.place is Place.AWAY and not resident.lease.in_parts
-    if resident.handle is None or (away and not drop):
-        return None
-    resident.moves_again_at = 0.0  # this attempt does not wait for the pause after a failed move
-    key = session.new_key(f"evict {resident.spec.name}")
-
-    def leave(book: Book, world: World) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
-        return _leave(session, resident, key, book, world, because, drop, kept)
-
-    try:
-        step = session.decide(leave)
-        if isinstance(step, GpuError):
-            try:
-                raise step
-            finally:
-                del step  # see pins.py
-        if isinstance(step, tuple):
-            kept |= _free_shadows(session, step)
-            return evict(session, resident, because, drop=drop, by=by, kept=kept)
-        if not carry_out(session, step, key, by):
-            # The model was used meanwhile, or it may not be dropped: decide again.
-            return evict(session, resident, because, drop=drop, by=by, kept=kept)
-        return step
-    finally:
-        session.done_with(key.note)
-
-
-def _leave(
-    session: Session,
-    resident: Resident,
-    key: Key,
-    book: Book,
-    world: World,
-    because: str,
-    drop: bool,
-    kept: frozenset[str],
-) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
-    """Returns the book with the model marked as leaving, and the step to perform.
-
-    If shadows must first be freed in host memory, the second value is the steps that free them. If
-    the eviction is refused, returns the unchanged book and an error.
+    eviction. Raises StillInUse, DoesNotFit, and the errors of the move.
     """
     name = resident.spec.name
-    lease = book.lease(session.me, name)
-    if lease is None:
-        return book, StillInUse(f"{name} is being loaded or moved; try again.", name=name)
-    if why := victims.reason_to_stay(lease, world, asker=session.me, importance=-1):
-        return book, explain.still_here(book, session.me, lease, why, world)
-    host_room = room(book, world).get(HOST, 0)
-    step = victims.eviction_step(
-        lease, host_room, world, drop=drop, because=because, reason="evict"
-    )
-    if not isinstance(step, Move) and not drop:
-        found = victims.host_room_for(book, lease, host_room, world, session.rank, spared=kept)
-        if found:
-            return book, tuple([victims.shed_step(other, because, "evict") for other in found[0]])
-    if not isinstance(step, Drop) and (why := feasibility.why_no_return(book, lease, world)):
-        return book, _cannot_return(session, lease, why)
-    if step is None and (refusal := resident.backend.refusal(name)):
-        return book, refusal
-    if step is None:
-        return book, _only_copy(session, lease, resident.needed_elsewhere())
-    return victims.mark_leaving(book, step, key.text), step
+
+    def leave(key: str, kept: frozenset[str], book: Book, world: World) -> Decided:
+        """Returns the book with the model marked as leaving, and the step to perform."""
+        away = resident.place is Place.AWAY and not resident.lease.in_parts
+        if resident.handle is None or (away and not drop):
+            return book, None
+        lease = book.lease(session.me, name)
+        if lease is None:
+            return book, StillInUse(f"{name} is being loaded or moved; try again.", name=name)
+        if why := victims.reason_to_stay(lease, world, asker=session.me, importance=-1):
+            return book, explain.still_here(book, session.me, lease, why, world)
+        host_room = room(book, world).get(HOST, 0)
+        step = victims.eviction_step(
+            lease, host_room, world, drop=drop, because=because, reason="evict"
+        )
+        if not isinstance(step, Move) and not drop:
+            found = victims.host_room_for(book, lease, host_room, world, session.rank, spared=kept)
+            if found:
+                sheds = [victims.shed_step(other, because, "evict") for other in found[0]]
+                return book, tuple(sheds)
+        if not isinstance(step, Drop) and (why := feasibility.why_no_return(book, lease, world)):
+            return book, _cannot_return(session, lease, why)
+        if step is None and (refusal := resident.backend.refusal(name)):
+            return book, refusal
+        if step is None:
+            return book, _only_copy(session, lease, resident.needed_elsewhere())
+        return victims.mark_leaving(book, step, key), step
+
+    return perform(session, resident, "evict", leave, by=by)
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
@@ -269,7 +272,9 @@ def _leave_in_stages(
 
     Returns the performed step, and the shares measured afterwards.
     """
-    rest, stage = step, 0 if _lacks_ram(session, step) else stage_bytes(resident, step)
+    rest, stage = step, stage_bytes(resident, step)
+    if stage and _lacks_ram(session, step):
+        stage = 0  # all or nothing
     while stage and isinstance(rest, Move) and (left := rest.shares[0].bytes) >= 2 * stage:
         before = resident.lease.bytes_on(HOST)
         _leave_part(session, resident, rest, stage)

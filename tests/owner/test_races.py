@@ -6,7 +6,7 @@ from inspect import CO_GENERATOR
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.errors import LoadFailed
+from gpu_runtime.errors import LoadFailed, StillInUse
 from gpu_runtime.owner import release
 from gpu_runtime.owner.resident import Place
 from gpu_runtime.units import GIB
@@ -105,6 +105,17 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
     assert rt.probe.used() == {"sim:0": 0, "host": 0}
     assert kept.value.__traceback__
     assert rt.preload("m").done
+
+
+def test_a_model_that_is_used_at_each_attempt_is_not_evicted_for_ever(runtime, monkeypatch):
+    rt = loaded(runtime(monitor=False), m="3GiB")
+    resident, attempts = rt._session.residents["m"], []
+    monkeypatch.setattr(resident, "begin_moving", lambda: attempts.append(1))
+    with pytest.raises(StillInUse, match=f"{release.MOST_DECISIONS} attempts"):
+        rt.evict("m")
+    assert len(attempts) == release.MOST_DECISIONS
+    monkeypatch.undo()
+    assert rt.evict("m").bytes == 3 * GIB
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
