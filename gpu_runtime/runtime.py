@@ -49,7 +49,7 @@ from .owner import (
     holdings,
     kernel,
     lifetime,
-    loading,
+    load_and_plan,
     maintenance,
     operations,
     out_of_memory,
@@ -348,7 +348,7 @@ class Runtime:
         registered model that is not loaded gets these options. Raises the errors of both methods.
         """
         given = {option: value for option, value in options.items() if value is not None}
-        return loading.load(
+        return load_and_plan.load(
             self._session, self.register, name, source, given, progress=progress, timeout=timeout
         )
 
@@ -533,7 +533,7 @@ class Runtime:
 
     def _plan_wished(self, name: str) -> Plan:
         """A dry run of `_load_wished`. Raises the errors of `plan`."""
-        return loading.plan(self._session, name, None, {}, None, for_wish=True)
+        return load_and_plan.plan(self._session, name, None, {}, None, for_wish=True)
 
     def _load_wished(self, name: str, timeout: float) -> str:
         """Loads a wished model and returns its devices; see `operations.load_wished`."""
@@ -661,7 +661,7 @@ class Runtime:
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
         given = {option: value for option, value in options.items() if value is not None}
-        return loading.plan(self._session, name_or_size, source, given, timeout)
+        return load_and_plan.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
     def why(

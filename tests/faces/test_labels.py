@@ -114,7 +114,7 @@ SHOWN = (
         f"gpu_runtime/owner/{name}.py"
         for name in ("failures", "kernel", "holdings", "release", "out_of_memory")
     ),
-    *("gpu_runtime/facts", "panels/gpu_panels/data", "gpu_runtime/owner/loading.py"),
+    *("gpu_runtime/facts", "panels/gpu_panels/data", "gpu_runtime/owner/load_and_plan.py"),
 )
 JARGON = re.compile(
     r"\b(leases?|leased|ledgers?|host memory|the host|host's|warm|evictable|shadows?|adopted|pins|residue)\b",

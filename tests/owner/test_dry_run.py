@@ -21,7 +21,7 @@ from gpu_runtime.errors import (
     UnknownSize,
 )
 from gpu_runtime.facts import Declared, Lease, Move
-from gpu_runtime.owner import loading
+from gpu_runtime.owner import load_and_plan
 from gpu_runtime.owner.resident import Resident
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
@@ -269,9 +269,9 @@ def test_a_model_that_another_process_has_not_loaded_has_its_declared_size(runti
     assert seen.declared[other._session.me] == {"llama": Declared(14 * GIB, 5)}
     owner = seen.sections[other._session.me].owner
     lease = Lease(owner.id, "llama")
-    assert loading.of_lease(lease, owner, {}, Declared(GIB, 5)).wanted.importance == 5
+    assert load_and_plan.of_lease(lease, owner, {}, Declared(GIB, 5)).wanted.importance == 5
     with pytest.raises(UnknownSize, match="has registered it without a size, and has not loaded"):
-        loading.of_lease(lease, owner, {}, Declared(0, 5))
+        load_and_plan.of_lease(lease, owner, {}, Declared(0, 5))
 
 
 def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():
