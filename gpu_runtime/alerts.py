@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from email.message import EmailMessage
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -113,9 +114,8 @@ class State(Value):
 
     acknowledged: dict[str, Mark] = {}  # by the name of the problem
     silenced: dict[str, Mark] = {}  # by the name of a problem, a kind of problems, or ALL
-    told: dict[
-        str, dict[str, str]
-    ] = {}  # key of a destination -> problems of whose beginning it knows -> their texts
+    # Key of a destination -> the names of the problems of whose beginning it knows -> their texts
+    told: dict[str, dict[str, str]] = {}
     failures: dict[str, str] = {}  # key of a destination -> why the last message did not arrive
 
     def silence_of(self, name: str, wall: float) -> Mark | None:
@@ -157,13 +157,10 @@ def acknowledge(what: str, by: str, found: Collection[Problem], wall: float) -> 
     `what` is the name or the kind of a problem, or `all`. Raises GpuError if it means none.
     """
     names = [name_of(one) for one in found if what in (name_of(one), one.kind, ALL)]
-    if what == ALL:
-        names = [name_of(one) for one in found]
     if not names:
         raise _unknown(what, found)
     mark = Mark(printable(by, 80), wall, wall + ACKNOWLEDGED_SECONDS)
-    with _changing() as change:
-        change(lambda old: replace(old, acknowledged=old.acknowledged | dict.fromkeys(names, mark)))
+    _change(lambda old: replace(old, acknowledged=old.acknowledged | dict.fromkeys(names, mark)))
     return f"{', '.join(names)}: acknowledged by {mark.by}"
 
 
@@ -175,23 +172,17 @@ def silence(what: str, by: str, found: Collection[Problem], wall: float, seconds
     if what not in (ALL, *ProblemKind, *map(name_of, found)):
         raise _unknown(what, found)
     mark = Mark(printable(by, 80), wall, wall + seconds)
-    with _changing() as change:
-        change(lambda old: replace(old, silenced=_lasting(old.silenced, wall) | {what: mark}))
+    _change(lambda old: replace(old, silenced=_lasting(old.silenced, wall) | {what: mark}))
     return f"{what}: silenced by {mark.by} until {_clock(mark.until, wall)}"
 
 
 def end_silence(what: str) -> str:
     """Ends the silence of `what`, as it was made; of `all`, every silence. Returns a sentence. Raises GpuError."""
-    ended = {what} if what != ALL else {*read_state().silenced}
-    if not ended & {*read_state().silenced}:
+    silenced = read_state().silenced
+    if what not in silenced and not (what == ALL and silenced):
         raise GpuError(f"{what} is not silenced. See the silences:  gpu alerts")
-
-    def without(old: State) -> State:
-        kept = {name: mark for name, mark in old.silenced.items() if name not in ended}
-        return replace(old, silenced=kept)
-
-    with _changing() as change:
-        change(without)
+    kept = {} if what == ALL else {name: one for name, one in silenced.items() if name != what}
+    _change(lambda old: replace(old, silenced=kept))
     return f"{what}: no longer silenced"
 
 
@@ -213,28 +204,20 @@ def _state_file() -> Path:
     return state_home() / "alerts.json"
 
 
-Change = Callable[[Callable[[State], State]], None]
+def _change(change: Callable[[State], State]) -> None:
+    """Replaces the state by `change(state)`, while no other process changes it. Raises OSError."""
+    make_directory(_state_file().parent)
+    with _locked("alerts.lock"):
+        replace_file(_state_file(), msgspec.json.encode(change(read_state())))
 
 
 @contextmanager
-def _changing() -> Iterator[Change]:
-    """Yields a function that changes the state file. Only this process changes it meanwhile. Raises OSError."""
-    file = _state_file()
-    make_directory(file.parent)
-    with _locked(file.with_name("alerts.lock"), fcntl.LOCK_EX):
-        yield lambda change: replace_file(file, msgspec.json.encode(change(read_state())))
-
-
-@contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
-    """A block in which this process has the lock file `path`. Raises OSError, with LOCK_NB also if another has it."""
+def _locked(name: str) -> Iterator[None]:
+    """A block in which this process alone has the lock file with this `name`. Waits for it. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    handle = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(handle, how)
+    with open(os.open(state_home() / name, flags, 0o600)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)
 
 
 # -- one message
@@ -249,39 +232,32 @@ class Message(NamedTuple):
 
 
 def message(
-    host: str,
-    begun: Mapping[str, str],
-    ended: Mapping[str, str],
-    words: Callable[[str], str],
-    wall: float,
+    host: str, begun: Mapping[str, str], ended: Mapping[str, str], state: State, wall: float
 ) -> Message:
-    """The message that the problems `begun` on `host` have begun, and `ended` have ended: their texts by name.
-
-    `words` returns who has acknowledged a problem.
-    """
+    """The message that the problems `begun` on `host` have begun, and `ended` have ended: their texts by name."""
     events = [("begins", *one) for one in begun.items()] + [("ends", *one) for one in ended.items()]
-    lines, first = [], printable(" ".join(events[0][2].split()), MOST_LETTERS)
-    for state, name, text in events[:MOST_TOLD]:
-        shown = printable(" ".join(text.split()), MOST_LETTERS)
-        lines.append(" ".join(filter(None, (f"{state.upper()} {name}: {shown}", words(name)))))
-    if len(events) > MOST_TOLD:
-        lines.append(f"and {len(events) - MOST_TOLD} more")
-    if begun:
-        lines.append(
-            f"Known to you, or to be quiet for a while:  gpu alerts ack {next(iter(begun))}  "
-            f"or  gpu alerts silence {next(iter(begun))} --for 2h"
-        )
-    counts = [f"{len(some)} {verb}" for some, verb in ((begun, "begin"), (ended, "end")) if some]
-    what = f"{events[0][0]}: {first}" if len(events) == 1 else f"problems: {', '.join(counts)}"
-    subject = printable(f"{host}: {what}", 150)
-    text = "\n".join([subject if len(events) > 1 else f"gpu-console on {host}", *lines])
-    alerts = [
-        {"state": state, "name": name, "kind": name.rpartition("-")[0], "text": words}
-        for state, name, words in events[:MOST_TOLD]
+    lines = [
+        f"{what.upper()} {name}: {_shown(text)} {state.words(name, wall)}".rstrip()
+        for what, name, text in events[:MOST_TOLD]
     ]
-    return Message(
-        subject, text, {"text": _harmless(text), "host": host, "time": wall, "alerts": alerts}
-    )
+    lines += [f"and {len(events) - MOST_TOLD} more"] if len(events) > MOST_TOLD else []
+    for name in [*begun][:1]:
+        lines.append(f"You know of it:  gpu alerts ack {name}")
+        lines.append(f"Nothing more of it for a while:  gpu alerts silence {name} --for 2h")
+    what, _, first = events[0]
+    several = f"{len(begun)} problems begin, {len(ended)} end"
+    subject = printable(f"{host}: {several if events[1:] else f'{what}: {_shown(first)}'}", 150)
+    text = "\n".join([f"gpu-console on {host}", *lines])
+    alerts = [
+        {"state": what, "name": name, "kind": name.rpartition("-")[0], "text": text}
+        for what, name, text in events[:MOST_TOLD]
+    ]
+    document = {"text": _harmless(text), "host": host, "time": wall, "alerts": alerts}
+    return Message(subject, text, document)
+
+
+def _shown(text: str) -> str:
+    return printable(" ".join(text.split()), MOST_LETTERS)
 
 
 def _harmless(text: str) -> str:
@@ -363,112 +339,92 @@ class Teller:
         self._clock, self._wall, self._began = clock, wall, clock()
         self._since: dict[str, float] = {}  # when each present problem was first seen
         self._seen_at: dict[str, float] = {}  # when each problem was last seen
+        self._told: dict[str, dict[str, str]] | None = None  # as in State; None: not read yet
         self._busy: set[str] = set()  # keys of the destinations to which a message is on its way
-        self._pauses: dict[
-            str, tuple[float, float]
-        ] = {}  # after failures: until when, and for how long
+        self._pauses: dict[str, tuple[float, float]] = {}  # after failures: until when, how long
         self._warned = ""
 
     def run(self) -> None:
         """Tells for ever, as soon as no other process of this user does."""
         make_directory(state_home())
-        with _locked(state_home() / "alerts.teller", fcntl.LOCK_EX):
+        with _locked("alerts.teller"):
             while True:
                 self.round()
                 time.sleep(ROUND_SECONDS)
 
     def round(self) -> None:
-        """Looks once, and starts a thread for each destination that has something to be told."""
+        """Looks once, and starts a thread for each destination that has something to be told. Never raises."""
         try:
-            places = destinations(self._file)
-            snapshot = self._read() if places else None
+            if places := destinations(self._file):
+                self._tell_of(self._read(), places)
+                self._warned = ""
         except Exception as error:  # what is unknown has neither begun nor ended
             self._warn(f"no alert is told: {error}")
-            return
-        if snapshot is None:
-            return
-        self._warned = ""
-        now, state = self._clock(), read_state()
+
+    def _tell_of(self, snapshot: Snapshot, places: Collection[Destination]) -> None:
+        now, wall, state = self._clock(), self._wall(), read_state()
+        if self._told is None:
+            self._told = state.told
         found = {name_of(one): one.text for one in problems(snapshot)}
         self._since = {name: self._since.get(name, now) for name in found}
-        self._seen_at.update(dict.fromkeys(found, now))
-        host = snapshot.host or snapshot.owner.host
+        known = {name for told in self._told.values() for name in told}
+        # Of a problem that an earlier process has told, nothing was seen since this one began.
+        seen_at = {name: self._seen_at.get(name, self._began) for name in known}
+        self._seen_at = seen_at | dict.fromkeys(found, now)
+        silent = {name for name in known | {*found} if state.silence_of(name, wall)}
         for place in places:
-            until, _ = self._pauses.get(place.key, (0.0, 0.0))
-            if place.key in self._busy or now < until:
+            if place.key in self._busy or now < self._pauses.get(place.key, (0.0, 0.0))[0]:
                 continue
-            told, wall = state.told.get(place.key, {}), self._wall()
+            told = self._told.get(place.key, {})
             begun = {
                 name: text
                 for name, text in found.items()
-                if name not in told and now - self._since[name] >= SETTLE_SECONDS
-                if not state.silence_of(name, wall)
+                if name not in told and name not in silent
+                if now - self._since[name] >= SETTLE_SECONDS
             }
-            ended = {name: text for name, text in told.items() if self._has_ended(name, found, now)}
-            ended = {name: text for name, text in ended.items() if not state.silence_of(name, wall)}
+            ended = {
+                name: text
+                for name, text in told.items()
+                if name not in found and name not in silent
+                if now - self._seen_at[name] >= SETTLE_SECONDS
+            }
             if begun or ended:
-                words = lambda name, wall=wall: state.words(name, wall)
-                what = message(host, begun, ended, words, wall)
+                host = snapshot.host or snapshot.owner.host
+                what = message(host, begun, ended, state, wall)
+                after = {name: one for name, one in told.items() if name not in ended} | begun
                 self._busy.add(place.key)
-                self._start(
-                    lambda place=place, what=what, begun=begun, ended=ended: self._tell(
-                        place, what, begun, ended
-                    )
-                )
-        if any(self._has_ended(name, found, now) for name in state.acknowledged):
-            self._forget_acknowledged(found, now)
-
-    def _has_ended(self, name: str, found: Collection[str], now: float) -> bool:
-        last = self._seen_at.get(
-            name, self._began
-        )  # one that an earlier process has told: not since the start
-        return name not in found and now - last >= SETTLE_SECONDS
-
-    def _forget_acknowledged(self, found: Collection[str], now: float) -> None:
-        def without(old: State) -> State:
-            kept = {
-                n: mark
-                for n, mark in old.acknowledged.items()
-                if not self._has_ended(n, found, now)
-            }
-            return replace(old, acknowledged=kept)
-
-        self._write(without)
+                self._start(partial(self._tell, place, what, after, [*ended]))
 
     def _tell(
-        self, place: Destination, what: Message, begun: Mapping[str, str], ended: Mapping[str, str]
+        self, place: Destination, what: Message, after: dict[str, str], ended: Collection[str]
     ) -> None:
-        """Sends one message, and notes that it has arrived, or why not."""
+        """Sends one message. Notes what the `place` knows `after` it has arrived, or why it has not."""
         key, why = place.key, ""
         try:
             self._send(place, what)
             self._pauses.pop(key, None)
+            assert self._told is not None  # the caller has read it
+            self._told[key] = after  # also if the state cannot be written, as on a full disk
         except Exception as failure:  # a receiver may fail in any way
-            why = why_not(failure)
-            pause = min(MOST_RETRY_SECONDS, 2 * self._pauses.get(key, (0.0, RETRY_SECONDS / 2))[1])
+            _, before = self._pauses.get(key, (0.0, RETRY_SECONDS / 2))
+            pause = min(MOST_RETRY_SECONDS, 2 * before)
             self._pauses[key] = self._clock() + pause, pause
-            log.warning(
-                "an alert did not reach the %s: %s; again in %.0f s", place.label, why, pause
-            )
+            why = f"{_clock(self._wall(), self._wall())}: {why_not(failure)}"
+            log.warning("an alert did not reach the %s at %s", place.label, why)
 
         def noted(old: State) -> State:
             failures = {other: text for other, text in old.failures.items() if other != key}
             if why:
-                return replace(
-                    old, failures=failures | {key: f"{_clock(self._wall(), self._wall())}: {why}"}
-                )
-            known = {n: text for n, text in old.told.get(key, {}).items() if n not in ended}
-            return replace(old, failures=failures, told=old.told | {key: known | begun})
+                return replace(old, failures=failures | {key: why})
+            known = {name: one for name, one in old.acknowledged.items() if name not in ended}
+            told = old.told | {key: after}
+            return replace(old, failures=failures, told=told, acknowledged=known)
 
-        self._write(noted)
-        self._busy.discard(key)
-
-    def _write(self, change: Callable[[State], State]) -> None:
         try:
-            with _changing() as changing:
-                changing(change)
-        except OSError as error:  # such as a full disk, which may be the problem: it is told again
+            _change(noted)
+        except OSError as error:  # such as a full disk, which may be the problem
             self._warn(f"the state of alerts cannot be written: {error}")
+        self._busy.discard(key)
 
     def _warn(self, text: str) -> None:
         if text != self._warned:

@@ -211,8 +211,8 @@ def _keep_sentence(resident: Resident, keep: bool) -> str:
     if not keep:
         return f"{name} may be evicted again"
     if resident.place is Place.HERE:
-        return f"{name} is kept on its device"
-    return f"{name} is kept on its device once it is there; it is {resident.place.value} now"
+        return f"{name} is pinned to its device"
+    return f"{name} is pinned to its device once it is there; it is {resident.place.value} now"
 
 
 def ask_owner(

@@ -267,7 +267,7 @@ def _result_of_load(lease: Lease | None, owner: Owner) -> Verdict | None:
 def _result_of_pin(lease: Lease, title: str, *, keep: bool) -> Verdict | None:
     if lease.keep != keep:
         return None
-    state = "kept" if keep else "not kept on its device"
+    state = "pinned" if keep else "not pinned"
     return Grant(lease, (), f"{title} is {state}")
 
 
@@ -292,7 +292,7 @@ def refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Re
             because += f" for {show_seconds(world.now - lease.pinned_since)}"
         return Refuse(because, kind="in use", holders=holders)
     if why == "kept":
-        because = f"{lease.name} is kept on its device; unpin it first"
+        because = f"{lease.name} is pinned to its device; unpin it first"
         return Refuse(because, kind="kept", holders=holders)
     if why == "a block of code":
         because = (

@@ -441,7 +441,7 @@ def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] 
     if lease.kind == "block":
         return ""  # a block ends with its cell
     if lease.keep:
-        return "is kept on the device (unpin it to let it go)"
+        return "is pinned (unpin it to let it go)"
     if lease.droppable:
         return ""
     if can_move(lease, world) and (lease.piece_bytes or lease.own_bytes) <= world.limits.get(

@@ -119,6 +119,18 @@ def test_what_cannot_be_read_has_neither_begun_nor_ended(file, caplog):
     assert caplog.text.count("the ledger does not answer") == 1
 
 
+def test_on_a_full_disk_a_problem_is_told_once_although_nothing_can_be_written(file, monkeypatch):
+    """The full disk is the problem that is told."""
+    story = Story(file)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(alerts, "replace_file", full)
+    assert story.after(600, FULL) == [BEGIN]
+    assert story.after(600, CALM) == [END]
+
+
 def test_a_message_that_does_not_arrive_is_tried_again_less_and_less_often(file):
     story = Story(file, fails=[OSError("Connection refused")] * 3)
     assert story.after(15 + 20, FULL) == [] and len(story.fails) == 1
@@ -190,14 +202,14 @@ def test_a_file_that_others_can_read_is_refused(file):
 def test_a_lost_card_has_the_commands_in_the_message(file):
     [lost, _] = problems(LOST)
     assert "dmesg | grep Xid" in lost.text and "nvidia-smi -r -i 3" in lost.text
-    told = alerts.message("box", {alerts.name_of(lost): lost.text}, {}, lambda _: "", 0.0)
+    told = alerts.message("box", {alerts.name_of(lost): lost.text}, {}, alerts.State(), 0.0)
     assert told.subject.startswith("box: begins: The monitor cannot see")
     assert f"gpu alerts ack {alerts.name_of(lost)}" in told.text
 
 
 def test_a_notebook_cannot_call_a_channel_or_forge_a_line_of_a_mail():
     named = "<!channel> @all\nBcc: all@example.org \x1b[31m"
-    told = alerts.message("box", {"silent-0000": named}, {}, lambda _: "", 0.0)
+    told = alerts.message("box", {"silent-0000": named}, {}, alerts.State(), 0.0)
     assert "<!" not in told.document["text"] and "@all" not in told.document["text"]
     assert "\n" not in told.subject and "\x1b" not in told.text + told.subject
     assert "\nBcc" not in told.text

@@ -417,7 +417,7 @@ def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_th
     page.actions._wall = lambda: now[0]
     confirmed(page, poller, "pin")
     carried_out(page, waiting_threads)
-    assert "qwen is kept" in page.actions.outcomes.object
+    assert "qwen is pinned" in page.actions.outcomes.object
     now[0] += DONE_SECONDS
     page.actions.update(None)
     assert not page.actions.outcomes.visible

@@ -56,7 +56,7 @@ SHOWN = {
     "evict qwen": "evict qwen: qwen was offloaded to RAM; 14.0 GiB came free",
     "preload llama": "preload llama: llama is on sim:0",
     "restore llama": "restore llama: llama is on sim:0",
-    "pin qwen": "pin qwen: qwen is kept",
+    "pin qwen": "pin qwen: qwen is pinned",
     "unpin qwen": "unpin qwen: qwen may be evicted",
     "defrag": "defrag: ",
     "free": "free: 0 B came free",

@@ -520,7 +520,7 @@ def test_another_user_may_request_an_eviction_and_nothing_else(box):
     )
     assert ann2.run("rt.preload('writer').done") == "True"
     assert ann2.run("rt.pin('writer').done") == "True"
-    assert bob.run("rt.evict('writer')").startswith("StillInUse: writer is kept")
+    assert bob.run("rt.evict('writer')").startswith("StillInUse: writer is pinned")
 
 
 def test_members_see_each_others_maps(box):
@@ -571,7 +571,7 @@ def test_operators_may_request_everything(box):
     ann, ops = box.kernel(ANN, writer="5GiB"), box.kernel(OPS)
     ann.run("rt.preload('writer')")
     assert ops.run("rt.pin('writer').done") == "True"
-    expected = f"('writer is kept on its device', '{OPS}, pid {ops.pid}')"
+    expected = f"('writer is pinned to its device', '{OPS}, pid {ops.pid}')"
     # The answer is written after the action.
     until(lambda: expected in ann.run("[(e.because, e.by) for e in rt.status().events]"))
     assert ops.run("rt.unpin('writer').done") == "True"

@@ -122,8 +122,7 @@ def test_a_dedicated_30_on_the_only_80_and_a_request_for_a_whole_card_is_refused
     dedicated = lease("dedicated", sim0=30, keep=True)
     after, verdict = decide(book(dedicated), request("alone", 40, layout="whole"), world(sim0=80))
     assert verdict == Refuse(
-        "alone needs 80.0 GiB; sim:0 has 80.0 GiB, and dedicated (30.0 GiB) is kept on the device (unpin it to let it "
-        "go)",
+        "alone needs 80.0 GiB; sim:0 has 80.0 GiB, and dedicated (30.0 GiB) is pinned (unpin it to let it go)",
         kind="kept",
         need_bytes=80 * GIB,
         budget_bytes=80 * GIB,

@@ -78,7 +78,7 @@ HOPES = (
     "more important",
     "being evicted",
     "its process tries again",
-    "is kept",
+    "is pinned",
     "no room for it now",
 )
 

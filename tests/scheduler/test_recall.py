@@ -121,7 +121,7 @@ CODE = "is memory of running code of pid 1; it is freed when that code ends"
 @pytest.mark.parametrize(
     "fields, kind, because",
     [
-        (dict(keep=True), "kept", "is kept on its device; unpin it first"),
+        (dict(keep=True), "kept", "is pinned to its device; unpin it first"),
         (dict(kind="block", **FIXED), "in use", CODE),
         (FIXED, "stays", "exists nowhere else, and its process cannot move it"),
         (dict(kind="kernel", **FIXED), "stays", "is exempt from parking"),
