@@ -66,7 +66,8 @@ class Top:
         if self._typing:
             last = f"Filter: {self._words}▏ (Enter keeps it, Esc clears it)"
         elif self._asked and one:
-            last = f"{ACTIONS[self._asked].capitalize()} {one.name} (pid {one.pid}) of {one.user}? y or n"
+            name = text.shorten(one.name, 30)  # y and n must be seen in a narrow terminal, too
+            last = f"y or n: {ACTIONS[self._asked]} {name} (pid {one.pid}) of {one.user}?"
         else:
             last = self._said or HELP
         filtered = f", with {self._words!r}" if self._words else ""

@@ -197,7 +197,7 @@ _STATES = {
     ProcessState.SILENT: (
         ProblemKind.SILENT,
         "{who} does not answer and holds {size}. Its interpreter is blocked, or it is gone. "
-        "Interrupt its cell: kill -INT {pid}  If that does not help: kill -9 {pid}",
+        "Interrupt its cell: kill -INT {pid}. If that does not help: kill -9 {pid}",
     ),
 }
 

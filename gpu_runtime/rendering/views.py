@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpu_runtime.facts import (
-    ASLEEP,
     HOST,
     KERNEL,
     NORMAL,
@@ -366,7 +365,8 @@ def _process_state(snapshot: Snapshot, section: Section, ticket: Ticket | None) 
     if section.leases and all(lease.on_host for lease in section.leases):
         if all(lease.on_disk for lease in section.leases):
             return f"{show_bytes(sum(lease.bytes for lease in section.leases))} on disk"
-        return ASLEEP if all(away_word(lease) == ASLEEP for lease in section.leases) else "parked"
+        words = {away_word(lease) for lease in section.leases}
+        return words.pop() if len(words) == 1 else "parked"
     ago = snapshot.now - section.idle_since
     return f"idle {show_seconds(max(0.0, ago))}" if section.idle_since else "idle"
 

@@ -95,7 +95,7 @@ def test_a_key_acts_on_the_chosen_notebook_after_a_y_only(key, call):
     view = Top(rt, start=lambda work: work())
     lines(TWO, view=view)
     view.key(key)
-    assert "train.ipynb (pid 4000) of ann? y or n" in lines(TWO, view=view)[-1]
+    assert "(pid 4000) of ann?" in lines(TWO, view=view)[-1]
     view.key("n")
     assert done == [] and "q quit" in lines(TWO, view=view)[-1]
     view.key(key)
