@@ -88,31 +88,25 @@ def problems(seen: Snapshot) -> tuple[Problem, ...]:
 
 def _driver_faults(seen: Snapshot) -> Iterator[Problem]:
     if seen.degraded:
-        named = [
-            view for view in seen.devices if re.search(rf"\b{view.device.id}\b", seen.degraded)
-        ]
-        held = ", ".join(filter(None, (_largest(seen, view.device.id) for view in named)))
-        who = f" On it: {held}." if held else ""
-        text = f"The monitor cannot see: {seen.degraded}.{who} {_how_to_look(seen.degraded)}"
-        size = sum(view.claimed_bytes for view in named)
-        yield Problem(ProblemKind.DRIVER_FAULT, "", text, size)
+        text = f"The monitor cannot see: {seen.degraded}.{_how_to_look(seen, seen.degraded)}"
+        yield Problem(ProblemKind.DRIVER_FAULT, "", text)
         return
     for view in seen.devices:
         if view.blind:
-            text = (
-                f"Nothing is granted on {view.device.id}: {view.blind}. {_how_to_look(view.blind)}"
-            )
-            yield Problem(ProblemKind.DRIVER_FAULT, view.device.id, text, view.claimed_bytes)
+            id = view.device.id
+            text = f"Nothing is granted on {id}: {view.blind}.{_how_to_look(seen, view.blind)}"
+            yield Problem(ProblemKind.DRIVER_FAULT, id, text, view.claimed_bytes)
 
 
-def _how_to_look(fault: str) -> str:
-    """What to type about a driver's `fault`, which may name a card."""
+def _how_to_look(seen: Snapshot, fault: str) -> str:
+    """What to type about a driver's `fault`; of a card that is lost, also who is on it."""
     if not re.search(r"\blost\b|off the bus", fault):
-        return "To look at it: gpu doctor"
+        return " To look at it: gpu doctor"
     number = re.search(r"\b(?:cuda:|card )(\d+)", fault)
+    held = _largest(seen, f"cuda:{number[1]}") if number else ""
     return (
-        "To see why: dmesg | grep Xid. To reset it as root, once its programs have ended: "
-        f"nvidia-smi -r -i {number[1] if number else 'N'}. Else restart the machine."
+        f"{held and f' On it: {held}.'} To see why: dmesg | grep Xid. To reset it as root, once its programs have "
+        f"ended: nvidia-smi -r -i {number[1] if number else 'N'}. Else restart the machine."
     )
 
 

@@ -213,7 +213,6 @@ def test_a_lost_card_names_the_commands_and_another_fault_the_doctor():
     held = snapshot(lease("qwen", 14, "cuda:0", owner=BOB), simulated=False)
     [found] = problems(replace(held, degraded="cuda:0 (H100) does not answer: GPU is lost"))
     assert "On it: qwen in analysis.ipynb (pid 4121) of bob 14.0 GiB." in found.text
-    assert found.bytes == 14 * GIB
 
 
 def test_host_memory_is_low_below_a_twentieth():
