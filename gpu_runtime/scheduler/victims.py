@@ -684,7 +684,9 @@ def host_room_for(
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
     """Leases whose shadows are freed, and leases to unload, so that `lease` fits into host memory.
 
-    If these are not enough, leases move from host memory to a disk. The result is None if `lease`
+    If these are not enough for a lease that exists nowhere else, leases move from host memory to a
+    disk. For a lease that its source can load again, this costs more than it saves: its bytes are
+    read once, and those of the others are written, compared and read. The result is None if `lease`
     fits as it is, or if the room cannot be made. `host_room` is the host's free bytes. The function
     `renewed` is called if the shadows are too few. Its parameter is the number of bytes that are
     free once all shadows are freed. It returns the leases to unload.
@@ -699,6 +701,8 @@ def host_room_for(
     short = shortage - shadows_total(able)
     unloaded = renewed(host_room + shadows_total(able)) if short > 0 else ()
     if short > 0 and not unloaded:
+        if lease.droppable:
+            return None
         able = held_shadows(book, owner=owner, spared=left_out, to_disk=True)
         if shadows_total(able) < shortage:
             return None

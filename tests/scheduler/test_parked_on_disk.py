@@ -65,6 +65,23 @@ def test_models_that_can_be_loaded_again_leave_ram_before_a_notebook_goes_to_the
     assert Drop in {type(step) for step in verdict.steps} and not verdict.shadows
 
 
+def test_no_notebook_goes_to_the_disk_for_a_model_that_can_be_loaded_again():
+    """A write and two reads of the notebook cost more than one load of the model, and delay who waits now."""
+    page = book(kernel(2, host=6, disk=9), lease("idle", by=1, sim0=6, last_used=NOW - 60))
+    page, verdict = decide(page, request("other", 6), THERE)
+    assert [type(step) for step in verdict.steps] == [Drop] and not verdict.shadows
+    for by in (2, 3):  # of its own owner, of another one
+        page = book(
+            kernel(2, host=6, disk=9),
+            lease("idle", by=by, sim0=6, last_used=NOW - 60),
+            owners=(1, 2, 3),
+        )
+        page, verdict = decide(page, request("other", 6, by=1), THERE)
+        assert verdict.recalls == {at(by, "idle"): 0} and not verdict.shadows
+        _, steps, _ = obey(page, owner(by).id, THERE, "k", None, lru)
+        assert [type(step) for step in steps] == [Drop]
+
+
 def test_bytes_on_a_disk_claim_no_ram_and_return_whole():
     parked = kernel(1, host=6, disk_bytes=6 * GIB)
     page = book(parked, lease("warm", by=2, host=8))
