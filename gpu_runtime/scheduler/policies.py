@@ -53,7 +53,7 @@ def keep_score(lease: Lease, world: World) -> float:
 
     The lease with the lowest number leaves first. The sum of 1 / (age + 20 s) over the lease's last
     32 uses estimates how soon the lease is used again. The sum is multiplied by the seconds that an
-    eviction adds to the next use, and divided by the lease's size in GB.
+    eviction adds to the next use, and divided by the GB that it frees: also those of working memory.
 
     After an eviction from a card, the next use needs a restore if host memory could hold the lease,
     else a load. After an eviction from host memory, the next use needs a load instead of a restore.
@@ -76,7 +76,7 @@ def keep_score(lease: Lease, world: World) -> float:
         lost = seconds_to_load(lease, size)
         if lease.on_host:
             lost = max(lost - seconds_to_restore(lease, size), LEAST_SECONDS)
-    return expected * lost / max(size / GB, 1e-3)
+    return expected * lost / max(lease.bytes / GB, 1e-3)
 
 
 def seconds_to_load(lease: Lease, size: int) -> float:

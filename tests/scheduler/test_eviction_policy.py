@@ -55,6 +55,11 @@ def test_keep_score_is_the_waiting_that_is_saved_for_each_gb():
     assert keep_score(slow, roomy) == keep_score(model, bare), "a restore is no longer than a load"
     warm = replace(model, shares=(Share(HOST, 2 * 10**9),))
     assert keep_score(warm, roomy) == pytest.approx((1 / 20 + 1 / 100) * (12 - 3) / 2)
+    own = (Share("sim:0", 2 * 10**9),)
+    engine = replace(model, shares=(Share("sim:0", 8 * 10**9),), filled=own)
+    assert keep_score(engine, roomy) == pytest.approx(keep_score(model, roomy) / 4), (
+        "it copies 2 GB and frees 8"
+    )
     unknown = lease("a", sim0="4 GB", last_used=NOW - 80)
     assert keep_score(unknown, world(sim0=9, host=1)) == pytest.approx(4 / 4 / 100)
     assert keep_score(unknown, world(sim0=9, host=9)) == pytest.approx(0.4 / 4 / 100)
