@@ -615,8 +615,8 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
     },
     "Engine": {
         "runtime_args": Field(_ARGUMENTS, "Arguments of an engine's command line.", tuple(ENGINES)),
-        "sleep": Field(TRUTH, "`false`: if its card is wanted, its server ends instead of sleeping.",
-                       _engines("sleep")),
+        "sleep": Field(TRUTH, "`false`: if its card is wanted, its engine ends instead of sleeping.",
+                       (*_engines("sleep"), "llama_cpp")),
         "attn_implementation": Field(WORD, "Passed to transformers.", _TRANSFORMERS, of_use=True),
         "task": Field(WORD, "Passed to transformers, if `type` does not determine it.", _TRANSFORMERS),
         "chat_template": Field(TEMPLATE, "A chat template, or a file with one, instead of the model's own."),

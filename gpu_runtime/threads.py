@@ -185,13 +185,18 @@ class Stoppable:
         return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})"
 
 
-def next_item(queue: Any) -> Any:
-    """The next item of a SimpleQueue. A `Stoppable` block can be stopped while it waits here."""
+def next_item(queue: Any, seconds: float | None = None) -> Any:
+    """The next item of a SimpleQueue. A `Stoppable` block can be stopped while it waits here.
+
+    Raises TimeoutError if there is none within `seconds`. None means no limit.
+    """
+    until = None if seconds is None else time.monotonic() + seconds
     while True:
         try:
             return queue.get(timeout=0.2)
         except Empty:  # a wait without an end would be one call of C code
-            continue
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError from None
 
 
 def _set_async_error(thread: int, kind: type[BaseException]) -> None:

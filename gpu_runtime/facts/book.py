@@ -420,7 +420,7 @@ def away_word(lease: Lease) -> str:
         return ""
     if lease.kind == "kernel":
         return "on disk" if lease.on_disk else "parked"
-    return ASLEEP if lease.backend in ENGINES else "in RAM"
+    return ASLEEP if lease.backend in (*ENGINES, "llama_cpp") else "in RAM"
 
 
 def lease_state(lease: Lease, now: float) -> LeaseState:

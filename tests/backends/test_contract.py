@@ -15,8 +15,8 @@ from gpu_runtime.backends.engines.backend import Server
 from gpu_runtime.backends.llama_cpp.backend import LlamaEngine
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe
-from gpu_runtime.errors import CannotGovern
-from gpu_runtime.facts import ModelSpec, Share, Shares
+from gpu_runtime.errors import CannotGovern, NotResident
+from gpu_runtime.facts import ModelSpec, Share, Shares, beside
 from gpu_runtime.units import MIB
 from tests.clock import PATIENCE
 from tests.worlds import footprint
@@ -53,9 +53,10 @@ def network() -> nn.Module:
 
 
 MOVING = ["fake", "torch", "transformers"]
+SLEEPING = ["llama_cpp", "llama_cpp in process"]
 
 
-@pytest.fixture(params=[*MOVING, "llama_cpp", "llama_cpp in process", "llama-server"])
+@pytest.fixture(params=[*MOVING, *SLEEPING, "llama-server"])
 def case(request, probe, llama, tiny_gguf) -> Case:
     """A case for each backend."""
     return _case(request, request.param, probe, llama, tiny_gguf)
@@ -64,6 +65,12 @@ def case(request, probe, llama, tiny_gguf) -> Case:
 @pytest.fixture(params=MOVING)
 def mover(request, probe, llama, tiny_gguf) -> Case:
     """A case for each backend that can move a model from one memory to another."""
+    return _case(request, request.param, probe, llama, tiny_gguf)
+
+
+@pytest.fixture(params=SLEEPING)
+def sleeper(request, probe, llama, tiny_gguf) -> Case:
+    """A case for each backend whose engines sleep here."""
     return _case(request, request.param, probe, llama, tiny_gguf)
 
 
@@ -129,6 +136,11 @@ def answer(case: Case, model: Any) -> Any:
         return case.run(case.backend.value(model))
 
 
+def held(case: Case, model: Any) -> Shares:
+    """The bytes on each device: the model's own, and those that are lost when it leaves."""
+    return beside(case.backend.measure(model), case.backend.working_bytes(model) or 0)
+
+
 def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
@@ -143,12 +155,12 @@ def test_a_load_holds_its_measured_bytes_and_a_drop_or_the_end_of_the_last_refer
     case.load()
     assert case.probe.used() == NOTHING
     model = case.load()
-    (share,) = case.backend.measure(model)
+    (share,) = held(case, model)
     assert share.device == "sim:0" and case.probe.used() == NOTHING | {"sim:0": share.bytes}
     assert abs(share.bytes - case.need) <= case.rough * case.need
     before = answer(case, model)
     assert before is not None
-    if not case.backend.can_move:  # the planner drops and reloads such a model instead
+    if case.spec.backend not in MOVING:  # it goes to no other card
         with pytest.raises(CannotGovern, match="places a model when it loads it"):
             case.backend.move(model, case.on("sim:1"))
         assert case.probe.used() == NOTHING | {"sim:0": share.bytes}
@@ -173,6 +185,30 @@ def test_load_offload_restore_and_drop_free_every_byte(mover):
     case.backend.drop(model)
     assert case.probe.used() == NOTHING
     assert case.backend.measure(model) == ()
+
+
+def test_asleep_it_holds_nothing_on_its_card_and_awake_it_answers_as_before(sleeper):
+    """The worker stays, and host memory has what it keeps. It wakes on its own card, as the object that users have."""
+    case = sleeper
+    model = case.load()
+    (share,), value, pids = case.backend.measure(model), case.backend.value(model), model.pids
+    before, claimed = answer(case, model), case.probe.used()["sim:0"]
+    for _ in range(2):
+        case.backend.move(model, (Share("host", share.bytes),))
+        assert case.backend.measure(model) == (Share("host", share.bytes),)
+        assert case.probe.used() == NOTHING | {"host": share.bytes}
+        with pytest.raises(NotResident):
+            answer(case, model)
+        assert case.backend.must_return_to(model) == {"sim:0": claimed}
+        with pytest.raises(CannotGovern):
+            case.backend.move(model, case.on("sim:1"))
+        case.backend.move(model, (Share("sim:0", claimed),))
+        assert case.probe.used() == NOTHING | {"sim:0": claimed}
+        assert (case.backend.value(model), model.pids) == (value, pids)
+        assert answer(case, model) == before
+    case.backend.move(model, (Share("host", share.bytes),))
+    case.backend.drop(model)
+    assert case.probe.used() == NOTHING and case.backend.measure(model) == ()
 
 
 def test_a_reload_fills_the_object_that_users_kept(case):
@@ -236,7 +272,7 @@ def test_the_stop_button_during_a_load_frees_everything(case, at):
 def test_progress_runs_from_zero_to_the_total(case):
     calls = []
     model = case.load(progress=lambda done, total: calls.append((done, total)))
-    total = case.backend.measure(model)[0].bytes
+    total = held(case, model)[0].bytes
     if case.rough > 0.02:  # an engine reports the total before it can be measured
         assert calls[0][1] == pytest.approx(total, rel=case.rough)
         total = calls[0][1]
@@ -266,7 +302,7 @@ def test_out_of_memory_in_a_move_changes_nothing(mover):
 def test_a_card_of_exactly_the_measured_size_is_enough(case):
     """The bytes that the allocator adds by rounding do not count."""
     model = case.load()
-    exactly = case.backend.measure(model)[0].bytes
+    exactly = held(case, model)[0].bytes
     case.backend.drop(model)
     case.probe.place("sim:0").squeeze(64 * MIB - exactly)
     case.backend.drop(case.load())
@@ -281,24 +317,20 @@ def test_over_several_devices_bytes_follow_the_shares_and_answers_are_equal(case
     model = case.load()
     before = answer(case, model)
     pieces = case.backend.pieces(case.spec, case.origin, model)
-    assert not pieces or sum(pieces) == case.backend.measure(model)[0].bytes
+    assert not pieces or sum(pieces) == held(case, model)[0].bytes
     first = pieces[0] if pieces else case.need // 3
     shares = (Share("sim:1", first), Share("sim:0", case.need - first))
-    if case.backend.can_move:
+    if case.spec.backend in MOVING:
         case.backend.move(model, shares)
         assert case.backend.measure(model)[0] == shares[0]
     else:
         case.backend.drop(model)
         model = case.backend.load(case.spec, shares, case.origin)
-        first_part = case.backend.measure(model)[0].bytes / sum(
-            share.bytes for share in case.backend.measure(model)
-        )
+        first_part = held(case, model)[0].bytes / sum(one.bytes for one in held(case, model))
         assert first_part == pytest.approx(first / case.need, abs=0.01)
-    assert {share.device: share.bytes for share in case.backend.measure(model)} | {
-        "host": 0
-    } == case.probe.used()
+    assert dict(held(case, model)) | {"host": 0} == case.probe.used()
     assert same(answer(case, model), before) and case.backend.elsewhere(model) == ()
-    if case.backend.can_move:
+    if case.spec.backend in MOVING:
         case.backend.move(model, case.on("host"))
         assert same(answer(case, model), before)
     case.backend.drop(model)

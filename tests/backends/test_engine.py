@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,7 +205,7 @@ class Losable(Engine):
     "acts", [*itertools.permutations(["watch", "lose", "end", "watch again"])], ids=" ".join
 )
 def test_a_loss_is_reported_once_and_an_end_on_purpose_is_none(acts):
-    engine, told = Losable(), []
+    engine, told = Losable("m", Path("log")), []
     watch = lambda: engine.watch(lambda kind, because: told.append((kind, because)))
     for act in acts:
         {"watch": watch, "watch again": watch, "lose": engine.lose, "end": engine.end}[act]()

@@ -11,8 +11,8 @@ import urllib.request
 import pytest
 
 from gpu_runtime.backends.base import is_out_of_memory
-from gpu_runtime.backends.engines import backend as engines
 from gpu_runtime.backends.engines import recipes
+from gpu_runtime.backends.processes import engine
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import CannotGovern, EngineDied, NotResident
@@ -138,7 +138,7 @@ def test_a_server_that_does_not_sleep_or_wake_is_ended(
 ):
     """What it holds then is not known. Nothing of it is left: no process, no bytes, no claim."""
     if fault == "late":
-        monkeypatch.setattr(engines, "LEAST_TURN_SECONDS", 0.2)
+        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 0.2)
         loaded.engine._started_in = 0.0
     pids = loaded.pids
     if wakes:
@@ -154,7 +154,7 @@ def test_a_server_that_says_that_it_sleeps_and_keeps_its_memory_is_ended(
     backend, loaded, place, monkeypatch
 ):
     """The request that waits for the card would otherwise find it full."""
-    monkeypatch.setattr(engines, "KEPT_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "KEPT_SECONDS", 0.2)
     (place / "fault").write_text("holds")
     with pytest.raises(EngineDied, match="says that it sleeps, and keeps 4.0 GiB on its card"):
         asleep(backend, loaded)

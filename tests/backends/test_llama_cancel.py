@@ -9,25 +9,26 @@ import pytest
 from transformers import AutoTokenizer
 
 from gpu_runtime.backends.llama_cpp import worker
-from gpu_runtime.backends.llama_cpp.backend import Channel, LlamaEngine, LlamaModel
+from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, LlamaModel
 from gpu_runtime.serving.engines.transformers import Vocabulary
 from gpu_runtime.threads import Cancellation
 from tests import tiny_models
 from tests.clock import PATIENCE
 
 
-class Silent(Channel):
-    """A channel to an engine that never answers. `sent` has the messages to it."""
+class Silent:
+    """A connection to a worker that never answers. `sent` has the requests to it."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[tuple[int, str, Any]] = []
         self._messages: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: tuple[int, str, Any]) -> None:
         self.sent.append(message)
 
     def receive(self) -> None:
-        return self._messages.get()
+        self._messages.get()
+        raise EOFError
 
     def close(self) -> None:
         self._messages.put(None)
@@ -44,7 +45,7 @@ def channel():
 def test_a_call_without_an_answer_ends_when_it_is_cancelled(channel, stream):
     """The thread that waits for the answer goes on at once, and the engine learns that nobody waits."""
     model = LlamaModel("qwen")
-    model._engine = LlamaEngine("qwen", channel, None)
+    model._engine = LlamaEngine("qwen", Path("log"), channel, None)
     cancelled, answers = Cancellation(), []
 
     def call() -> None:
@@ -58,11 +59,10 @@ def test_a_call_without_an_answer_ends_when_it_is_cancelled(channel, stream):
     cancelled.set()
     calling.join(PATIENCE)
     assert answers == [[] if stream else None]
-    call_id = channel.sent[0]["id"]
-    assert channel.sent[0]["kwargs"] == ({"stream": True} if stream else {"stream": False})
-    assert channel.sent[1:] == [{"cancel": call_id}]
-    model._engine.cancel(call_id)
-    assert len(channel.sent) == 2, "a call that has ended is not cancelled again"
+    number, kind, (method, (args, kwargs)) = channel.sent[0]
+    assert (kind, method, args) == ("call", "create_completion", ("hi",))
+    assert kwargs == {"stream": stream}
+    assert channel.sent[1:] == [(number, "cancel", (number,))], "and only once"
 
 
 def load(file: Path, **more: Any) -> Any:
@@ -96,14 +96,17 @@ def test_a_whole_answer_is_one_message(tiny_gguf):
     kwargs = {"stream": True, "temp": 0.0}
     try:
         for by_piece in (False, True):
-            job = {"id": 1, "call": "write", "args": ["one two", False, 3, by_piece]}
-            worker._answer(model, {**job, "kwargs": kwargs}, inbox, sent.append)
+            args = ["one two", False, 3, by_piece]
+            result = worker._call(
+                model, 1, "write", args, kwargs, inbox, lambda *sent_: sent.append(sent_[2])
+            )
+            sent.append(result)
     finally:
         model.close()
     whole, *pieces = sent
-    assert whole["end"]["finish"] == "length" and whole["end"]["completion_tokens"] == 3
-    texts = [(one.get("item") or one["end"])["text"] for one in pieces]
-    assert len(texts) == 3 and "".join(texts) == whole["end"]["text"]
+    assert whole["finish"] == "length" and whole["completion_tokens"] == 3
+    texts = [one["text"] for one in pieces]
+    assert len(texts) == 3 and "".join(texts) == whole["text"]
 
 
 @pytest.mark.parametrize("kind", ["spm", "added", "bpe"])

@@ -86,9 +86,9 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
-    from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, Thread
 
-    engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
+    engine = LlamaEngine("phi", tmp_path / "log", Thread(lambda line: None), None)
     with pytest.raises(
         LoadFailed,
         match="no GPU support: it would run on the CPU.\n  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on",
@@ -120,9 +120,9 @@ def test_a_file_that_lacks_a_tensor_is_refused_with_its_name(tmp_path, monkeypat
 def test_an_absent_file_is_a_mistake_of_the_catalogue(tmp_path):
     """`gpu serve` opens no breaker for such errors."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.backend import LlamaEngine, Thread
 
-    engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
+    engine = LlamaEngine("phi", tmp_path / "log", Thread(lambda line: None), None)
     with pytest.raises(LoadFailed, match="path does not exist") as error:
         engine.load({"model_path": str(tmp_path / "absent.gguf"), "name": "phi"}, None)
     assert error.value.mistake

@@ -9,11 +9,12 @@ import threading
 import psutil
 import pytest
 
-from gpu_runtime import BadCall, EngineDied, EngineFault, ProcessLost
+from gpu_runtime import BadCall, EngineDied, EngineFault, GpuError, ProcessLost
+from gpu_runtime.backends.processes import engine
 from gpu_runtime.owner import registry
 from gpu_runtime.units import MIB
 from tests import tiny_models
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE, scaled, until
 
 from .conftest import claims, fakes, where
 
@@ -56,16 +57,56 @@ def test_a_gguf_file_is_a_model_like_any_other(rt):
     assert actions(rt) == ["granted", "loaded"]
 
 
-def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_again(rt, file):
-    """An engine's model cannot move to RAM, so it is loaded again. Code that kept the object continues."""
-    rt.register("mini", str(file))
+@pytest.mark.parametrize("isolated", [True, False])
+def test_two_that_do_not_fit_together_take_turns_and_none_is_ended(rt, file, isolated):
+    """The worker stays, and its model wakes in it. Code that kept the object continues."""
+    rt.forget("phi")
+    for name in ("phi", "mini"):
+        rt.register(name, str(file), isolated=isolated)
     with rt.use("phi") as phi:
-        before = write(phi)
+        before, pid = write(phi), phi.pid
     with rt.use("mini") as mini:
         assert write(mini) == before
-    assert where(rt) == {"phi": "disk", "mini": "sim:0"} and phi.pid is None
-    assert write(phi) == before
-    assert where(rt) == {"phi": "sim:0", "mini": "disk"} and claims(rt).keys() == {"sim:0"}
+    assert where(rt) == {"phi": "host", "mini": "sim:0"} and phi.pid is None
+    assert rt.why("phi")[0].action == "asleep"
+    for _ in range(2):
+        assert write(phi) == before and phi.pid == pid
+        assert where(rt) == {"phi": "sim:0", "mini": "host"}
+        assert write(mini) == before
+    assert (rt.status().totals["loads"], rt.status().totals["unloads"]) == (2, 0)
+    rt.evict("phi", drop=True)
+    assert where(rt)["phi"] == "disk" and claims(rt)["sim:0"] == rt.probe.used()["sim:0"]
+
+
+@pytest.mark.parametrize("fault", ["late", "dead", "gone"])
+def test_a_worker_that_does_not_wake_is_ended_and_the_model_is_loaded_anew(
+    runtime, file, tmp_path, monkeypatch, fault
+):
+    """Its worker hangs, or died asleep. If its file is gone, the error is that of a load."""
+    own = tmp_path / "phi.gguf"
+    own.symlink_to(file)
+    rt = runtime(devices="sim:10MiB,host:64MiB", gpu_memory_max_percent=1.0)
+    rt.register("phi", str(own))
+    with rt.use("phi") as phi:
+        before, pid = write(phi), phi.pid
+    rt.evict("phi")
+    assert where(rt) == {"phi": "host"}
+    if fault == "late":
+        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 0.2)
+        registry.find(rt._session, "phi").handle.engine._load_seconds = 0.1
+        os.kill(pid, signal.SIGSTOP)
+    elif fault == "dead":
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: where(rt) == {"phi": "disk"})
+    else:
+        own.unlink()
+        with pytest.raises(GpuError, match="phi.gguf"):
+            write(phi)
+        assert claims(rt) == {} and not psutil.pid_exists(pid)
+        return
+    assert write(phi) == before and phi.pid != pid and not psutil.pid_exists(pid)
+    said = {"late": "did not wake: it did not answer in time", "dead": "was killed by SIGKILL"}
+    assert said[fault] in " ".join(event.because for event in rt.why("phi"))
 
 
 def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
@@ -139,7 +180,7 @@ def test_a_call_that_is_refused_costs_nobody_anything(rt):
         for call in (
             lambda: phi.create_completion("hello " * 900),
             lambda: phi.create_completion("hello", temprature=1),
-            lambda: phi.create_completion("hello", logits_processor=[print]),
+            lambda: phi.create_completion("hello", logits_processor=[lambda ids, scores: scores]),
             lambda: phi.create_chat_completion("device-side assert triggered"),
         ):
             with pytest.raises(BadCall):

@@ -233,12 +233,13 @@ def test_a_prompt_of_a_gguf_has_the_figures_of_the_library(sources, monkeypatch)
     model = worker._load(order, inbox, lambda part: None, lambda line: None)
     given = {"add_bos": True, "by_piece": False, "top_logprobs": 2, "temp": 0.0}
     text = "the quick brown fox"
-    sent: list[dict] = []
+    sent: list[tuple] = []
+    send = lambda *answer: sent.append(answer)
     end, alone = (
-        worker._send_items(model.write(text, most=4, echo=echo, **given), 1, inbox, sent.append)
+        worker._send_items(model.write(text, most=4, echo=echo, **given), 1, inbox, send)
         for echo in (True, False)
     )
-    [prompt] = [one["item"] for one in sent]
+    [(_, _, prompt)] = sent
     assert (end["text"], prompt["text"]) == (alone["text"], text)
     own = llama_cpp.Llama(str(sources["gguf"]), logits_all=True, verbose=False, n_ctx=256)
     tokens = own.tokenize(text.encode())

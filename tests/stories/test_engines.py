@@ -156,10 +156,10 @@ def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_st
         went = _killing_at_random(rt, names, kills, seed=2)
         assert went["answered"] >= kills
         for name in names:
-            rt.evict(name)
+            rt.evict(name, drop=True)
         until(lambda: claims(rt) == {} and rt.probe.used()["sim:0"] == 0)
         workers = lambda: [
-            one for one in me.children(recursive=True) if "llama_cpp/worker" in _words(one)
+            one for one in me.children(recursive=True) if "llama_cpp.worker" in _words(one)
         ]
         until(lambda: not workers())
         assert me.num_fds() <= files + 4 and me.memory_info().rss < before + 64 * 2**20

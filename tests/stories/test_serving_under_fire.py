@@ -28,7 +28,7 @@ pytest.importorskip("llama_cpp")
 # The first two in workers of llama.cpp's, the third as a server with a port of its own. Two of them fit together.
 MODELS = ("writer", "editor", "reader")
 CALLERS = 4
-ENGINES = ("llama_cpp/worker", "llama_cpp.server", "llama-server")
+ENGINES = ("llama_cpp.worker", "llama_cpp.server", "llama-server")
 LEAST_SENT = 200  # requests of a flood
 # A process of another user. It guesses tokens, sends requests that do not end, announces bodies
 # that it does not send, and sends bytes that are no HTTP. When its input ends, it prints the number

@@ -16,20 +16,19 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 from ... import threads
 from ...compat import StrEnum
 from ...devices.probe import Probe
-from ...devices.process_memory import Block
 from ...errors import BadSetting, LoadFailed
-from ...facts import HOST, Evidence, ModelSpec, Share, Shares
+from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
 from ...files import make_directory, weak_step
 from ...ledgers.access import local_state
 from ...tcp_sockets import Listener, listeners, of_another_user, socket_inodes
-from ...units import show_bytes
 from ..base import Progress
+from ..processes import engine
 from ..processes.engine import (
     MOST_RESTARTS,
     STOP_SECONDS,
@@ -64,8 +63,6 @@ POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
 READY_STATUS = 200  # of the health check
 LOAD_ANSWER_SECONDS = 3600.0  # time-out of the request that loads the model
-LEAST_TURN_SECONDS = 30.0  # that a server has to sleep, or to wake
-KEPT_SECONDS = 10.0  # until the driver reports that a sleeping server has given its bytes back
 
 
 class ServerState(StrEnum):
@@ -310,30 +307,10 @@ class Server(RestartedEngine):
 
     # -- sleep
 
-    def sleep(self) -> None:
-        """Puts the server to sleep. If it fails, ends the server and raises EngineDied.
-
-        The server has as much time as its last start took, at least LEAST_TURN_SECONDS.
-        """
-        self.asleep = True
-        self._turn(self.recipe.sleep, "sleep")
-
-    def wake(self) -> None:
-        """Wakes the server. The time, and what happens if it fails, are as in `sleep`."""
-        self._turn(self.recipe.wake, "wake")
-        self.asleep = False
-
-    def _turn(self, act: Callable[[SendRequest], str], verb: str) -> None:
-        """Calls `act`, a method of the recipe. Ends the server if it returns a reason."""
-        if why := act(self._sender(max(LEAST_TURN_SECONDS, self._started_in))):
-            self.fail(f"it did not {verb}: {why.rstrip('.')}")
-
-    def fail(self, why: str) -> NoReturn:
-        """Ends the server, and raises EngineDied with the reason `why`."""
-        pid = self._pid
-        self.end()
-        text = f"the server of {self.spec.name} was ended, since {why}."
-        raise self.died(Kind.CRASH, text, why, pid=pid)
+    def turn(self, verb: str) -> str:
+        """As `Engine.turn`. It has as much time as its last start took, at least LEAST_TURN_SECONDS."""
+        send = self._sender(max(engine.LEAST_TURN_SECONDS, self._started_in))
+        return self.recipe.sleep(send) if verb == "sleep" else self.recipe.wake(send)
 
     def _answers_health_check(self) -> bool:
         send = self._sender(ANSWER_SECONDS, keyed=False)
@@ -596,39 +573,7 @@ class Served(EngineModel[Server]):
         return server
 
 
-class ServerHandle(EngineHandle[Server, Served]):
-    """A server with its model. `shares` are the weights alone if the server can sleep."""
-
-    total: Shares = ()  # what the server took on its cards when it had loaded
-    weights = 0  # the bytes that it has in host memory while it sleeps; 0: it cannot sleep
-
-    @property
-    def claims(self) -> Shares:
-        """What the model claims on each card while it is awake: all but what stays while it sleeps."""
-        return tuple(
-            Share(one.device, one.bytes - self.kept.get(one.device, 0)) for one in self.total
-        )
-
-    @property
-    def own(self) -> Shares:
-        """The part of `claims` that goes to host memory."""
-        size = sum(share.bytes for share in self.claims)
-        part = min(self.weights, size)
-        return tuple(Share(one.device, one.bytes * part // size) for one in self.claims)
-
-    @property
-    def working_bytes(self) -> int:
-        """The part of `claims` that is lost when the server sleeps: its cache."""
-        return sum(share.bytes for share in self.claims) - sum(share.bytes for share in self.own)
-
-    def settle(self, blocks: list[Block], *, asleep: bool) -> None:
-        """Counts the model in `blocks`: in host memory, or on its cards."""
-        size = sum(share.bytes for share in self.own)
-        self.shares = (Share(HOST, size),) if asleep else self.own
-        self.value._engine = None if asleep else self.engine
-        before, self.blocks = self.blocks, blocks
-        for block in before:
-            block.free()
+ServerHandle = EngineHandle[Server, Served]
 
 
 class ServerBackend(EngineBackend[ServerHandle, Served]):
@@ -638,7 +583,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     options that the recipe reads.
     """
 
-    model_type, handle_type = Served, ServerHandle
+    model_type = Served
 
     def __init__(self, probe: Probe, name: str, settings: Settings | None = None) -> None:
         """The engine is called `name`. `settings` have the ports and the time-out of a start."""
@@ -680,66 +625,10 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
 
         return server, start
 
-    # -- sleep
-
-    def load(self, spec: ModelSpec, shares: Shares, *args: Any, **named: Any) -> ServerHandle:
-        """As `EngineBackend.load`."""
-        handle = super().load(spec, shares, *args, **named)
-        if self.can_move and spec.options.get("sleep", True):
-            found = self.evidence(spec)
-            handle.total = handle.shares
-            handle.weights = (
-                found.weight_bytes or found.file_bytes or sum(share.bytes for share in handle.total)
-            )
-            handle.shares = handle.own
-        return handle
-
-    def move(self, model: ServerHandle, shares: Shares) -> None:  # type: ignore[override]
-        """Puts the server to sleep if `shares` are in host memory, and wakes it if they are its cards.
-
-        If it does not sleep or wake, its server is ended, and EngineDied is raised. The device's
-        out-of-memory error ends nothing. Raises CannotGovern for other cards.
-        """
-        to_host = all(share.device == HOST for share in shares)
-        if not model.weights or not (to_host or model.engine.asleep):
-            super().move(model, shares)
-        if to_host == model.engine.asleep:
-            return
-        blocks = [self.probe.place(share.device).allocate(share.bytes) for share in shares]
-        try:
-            if to_host:
-                model.engine.sleep()
-                model.kept = self._kept(model)
-            else:
-                model.engine.wake()
-        except BaseException:
-            model.end()
-            for block in blocks:
-                block.free()
-            raise
-        model.settle(blocks, asleep=to_host)
-
-    def _kept(self, model: ServerHandle) -> dict[str, int]:
-        """The bytes that the sleeping server of `model` keeps on each card: its context and graphs.
-
-        The driver may report a change late. A server that keeps more than half of its bytes has not
-        given them back: it is ended, and EngineDied is raised.
-        """
-        most = sum(share.bytes for share in model.total) // 2
-        for _ in range(int(KEPT_SECONDS / POLL_SECONDS)):
-            kept = self._on_cards(model.pids, model.total)
-            if sum(kept.values()) <= most:
-                return kept
-            time.sleep(POLL_SECONDS)
-        size = show_bytes(sum(kept.values()))
-        return model.engine.fail(f"it says that it sleeps, and keeps {size} on its card")
-
-    def working_bytes(self, model: ServerHandle) -> int | None:
-        return model.working_bytes if model.weights else None
-
-    def must_return_to(self, model: ServerHandle) -> dict[str, int]:
-        """Its cards, each with the bytes that the model claims there."""
-        return {share.device: share.bytes for share in model.claims}
+    def _bytes_asleep(self, spec: ModelSpec, handle: ServerHandle) -> int:
+        """The bytes of its weights, which a sleeping server has in host memory."""
+        found = self.evidence(spec)
+        return found.weight_bytes or found.file_bytes or sum(one.bytes for one in handle.total)
 
     def _server(self, spec: ModelSpec, shares: Shares) -> Server:
         """A server for `spec`, not started yet. It sees only the cards of `shares` that it uses."""

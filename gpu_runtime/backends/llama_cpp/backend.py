@@ -3,18 +3,20 @@
 An out-of-memory error or a failed check in llama.cpp ends the process in which it runs. So a worker
 process is the default: after a crash the caller gets one error, and nothing else is affected.
 `isolated=False` loads the model into this process. Users get the same kind of object in both cases.
-llama.cpp cannot move a loaded model, so an evicted model is dropped, and loaded again later.
+llama.cpp cannot move a loaded model. An evicted model sleeps: its worker frees all of it, and loads it
+again when it wakes, which takes a fraction of the time of a new process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import pickle
 import queue
 import re
 import socket
-import threading
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from typing import Any
 from ... import threads
 from ...devices.probe import Probe
 from ...devices.process_memory import out_of_memory
-from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
+from ...errors import BadCall, EngineFault, GpuError, LoadFailed, ProcessLost
 from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, last_line, recognise
-from ...files import new_log
+from ...files import child_environment, new_log
 from ..base import Progress
+from ..processes import engine
 from ..processes.engine import (
     Child,
     Engine,
@@ -35,8 +38,8 @@ from ..processes.engine import (
     EngineModel,
     card_environment,
     in_words,
-    python_file,
 )
+from ..processes.remote_calls import Connection, Ended, Failed, MessageSocket, Requests, pack
 from . import worker
 from .options import (
     gguf_evidence,
@@ -49,10 +52,10 @@ from .options import (
 )
 from .worker import METHODS, OUR_METHODS
 
-# -- calls to a model in a worker: channels, requests, answers, streams and cancellation
+# -- calls to a model in a worker
 #
-# The worker is a process behind a socket, or a thread of this process. `worker.py` defines the
-# messages.
+# The worker is a process behind a socket, or a thread of this process. Requests and answers are as in
+# `processes/remote_calls.py`.
 #
 # If an engine ends by itself, its watcher is called once, before any caller gets the error. The
 # watcher frees the lease. So when a caller gets the error, the memory is free already.
@@ -65,108 +68,64 @@ _CALLER_ERRORS = frozenset(  # classes of the errors that the caller caused, not
 _LLAMA_ERROR = re.compile(r"error loading model: (.+)")  # in llama.cpp's log
 
 
-class Channel:
-    """The base of channels: messages to and from one worker."""
-
-    child: Child | None = None  # the worker process, if there is one
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends `message`, also to a worker that has ended. Raises TypeError if it cannot be sent."""
-        raise NotImplementedError
-
-    def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None if there are no more messages."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Ends the worker, and wakes the thread that waits in `receive`."""
-        raise NotImplementedError
-
-
-class ProcessChannel(Channel):
-    """A channel to a worker process: lines of JSON over a socket that no other process has."""
-
-    def __init__(self, log: Path, env: dict[str, str]) -> None:
-        """Starts the worker with the environment `env`. Its output goes to the file `log`."""
-        self._socket, worker_end = socket.socketpair()
-        with worker_end:
-            program = python_file(Path(worker.__file__))
-            command = [*program, str(worker_end.fileno()), str(os.getpid())]
-            self.child = Child(command, log=log, env=env, fds=(worker_end.fileno(),))
-        self._file = self._socket.makefile("rb")
-        self._sending = threading.Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        line = worker.to_line(message)
-        with self._sending, contextlib.suppress(OSError):  # the worker is gone: see `receive`
-            self._socket.sendall(line)
-
-    def receive(self) -> dict[str, Any] | None:
-        try:
-            line = self._file.readline(worker.LONGEST_LINE)
-            return worker.from_line(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):  # closed here, or not a message: the worker is ended
-            return None
-
-    def close(self) -> None:
-        assert self.child is not None
-        self.child.end()
-        with contextlib.suppress(OSError):  # the worker closed its end first
-            # This wakes the reading thread. The file is closed when that thread has ended.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
-class ThreadChannel(Channel):
-    """A channel to a thread of this process. Any object can be sent."""
+class Thread:
+    """A worker in a thread of this process. Any object can be sent to it."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         """Starts the thread. `log` is called with each line that llama.cpp prints."""
         self._inbox = worker.Inbox()
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._running = threads.start(lambda: self._run(log))
 
     def _run(self, log: Callable[[str], None]) -> None:
         try:
-            worker.work(self._inbox, self._answers.put, log)
+            worker.work(self._inbox, lambda *answer: self._answers.put(answer), log)
         finally:
             self._answers.put(None)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
+        """Sends the `message`, also to a thread that has ended."""
         self._inbox.take(message)
 
-    def receive(self) -> dict[str, Any] | None:
-        return self._answers.get()
+    def receive(self) -> Any:
+        """The next answer. Raises EOFError if there are no more."""
+        if (answer := self._answers.get()) is None:
+            raise EOFError
+        return answer
 
     def close(self) -> None:
+        """Ends the thread, and waits for its end."""
         self._inbox.take(None)
         self._running.wait(STOP_SECONDS)
 
 
 class LlamaEngine(Engine):
-    """A model that is called through a channel, one call after the other. Thread-safe."""
+    """A model in a worker, which computes one call after the other. Thread-safe."""
 
-    def __init__(self, name: str, channel: Channel, log: Path | None) -> None:
-        """An engine for the model `name` over `channel`. Error messages name the file `log`."""
-        super().__init__()
-        self.name, self.log = name, log
-        self._channel = channel
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
-        self._load_messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    title = "engine"
+
+    def __init__(self, name: str, log: Path, connection: Connection, child: Child | None) -> None:
+        """The model `name` in the worker behind the `connection`; `child` is the worker's process, if any.
+
+        The worker's output is in the file `log`.
+        """
+        super().__init__(name, log)
+        self._connection, self._child = connection, child
         self._failures = 0  # decode failures in a row
-        threads.start(self._read)
+        self._load_seconds = 0.0
+        self.bytes_asleep = 0  # of the worker itself
+        self._requests = Requests(connection, on_end=self._ended)
 
     @property
     def pid(self) -> int | None:
         """The process id of the worker. None for a model in this process."""
-        return self._channel.child.pid if self._channel.child else None
+        return self._child.pid if self._child else None
 
     @property
     def pids(self) -> tuple[int, ...]:
         return (self.pid,) if self.pid else ()
 
-    # -- the load
+    # -- the load, sleep
 
     def load(
         self, arguments: dict[str, Any], progress: Callable[[float], None] | None
@@ -174,25 +133,38 @@ class LlamaEngine(Engine):
         """Loads the model with these `arguments` of Llama. Returns the worker's facts about it.
 
         `progress` is called with the finished part of the load, from 0 to 1. After any failure, an
-        interrupt included, the engine ends. Raises LoadFailed, and the device's out-of-memory
-        error.
+        interrupt included, the engine ends. Raises LoadFailed, and the device's out-of-memory error.
         """
+        began = time.perf_counter()
         try:
-            self._channel.send({"load": arguments})
-            while "loaded" not in (message := threads.next_item(self._load_messages)):
-                if "failed" in message:
-                    raise self._load_error(message["failed"])
-                if "over" in message:
-                    raise self._load_error({"type": "", "text": ""}) from self.error
+            for found in self._requests.stream("load", arguments):
+                if isinstance(found, dict):
+                    self._load_seconds = time.perf_counter() - began
+                    return found
                 if progress:
-                    progress(message["progress"])
-            return message["loaded"]
-        except BaseException:
-            self.end()
-            raise
+                    progress(found)
+            raise Ended
+        except (Failed, Ended) as error:
+            raise self._load_error(error) from None
+        finally:
+            if not self._load_seconds:
+                self.end()
 
-    def _load_error(self, failure: dict[str, str]) -> GpuError:
-        kind, text = failure["type"], failure["text"]
+    def turn(self, verb: str) -> str:
+        """As `Engine.turn`. It has as much time as its load took, at least LEAST_TURN_SECONDS."""
+        seconds = max(engine.LEAST_TURN_SECONDS, self._load_seconds)
+        try:
+            self._requests.request(verb, seconds=seconds)
+        except TimeoutError:
+            return "it did not answer in time"
+        except Failed as error:
+            return error.text
+        except Ended:
+            self.require()
+        return ""
+
+    def _load_error(self, error: Failed | Ended) -> GpuError:
+        kind, text = error.args if isinstance(error, Failed) else ("", "")
         needs = ""
         if kind == "NoOffload":
             needs = (
@@ -208,7 +180,7 @@ class LlamaEngine(Engine):
         if needs:
             words = f"{self.name} needs {needs}"
             return LoadFailed(words, name=self.name, source="", why=text, mistake=True)
-        log = self._channel.child.tail() if self._channel.child else ""
+        log = self._child.tail() if self._child else ""
         fault = recognise(f"{text}\n{log}")
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             return out_of_memory(fault.line)
@@ -217,76 +189,49 @@ class LlamaEngine(Engine):
         if named and not fault:
             why = f"{why} ({named[1].strip()})"
         return LoadFailed(
-            f"{self.name} could not be loaded: {why}.{self._log_line}",
+            f"{self.name} could not be loaded: {why}.\n  Its log:  {self.log}",
             name=self.name,
             source="",
             why=why,
             kind=fault.kind.value if fault else "",
-            log=str(self.log or ""),
+            log=str(self.log),
             mistake=text.startswith("Model path does not exist"),
         )
-
-    @property
-    def _log_line(self) -> str:
-        return f"\n  Its log:  {self.log}" if self.log else ""
 
     # -- its end
 
     def end(self) -> None:
         self._wanted = False
         text = f"{self.name} was unloaded; its next use loads it again."
-        self._close(self._died(text, "ended", "it was unloaded"))
-
-    def _died(self, text: str, kind: str, why: str, status: int | None = None) -> EngineDied:
-        facts = {"pid": self.pid, "status": status, "kind": kind, "why": why}
-        return EngineDied(text, name=self.name, log=str(self.log or ""), **facts)
+        self._close(self.died("ended", text, "it was unloaded", pid=self.pid))
 
     def _close(self, error: GpuError) -> None:
         """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
         with self._changed:
-            # The error is set before the channel is closed. When the reading thread finds the
-            # channel closed, it calls this method with another error, which then has no effect.
             self.error = self.error or error
-        self._channel.close()
+        if self._child:
+            self._child.end()
+        else:
+            self._connection.close()
         self._report_loss()
-        if self._reporting:
-            # The watcher has made this call, and an outer call of this method waits for the
-            # watcher. The outer call then wakes the waiting callers.
-            return
-        with self._changed:
-            waiting, self._pending = list(self._pending.values()), {}
-        self._load_messages.put({"over": True})
-        for answers in waiting:
-            answers.put({"over": True})
 
-    def _read(self) -> None:
-        """Passes each message to the caller that waits for it, in a thread, until the channel ends."""
-        while (message := self._channel.receive()) is not None:
-            number = message.get("id")
-            if number is None:
-                self._load_messages.put(message)
-                continue
-            with self._changed:
-                answers = self._pending.get(number)
-                if answers is not None and "item" not in message:
-                    del self._pending[number]
-            if answers is not None:
-                answers.put(message)
-        self._close(self._death())
+    def _ended(self) -> None:
+        """Called in the thread that reads the answers, before waiting calls get their error.
 
-    def _death(self) -> GpuError:
-        """The error for an engine that ended by itself, with the reason that its log shows."""
-        child = self._channel.child
-        status = child.end() if child else None
-        fault = recognise(child.tail() if child else "")
+        The loss is in the book by then. It may be reported in another thread, whose call has failed.
+        """
+        status = self._child.end() if self._child else None
+        fault = recognise(self._child.tail() if self._child else "")
         kind = fault.kind if fault else Kind.CRASH
         how = in_words(status) if status is not None else "its thread ended"
         why = f"{how}: {fault.line}" if fault else how
         text = (
             f"the engine of {self.name} (pid {self.pid}) is gone: {why}.\n"
-            f"  Its memory is free; the next use of {self.name} loads it again.{self._log_line}"
+            f"  Its memory is free; the next use of {self.name} loads it again."
         )
-        return self._died(text, kind.value, why, status)
+        self._close(self.died(kind, text, why, status, self.pid))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reporting)
 
     # -- calls
 
@@ -302,13 +247,9 @@ class LlamaEngine(Engine):
         Setting `cancelled` cancels the call, and the result is then None. Raises BadCall,
         EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
         """
-        number, answers = self._send_call(method, args, kwargs, cancelled)
-        try:
-            message = answers.get()
-        except BaseException:  # after an interrupt, the engine need not continue
-            self.cancel(number)
-            raise
-        return self._outcome(method, message)
+        given = self._given(method, args, kwargs)
+        with self._errors_of(method):
+            return self._requests.request("call", method, given, cancelled=cancelled)
 
     def stream(
         self,
@@ -322,51 +263,18 @@ class LlamaEngine(Engine):
         If the iterator is closed before its end, or `cancelled` is set, the engine stops computing.
         Raises the errors of `ask`.
         """
-        number, answers = self._send_call(method, args, kwargs, cancelled)
-        done = False
+        given = self._given(method, args, kwargs)
+        with self._errors_of(method):
+            yield from self._requests.stream("call", method, given, cancelled=cancelled)
+
+    def _given(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a call as they are sent. Raises BadCall, and the error of an ended engine."""
+        self.require()
+        if self._child is None:
+            return args, kwargs
         try:
-            while True:
-                message = answers.get()
-                if "item" not in message:
-                    done = True
-                    last = self._outcome(method, message)
-                    if last is not None:
-                        yield last
-                    return
-                yield message["item"]
-        finally:
-            if not done:
-                self.cancel(number)
-
-    def cancel(self, number: int) -> None:
-        """Cancels the call with this `number`, because its answer is no longer wanted.
-
-        A thread that waits for the answer gets None at once.
-        """
-        with self._changed:
-            answers = self._pending.pop(number, None)
-        if answers is not None:  # the call has not ended
-            self._channel.send({"cancel": number})
-            answers.put({"end": None})
-
-    def _send_call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cancelled: threads.Cancellation | None,
-    ) -> tuple[int, queue.SimpleQueue[Any]]:
-        """Sends a call. Returns the number of the call and the queue of its answers."""
-        answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        with self._changed:
-            self.require()
-            number = next(self._numbers)
-            self._pending[number] = answers
-        try:
-            self._channel.send({"id": number, "call": method, "args": list(args), "kwargs": kwargs})
-        except TypeError as error:
-            with self._changed:
-                self._pending.pop(number, None)
+            return pack((args, kwargs), share=False)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise BadCall(
                 f"{self.name}: {method} got an argument that an isolated model cannot take: {error}.\n"
                 f"  A model in this process accepts any object:  "
@@ -375,28 +283,29 @@ class LlamaEngine(Engine):
                 method=method,
                 why=str(error),
             ) from None
-        if cancelled is not None:
-            cancelled.then(lambda: self.cancel(number))
-        return number, answers
 
-    def _outcome(self, method: str, message: dict[str, Any]) -> Any:
-        """The result in the last `message` of a call of `method`. Raises the error of the call."""
-        if "over" in message:
-            self.require()  # raises: the engine has ended
-        if "end" in message:
+    @contextlib.contextmanager
+    def _errors_of(self, method: str) -> Iterator[None]:
+        """A context manager for a call of `method`, whose errors it raises as those of `ask`."""
+        try:
+            yield
             self._failures = 0
-            return message["end"]
-        kind, text = message["error"]["type"], message["error"]["text"]
+        except Ended:
+            self.require()  # raises: the engine has ended
+        except Failed as error:
+            raise self._call_error(method, error) from None
+
+    def _call_error(self, method: str, error: Failed) -> Exception:
+        kind, text = error.kind, error.text
         # The text of a caller's error may quote the caller's input. So do not search it for faults.
         fault = None if kind in _CALLER_ERRORS else recognise(text)
         self._failures = decode_failures(self._failures, fault)
         if kind in _CALLER_ERRORS:
-            raise BadCall(
-                f"{self.name} refused {method}: {text}.", name=self.name, method=method, why=text
-            )
+            refused = f"{self.name} refused {method}: {text}."
+            return BadCall(refused, name=self.name, method=method, why=text)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            raise out_of_memory(f"{self.name}: {fault.line}")
-        raise self._fault_error(fault, text)
+            return out_of_memory(f"{self.name}: {fault.line}")
+        return self._fault_error(fault, text)
 
     def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
         """The error for a fault of the engine with the message `text`; `fault` is None if it is unknown.
@@ -500,6 +409,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     """
 
     name, engine_name = "llama_cpp", "llama.cpp"
+    can_move = True
     model_type = LlamaModel
 
     def __init__(self, probe: Probe) -> None:
@@ -521,10 +431,11 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         arguments["verbose"] = isolated  # a worker's output goes to its log
         total = sum(share.bytes for share in shares)
         report(0, total)
-        engine = LlamaEngine(spec.name, *self._open_channel(spec, shares, isolated))
+        engine = self._engine(spec, shares, isolated)
 
         def start(value: LlamaModel) -> Shares:
             facts = engine.load(arguments, lambda part: report(int(total * part), total))
+            engine.bytes_asleep = facts["own_bytes"]
             part = offloaded(spec, found.config)
             if engine.pid is None:
                 charged, numbers = {}, self._card_numbers(shares)
@@ -536,6 +447,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
 
         return engine, start
 
+    def _bytes_asleep(self, spec: ModelSpec, handle: LlamaHandle) -> int:
+        """The bytes of the worker itself."""
+        return handle.engine.bytes_asleep
+
     def _card_numbers(self, shares: Shares) -> tuple[int, ...] | None:
         """The numbers that the cards of `shares` have in this process. None for simulated cards."""
         names = [self.probe.place(share.device).torch for share in shares]
@@ -543,17 +458,22 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
             return None
         return tuple(int(name.partition(":")[2] or 0) for name in names)
 
-    def _open_channel(
-        self, spec: ModelSpec, shares: Shares, isolated: bool
-    ) -> tuple[Channel, Path]:
-        """A new channel to a worker, which is a process or a thread, and the path of its log."""
+    def _engine(self, spec: ModelSpec, shares: Shares, isolated: bool) -> LlamaEngine:
+        """An engine with a new worker, which is a process if the model is `isolated`, else a thread."""
         log = new_log(spec.name)
         if isolated:
             cards = card_environment(self.probe, shares if gpu_layers(spec) else ())
-            return ProcessChannel(log, {**os.environ, **waiting_environment(), **cards}), log
+            environment = {**child_environment(), **waiting_environment(), **cards}
+            own, its = socket.socketpair()
+            with its:
+                command = [sys.executable, "-P", "-m", worker.__name__, str(its.fileno())]
+                child = Child(
+                    [*command, str(os.getpid())], log=log, env=environment, fds=(its.fileno(),)
+                )
+            return LlamaEngine(spec.name, log, MessageSocket(own), child)
 
         def append_to_log(line: str) -> None:
             with open(log, "a") as file:
                 file.write(line)
 
-        return ThreadChannel(append_to_log), log
+        return LlamaEngine(spec.name, log, Thread(append_to_log), None)

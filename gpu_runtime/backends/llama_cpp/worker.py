@@ -1,34 +1,32 @@
 """The worker that computes a llama.cpp model: loads one model, then answers one call after another.
 
-As a program, this module is the process of an isolated model. JSON lines are sent over a socket,
-whose file descriptor is the program's first argument. If a model is not isolated, a thread of the
-notebook's process runs `work`. The module imports only the standard library and llama_cpp, because
-every load waits for its imports.
+As a program, this module is the process of an isolated model. If a model is not isolated, a thread of
+the notebook's process runs `work`. Every load waits for the imports of this module.
 
-Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel":
-id}. Messages from the worker: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}. After
-these, each call gets any number of {"id", "item"} and one {"id", "end"} or {"id", "error"}. An end
-that is not null is the result, or the last item of a stream.
+The requests are as in `processes/remote_calls.py`. Their kinds are the methods of `Worker`. A call has
+its arguments packed, unless the worker is a thread.
 """
 
 from __future__ import annotations
 
-import base64
 import codecs
 import ctypes
 import functools
-import json
+import gc
 import os
 import queue
 import random
 import re
-import runpy
+import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
-from pathlib import Path
 from typing import Any
+
+from ...stop_text import StopText
+from ..processes.remote_calls import Failed, MessageSocket, unpack
 
 METHODS = (  # the methods of Llama that callers may use
     *("create_chat_completion", "create_completion", "__call__", "create_embedding", "embed"),
@@ -36,11 +34,11 @@ METHODS = (  # the methods of Llama that callers may use
     *("metadata", "chat_format", "reset", "set_seed"),
 )
 OUR_METHODS = ("write", "drill")  # the methods of `_OurMethods` below
-LONGEST_LINE = 256 << 20
 PIECE_CHARACTERS = 32_768  # a prompt is first counted in pieces of this length
 CUT_TOKENS = 16  # a cut between two such pieces adds fewer tokens than this
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are kept at the same time
 PR_SET_PDEATHSIG = 1
+THREAD_BYTES = 1 << 20  # of a model that sleeps in a thread: its objects
 _BUFFER = re.compile(
     r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
 )
@@ -57,53 +55,99 @@ class NoOffload(Exception):
 
 
 class Inbox:
-    """The received messages: calls in their order, and the ids of cancelled calls."""
+    """The received requests: calls in their order, and the numbers of cancelled calls."""
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
         self.cancelled: set[int] = set()
         self.closed = False
 
-    def take(self, message: dict[str, Any] | None) -> None:
-        """Stores one `message`. If `message` is None, no more messages will arrive."""
-        if message is None:
+    def take(self, request: tuple[int, str, Any] | None) -> None:
+        """Stores one `request`. If it is None, no more requests will arrive."""
+        if request is None:
             self.closed = True
-            self.jobs.put(None)
-        elif "cancel" in message:
-            self.cancelled.add(message["cancel"])
-        else:
-            self.jobs.put(message)
+        elif request[1] == "cancel":
+            self.cancelled.add(request[0])
+            return
+        self.requests.put(request)
 
 
-def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[str], None]) -> None:
-    """Loads the model that the first message describes, then answers calls until `inbox` closes.
+Send = Callable[[int, str, Any], None]  # sends an answer
 
-    `send` sends a message to the caller. `log` gets the lines that llama.cpp prints.
+
+class Worker:
+    """The model of a worker. Its methods are the kinds of requests."""
+
+    def __init__(self, inbox: Inbox, send: Send, log: Callable[[str], None], own: int) -> None:
+        """No model is loaded yet. `log` gets the lines that llama.cpp prints. `own` is as in `work`."""
+        self._inbox, self._send, self._log, self._own = inbox, send, log, own
+        self._arguments: dict[str, Any] = {}
+        self._model: Any = None
+
+    def load(self, number: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Loads the model with these `arguments` of Llama. Returns facts about it.
+
+        The items are the finished parts of the load, from 0 to 1.
+        """
+        import llama_cpp  # noqa: F401 - what it takes stays while the model sleeps
+
+        own = self._own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        buffers: dict[str, dict[str, int]] = {}  # bytes by device (CPU, CUDA0) and use (model, KV)
+
+        def note_line(line: str) -> None:
+            self._log(line)
+            found = _BUFFER.search(line)
+            if found:
+                device, use, mebibytes = found.groups()
+                sizes = buffers.setdefault(device, {})
+                sizes[use] = sizes.get(use, 0) + int(float(mebibytes) * 2**20)
+
+        self._arguments = arguments
+        progress = lambda part: self._send(number, "item", part)
+        self._model = _load(arguments, self._inbox, progress, note_line)
+        return {"weight_bytes": self._model.weight_bytes, "buffers": buffers, "own_bytes": own}
+
+    def sleep(self, number: int) -> None:
+        """Frees everything that the model has. It cannot be called until it wakes."""
+        self.close()
+        gc.collect()  # the model and its functions refer to each other
+
+    def wake(self, number: int) -> None:
+        """Loads the model again, with the same arguments."""
+        self._model = _load(self._arguments, self._inbox, lambda part: None, self._log)
+
+    def call(self, number: int, method: str, given: Any) -> Any:
+        """The result of a method of the model; see `_call`."""
+        args, kwargs = given if self._own else unpack(given)
+        return _call(self._model, number, method, args, kwargs, self._inbox, self._send)
+
+    def close(self) -> None:
+        """Frees the model, if it is loaded."""
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+
+
+def work(inbox: Inbox, send: Send, log: Callable[[str], None], own: int = THREAD_BYTES) -> None:
+    """Answers the requests in `inbox` one after the other, until it closes.
+
+    `own` are the bytes of this worker while its model sleeps; 0 in a process, which measures them.
     """
-    order = inbox.jobs.get()
-    if order is None:
-        return
-    buffers: dict[str, dict[str, int]] = {}  # bytes by device (CPU, CUDA0) and use (model, KV)
-
-    def note_line(line: str) -> None:
-        log(line)
-        found = _BUFFER.search(line)
-        if found:
-            device, use, mebibytes = found.groups()
-            sizes = buffers.setdefault(device, {})
-            sizes[use] = sizes.get(use, 0) + int(float(mebibytes) * 2**20)
-
+    worker = Worker(inbox, send, log, own)
     try:
-        model = _load(order["load"], inbox, lambda part: send({"progress": part}), note_line)
-    except BaseException as error:  # noqa: BLE001 - the caller raises it
-        send({"failed": _described(error)})
-        return
-    try:
-        send({"loaded": {"weight_bytes": model.weight_bytes, "buffers": buffers}})
-        while (job := inbox.jobs.get()) is not None:
-            _answer(model, job, inbox, send)
+        while (request := inbox.requests.get()) is not None:
+            number, kind, args = request
+            try:
+                send(number, "result", getattr(worker, kind)(number, *args))
+            except Cancelled:  # the caller wants no more
+                send(number, "result", None)
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                name = type(error).__name__
+                send(number, "error", Failed(name, str(error) or name))
+            finally:
+                inbox.cancelled.discard(number)
     finally:
-        model.close()
+        worker.close()
 
 
 def _load(
@@ -209,7 +253,7 @@ class _OurMethods:
         masks = [_biased(logit_bias)] if logit_bias else []
         masks += [forced.mask] if forced else []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        stops = _stop_text()(list(stop))
+        stops = StopText(list(stop))
         made, ready, finish = 0, _Ready(), "length"
         written = self.generate(tokens, logits_processor=masks or None, **sampling) if limit else ()
         for token in written:
@@ -368,12 +412,6 @@ def _biased(biases: dict[str, float]) -> Callable[[Any, Any], Any]:
     return add
 
 
-@functools.cache
-def _stop_text() -> Any:
-    """The class StopText. As a program, this module has no package, so the file is run."""
-    return runpy.run_path(str(Path(__file__).parents[2] / "stop_text.py"))["StopText"]
-
-
 def _model_class(inbox: Inbox) -> Any:
     """`llama_cpp.Llama` with cancellation and the methods of OUR_METHODS."""
     import llama_cpp
@@ -474,43 +512,29 @@ def _set_template(model: Any, template: str) -> None:
     model.chat_handler = formatter.to_chat_handler()
 
 
-def _answer(
-    model: Any, job: dict[str, Any], inbox: Inbox, send: Callable[[dict[str, Any]], None]
-) -> None:
-    """Runs one call and sends its items, then its result or its error."""
-    number = model.job = job["id"]
-    try:
-        if number in inbox.cancelled:
-            raise Cancelled
-        if job["call"] not in METHODS + OUR_METHODS:
-            raise AttributeError(f"there is no {job['call']}")
-        result = getattr(model, job["call"])
-        if callable(result):
-            result = result(*job["args"], **_with_grammar(job["kwargs"], model))
-        if hasattr(result, "__next__"):
-            result = _send_items(result, number, inbox, send)
-        send({"id": number, "end": result})
-    except Cancelled:  # the caller wants no more
-        send({"id": number, "end": None})
-    except Exception as error:  # noqa: BLE001 - the caller raises it
-        send({"id": number, "error": _described(error)})
-    finally:
-        inbox.cancelled.discard(number)
-
-
-def _send_items(
-    items: Generator[Any, None, Any],
-    number: int,
-    inbox: Inbox,
-    send: Callable[[dict[str, Any]], None],
+def _call(
+    model: Any, number: int, method: str, args: Any, kwargs: Any, inbox: Inbox, send: Send
 ) -> Any:
+    """Runs one call. Sends its items, and returns its result. Raises its error, and Cancelled."""
+    model.job = number
+    if number in inbox.cancelled:
+        raise Cancelled
+    if method not in METHODS + OUR_METHODS:
+        raise AttributeError(f"there is no {method}")
+    result = getattr(model, method)
+    if callable(result):
+        result = result(*args, **_with_grammar(kwargs, model))
+    return _send_items(result, number, inbox, send) if hasattr(result, "__next__") else result
+
+
+def _send_items(items: Generator[Any, None, Any], number: int, inbox: Inbox, send: Send) -> Any:
     """Sends the `items` of the call `number`. Returns the value that the generator returns.
 
     This last item is sent with the end, because each message wakes three threads.
     """
     try:
         while number not in inbox.cancelled:
-            send({"id": number, "item": next(items)})
+            send(number, "item", next(items))
     except StopIteration as end:
         return end.value
     items.close()
@@ -537,73 +561,29 @@ def _with_grammar(kwargs: dict[str, Any], model: Any) -> dict[str, Any]:
     return {**kwargs, "grammar": LlamaGrammar.from_string(kwargs["grammar"], verbose=False)}
 
 
-def _described(error: BaseException) -> dict[str, str]:
-    return {"type": type(error).__name__, "text": str(error) or type(error).__name__}
-
-
-def to_line(message: dict[str, Any]) -> bytes:
-    """The `message` as a line of JSON, with bytes as base64.
-
-    Raises TypeError for an object that JSON cannot hold.
-
-    >>> from_line(to_line({"id": 1, "args": [b"hi"]}))
-    {'id': 1, 'args': [b'hi']}
-    """
-    return _ENCODER.encode(message).encode() + b"\n"
-
-
-def from_line(line: bytes) -> dict[str, Any]:
-    """The message in a `line` that `to_line` made. Raises ValueError."""
-    return _DECODER.decode(line.decode())
-
-
-def _with_bytes(found: dict[str, Any]) -> Any:
-    return base64.b64decode(found["$bytes"]) if found.keys() == {"$bytes"} else found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (bytes, bytearray)):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if hasattr(value, "tolist"):  # a NumPy value
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
-
-
-# With these arguments, json.dumps and json.loads would make a new coder for each message.
-_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"))
-_DECODER = json.JSONDecoder(object_hook=_with_bytes)
-
-
 def main(number: int, owner: int) -> None:
     """Runs the process of an isolated model. This process and its group end with its owner.
 
     `number` is the file descriptor of the socket to the process `owner`.
     """
-    import socket
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles the stop button
     if sys.platform == "linux":
         # The system kills this process when the thread that started it ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != owner:  # the owner died before that
             os._exit(1)
-    connection = socket.socket(fileno=number)
-    inbox, lock = Inbox(), threading.Lock()
+    messages, inbox = MessageSocket(socket.socket(fileno=number)), Inbox()
 
     def read() -> None:
         try:
-            with connection.makefile("rb") as file:
-                while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
-                    inbox.take(from_line(line))
+            while True:
+                inbox.take(messages.receive())
         finally:  # the owner closed the socket: end at once, even in the middle of a computation
             os.killpg(0, signal.SIGKILL)
 
-    def send(message: dict[str, Any]) -> None:
-        with lock:
-            connection.sendall(to_line(message))
-
     threading.Thread(target=read, daemon=True).start()
-    work(inbox, send, lambda text: print(text, end="", file=sys.stderr, flush=True))
+    log = functools.partial(print, end="", file=sys.stderr, flush=True)
+    work(inbox, lambda *answer: messages.send(answer), log, own=0)
 
 
 if __name__ == "__main__":

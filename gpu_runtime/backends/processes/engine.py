@@ -1,8 +1,9 @@
 """Engines (the program or thread that runs one model), and the common part of their backends.
 
-An engine ends, is restarted, and explains both in errors. Engines place a model when they load it,
-and by default they never move it or change its weights. So an evicted model is dropped and loaded
-again later. `model_processes.py` overrides this.
+An engine ends, is restarted, and explains both in errors. Engines place a model when they load it, and
+never change its weights. Some engines sleep: they stay alive without their memory on the card, and
+wake on the same card. Other models are dropped when they are evicted, and loaded again later. Only
+`model_processes.py` moves models to other cards.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,13 +27,16 @@ from ... import threads
 from ...devices.probe import Probe
 from ...devices.process_memory import Block, out_of_memory
 from ...errors import CannotGovern, EngineDied, GpuError, LoadFailed, NotResident
-from ...facts import ModelSpec, Share, Shares, where
+from ...facts import HOST, ModelSpec, Share, Shares, where
 from ...fault_texts import Kind, last_line, recognise
 from ...files import new_log
+from ...units import show_bytes
 from ..base import Backend, Progress
 from . import orphan_guard
 
 OnLoss = Callable[[str, str], None]  # called with kind and because
+LEAST_TURN_SECONDS = 30.0  # that an engine has to sleep, or to wake
+KEPT_SECONDS = 10.0  # until the driver reports that a sleeping engine has given its bytes back
 
 
 class Engine:
@@ -40,7 +45,12 @@ class Engine:
     An engine is lost if it ended by itself and is not restarted. This is reported once.
     """
 
-    def __init__(self) -> None:
+    title: str  # what messages call the engine, such as "server"
+
+    def __init__(self, name: str, log: Path) -> None:
+        """The engine of the model `name`. Error messages name the file `log`."""
+        self.name, self.log = name, log
+        self.asleep = False  # its memory is not on the card; a restart would take it without room
         self.error: GpuError | None = None  # why the engine is lost; None: it is not
         self._wanted = True  # False: it was ended on purpose
         self._on_loss: OnLoss | None = None
@@ -72,25 +82,51 @@ class Engine:
         try:
             self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
         finally:
-            self._reporting = False
+            with self._changed:
+                self._reporting = False
+                self._changed.notify_all()
 
     def require(self) -> None:
         """Raises the error of a lost engine, as a new object with a traceback of its own."""
         if self.error is not None:
             raise type(self.error)(str(self.error), **self.error.facts)
 
+    def turn(self, verb: str) -> str:
+        """Lets the engine `verb`: "sleep" or "wake". Returns why it does not; empty once it has.
+
+        Raises EngineDied if it has ended.
+        """
+        raise NotImplementedError
+
+    def fail(self, why: str) -> NoReturn:
+        """Ends the engine, and raises EngineDied with the reason `why`."""
+        pid = next(iter(self.pids), None)
+        self.end()
+        raise self.died(
+            Kind.CRASH, f"the {self.title} of {self.name} was ended, since {why}.", why, pid=pid
+        )
+
+    def died(
+        self, kind: str, text: str, why: str, status: int | None = None, pid: int | None = None
+    ) -> EngineDied:
+        """The error with the message `text` for an engine that ended because of `why`, in a few words.
+
+        `pid` was its process, and `status` is the exit status.
+        """
+        facts = {"pid": pid, "status": status, "kind": str(kind), "why": why}
+        return EngineDied(
+            f"{text}\n  Its log:  {self.log}", name=self.name, log=str(self.log), **facts
+        )
+
 
 class RestartedEngine(Engine):
     """An engine in separate processes, which are restarted at most MOST_RESTARTS times."""
 
-    title: str  # what messages call the engine: "server" or "process"
-
     def __init__(self, spec: ModelSpec) -> None:
         """The engine of the model `spec`. The engine's output is appended to the file `log`."""
-        super().__init__()
-        self.spec, self.log = spec, new_log(spec.name)
+        super().__init__(spec.name, new_log(spec.name))
+        self.spec = spec
         self.restarts = 0
-        self.asleep = False  # its memory is not on the card; a restart would take it without room
         self._pid: int | None = None  # named in errors
 
     def _wait_for_end(self) -> tuple[int, str] | None:
@@ -133,23 +169,6 @@ class RestartedEngine(Engine):
         self._report_loss()
         with self._changed:  # wake the callers last: by now the book shows the loss
             self._changed.notify_all()
-
-    def died(
-        self, kind: Kind, text: str, why: str, status: int | None = None, pid: int | None = None
-    ) -> EngineDied:
-        """The error with the message `text` for an engine that ended because of `why`, in a few words.
-
-        `pid` was its process, and `status` is the exit status.
-        """
-        return EngineDied(
-            f"{text}\n  Its log:  {self.log}",
-            name=self.spec.name,
-            pid=pid,
-            status=status,
-            kind=kind.value,
-            why=why,
-            log=str(self.log),
-        )
 
     def _load_error(self, why: str, output: str) -> GpuError:
         """The error for a load that failed because of `why`, with the line of `output` that explains it.
@@ -199,7 +218,13 @@ V = TypeVar("V", bound=EngineModel[Any])
 
 
 class EngineHandle(Generic[E, V]):
-    """An engine with its model, and the record of the model's bytes on each device."""
+    """An engine with its model, and the record of the model's bytes on each device.
+
+    If the engine can sleep, `shares` are the bytes that it has in host memory while it sleeps.
+    """
+
+    total: Shares = ()  # what the engine took on its cards when it had loaded
+    most_asleep = 0  # the bytes that it has in host memory while it sleeps; 0: it cannot sleep
 
     def __init__(self, engine: E, value: V) -> None:
         """A handle of `engine`. When the handle is freed, the engine ends. `use` yields `value`."""
@@ -228,10 +253,39 @@ class EngineHandle(Generic[E, V]):
 
         Raises the device's out-of-memory error.
         """
-        self.shares = shares
+        self.shares = self.total = shares
         for share in shares:
             self.blocks.append(probe.place(share.device).allocate(share.bytes))
         self.value._engine, self.value._where = self.engine, where(shares)
+
+    @property
+    def claims(self) -> Shares:
+        """What the model claims on each card while it is awake: all but what stays while it sleeps."""
+        return tuple(
+            Share(one.device, one.bytes - self.kept.get(one.device, 0)) for one in self.total
+        )
+
+    @property
+    def own(self) -> Shares:
+        """The part of `claims` that is in host memory while the engine sleeps."""
+        size = sum(share.bytes for share in self.claims)
+        part = min(self.most_asleep, size)
+        return tuple(Share(one.device, one.bytes * part // max(1, size)) for one in self.claims)
+
+    @property
+    def working_bytes(self) -> int:
+        """The part of `claims` that is lost when the engine sleeps, such as its cache."""
+        return sum(share.bytes for share in self.claims) - sum(share.bytes for share in self.own)
+
+    def settle(self, blocks: list[Block], *, asleep: bool) -> None:
+        """Counts the model in `blocks`: in host memory, or on its cards."""
+        size = sum(share.bytes for share in self.own)
+        self.engine.asleep = asleep
+        self.shares = (Share(HOST, size),) if asleep else self.own
+        self.value._engine = None if asleep else self.engine
+        before, self.blocks = self.blocks, blocks
+        for block in before:
+            block.free()
 
     def end(self) -> None:
         """Ends the engine and frees the model's bytes. A repeated call does nothing."""
@@ -252,7 +306,6 @@ class EngineBackend(Backend, Generic[H, V]):
     can_move = False
     engine_name: str  # as in messages
     model_type: ClassVar[type]  # what `use` yields
-    handle_type: ClassVar[type] = EngineHandle
     probe: Probe
 
     def runs_here(self, spec: ModelSpec) -> bool:
@@ -260,16 +313,6 @@ class EngineBackend(Backend, Generic[H, V]):
 
     def value(self, model: H) -> V:
         return model.value  # type: ignore[no-any-return]
-
-    def move(self, model: H, shares: Shares) -> NoReturn:
-        """Always raises CannotGovern."""
-        name = model.value.name
-        raise CannotGovern(
-            f"{name} cannot be moved: {self.engine_name} places a model when it loads it.\n"
-            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
-            name=name,
-            why=f"{self.engine_name} cannot move",
-        )
 
     def load(
         self,
@@ -286,9 +329,12 @@ class EngineBackend(Backend, Generic[H, V]):
         the device's out-of-memory error.
         """
         engine, start = self._prepared(spec, shares, progress or (lambda done, total: None))
-        handle = self.handle_type(engine, self._reused(into, spec.name))
+        handle = EngineHandle(engine, self._reused(into, spec.name))
         try:
             handle.loaded(start(handle.value), self.probe)
+            if self.can_move and spec.options.get("sleep", True):
+                handle.most_asleep = self._bytes_asleep(spec, handle)
+                handle.shares = handle.own if handle.most_asleep else handle.shares
             return handle  # type: ignore[return-value]
         except BaseException:
             handle.end()
@@ -303,6 +349,67 @@ class EngineBackend(Backend, Generic[H, V]):
         total.
         """
         raise NotImplementedError
+
+    # -- sleep
+
+    def _bytes_asleep(self, spec: ModelSpec, handle: EngineHandle[Any, Any]) -> int:
+        """The bytes that the loaded model has in host memory while its engine sleeps. 0: it cannot sleep."""
+        return 0
+
+    def move(self, model: H, shares: Shares) -> None:
+        """Puts the engine to sleep if `shares` are in host memory, and wakes it if they are its cards.
+
+        If it does not sleep or wake, it is ended, and EngineDied is raised. The device's out-of-memory
+        error ends nothing. Raises CannotGovern for other cards.
+        """
+        to_host, engine = all(share.device == HOST for share in shares), model.engine
+        own = {one.device for one in shares} == {one.device for one in model.total}
+        if not model.most_asleep or not (to_host or (engine.asleep and own)):
+            name = model.value.name
+            raise CannotGovern(
+                f"{name} cannot be moved: {self.engine_name} places a model when it loads it.\n"
+                f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
+                name=name,
+                why=f"{self.engine_name} cannot move",
+            )
+        if to_host == engine.asleep:
+            return
+        blocks = [self.probe.place(share.device).allocate(share.bytes) for share in shares]
+        try:
+            engine.asleep = True  # from its first step to sleep until it is awake
+            verb = "sleep" if to_host else "wake"
+            if why := engine.turn(verb):
+                engine.fail(f"it did not {verb}: {why.rstrip('.')}")
+            if to_host:
+                model.kept = self._kept(model)
+        except BaseException:
+            model.end()
+            for block in blocks:
+                block.free()
+            raise
+        model.settle(blocks, asleep=to_host)
+
+    def _kept(self, model: H) -> dict[str, int]:
+        """The bytes that the sleeping engine of `model` keeps on each card: its context and graphs.
+
+        The driver may report a change late. An engine that keeps more than half of its bytes has not
+        given them back: it is ended, and EngineDied is raised.
+        """
+        most = sum(share.bytes for share in model.total) // 2
+        until = time.monotonic() + KEPT_SECONDS
+        while sum((kept := self._on_cards(model.pids, model.total)).values()) > most:
+            if time.monotonic() >= until:
+                size = show_bytes(sum(kept.values()))
+                model.engine.fail(f"it says that it sleeps, and keeps {size} on its card")
+            time.sleep(_POLL_SECONDS)
+        return kept
+
+    def working_bytes(self, model: H) -> int | None:
+        return model.working_bytes if model.most_asleep else None
+
+    def must_return_to(self, model: H) -> dict[str, int]:
+        """Its cards, each with the bytes that the model claims there."""
+        return {share.device: share.bytes for share in model.claims} if model.most_asleep else {}
 
     def drop(self, model: H) -> None:
         model.end()

@@ -7,13 +7,9 @@ is restarted on the same cards, and no waiting request can get the cards in betw
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import queue
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,14 +35,10 @@ from .engine import (
     in_words,
 )
 from .orphan_guard import descendants
-from .remote_calls import MessageSocket, Packed, uncopied
+from .remote_calls import Ended, MessageSocket, Packed, Requests, uncopied
 
 
-class Ended(Exception):
-    """Raised when the process has ended before it answered."""
-
-
-class Program:
+class Program(Requests):
     """A process that runs `model_program.py`, and the requests to it."""
 
     def __init__(self, log: Path, progress: Progress | None) -> None:
@@ -55,96 +47,11 @@ class Program:
         `progress` is called during the load, with bytes done and bytes in total.
         """
         own, its = socket.socketpair()
-        self._messages = MessageSocket(own)
         with its:
             module, number = f"{__package__}.model_program", str(its.fileno())
             words = [sys.executable, "-P", "-m", module, number]
             self.child, self._line = guarded(words, log, child_environment(), [its.fileno()])
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
-        self._lock = threading.Lock()
-        self._over = False
-        self._progress = progress
-        self.reading = threads.start(self._read)
-
-    def request(self, kind: str, *args: Any) -> Any:
-        """The result of a request. Raises its error, or Ended if the process ends before it answers."""
-        with self._answers(kind, args) as answers:
-            what, value = threads.next_item(answers)
-        if what == "result":
-            return value
-        try:
-            raise value
-        finally:
-            del value  # else error and traceback keep each other alive until the next collection
-
-    def stream(self, *args: Any) -> Iterator[Any]:
-        """Yields the items of a request "stream". Raises the errors of `request`.
-
-        If the iterator is closed before its end, the process ends the stream after its next item.
-        """
-        with self._answers("stream", args) as answers:
-            while True:
-                what, value = answers.get()
-                if what != "item":
-                    break
-                yield value
-            try:
-                if what == "error":
-                    raise value
-            finally:
-                del value
-
-    @contextlib.contextmanager
-    def _answers(self, kind: str, args: tuple[Any, ...]) -> Iterator[queue.SimpleQueue[Any]]:
-        """A context manager that sends a request, and yields the queue of its answers.
-
-        If a stream is left before its last answer, the process gets a request to cancel it.
-        """
-        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        number = next(self._numbers)
-        self._send(number, kind, args, answers)
-        try:
-            yield answers
-        finally:
-            if self._pending.pop(number, None) and kind == "stream":
-                with contextlib.suppress(Ended):  # the process has ended, and the stream with it
-                    self._send(number, "cancel", (number,))
-
-    def _send(self, number: int, kind: str, args: tuple[Any, ...], answers: Any = None) -> None:
-        with self._lock:
-            if self._over:
-                raise Ended
-            if answers is not None:
-                self._pending[number] = answers
-        try:
-            with contextlib.suppress(OSError):  # the process has just ended; `_read` answers
-                self._messages.send((number, kind, args))
-        except BaseException:  # the request cannot be pickled
-            self._pending.pop(number, None)
-            raise
-
-    def _read(self) -> None:
-        """Puts each answer into the queue of its request, in a thread, until the process ends."""
-        try:
-            while True:
-                number, what, value = self._messages.receive()
-                if what == "progress":
-                    if self._progress:
-                        self._progress(*value)
-                    continue
-                known = self._pending.get if what == "item" else self._pending.pop
-                if answers := known(number, None):
-                    answers.put((what, value))
-        except (EOFError, OSError):  # the process has ended; `finally` answers its requests
-            pass
-        finally:
-            with self._lock:
-                self._over = True
-                waiting = list(self._pending.values())
-            self._messages.close()
-            for answers in waiting:
-                answers.put(("error", Ended()))
+        super().__init__(MessageSocket(own), progress)
 
     def end(self) -> int:
         """Ends the process and everything that it started. Returns the exit status of its guard."""
@@ -252,7 +159,7 @@ class ModelProcess(RestartedEngine):
         """
         program = self._running()
         try:
-            yield from program.stream(function, *args)
+            yield from program.stream("stream", function, *args)
         except Ended:
             raise self._cut_off() from None
 
@@ -313,7 +220,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
 
     @property
     def can_move(self) -> bool:  # type: ignore[override]
-        return self.inner.can_move
+        return self.inner.can_move and self.name != "llama_cpp"  # which only sleeps
 
     @property
     def can_split(self) -> bool:  # type: ignore[override]
@@ -329,7 +236,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         self, spec: ModelSpec, shares: Shares, report: Progress
     ) -> tuple[ModelProcess, Callable[[ProcessModel], Shares]]:
         if self.name == "llama_cpp":  # the model needs no second process
-            spec = replace(spec, options={**spec.options, "isolated": False})
+            spec = replace(spec, options={**spec.options, "isolated": False, "sleep": False})
         process = ModelProcess(self.name, self._devices, self.probe, spec)
 
         def start(value: ProcessModel) -> Shares:

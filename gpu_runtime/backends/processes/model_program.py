@@ -1,10 +1,9 @@
 """The program of a process that runs one model for another process. See `model_processes.py`.
 
-The program answers requests. A request is a tuple (number, kind, arguments), and its answer a tuple
-(number, "result" or "error", value). Before the result of "stream", the items are sent as (number,
-"item", value). A load also sends (0, "progress", (bytes done, bytes in total)). A request of the kind
-"cancel" ends a stream and has no answer. One thread at a time waits for a request. When a request
-arrives, this thread starts another thread to wait for the next request. Then it runs its own.
+The program answers requests, as `remote_calls.py` describes them. The "progress" of a load has the
+bytes done and in total. A "cancel" ends a stream after its next item. One thread at a time waits for a
+request. When a request arrives, this thread starts another thread to wait for the next request. Then
+it runs its own.
 
 Requests are pickles, which can run any code. The socket connects this process with its owner only,
 and the owner may run any code here.

@@ -1,5 +1,10 @@
 """Calls on a model in another process: how arguments and results are packed and sent, and how a call runs.
 
+A request is a tuple (number, kind, arguments). Its answer is a tuple (number, "result" or "error",
+value). Before the result, the items of a stream are sent as (number, "item", value); a result that is
+not None is then the last item. During a load, (0, "progress", arguments) is sent. A request of the
+kind "cancel", with the number of another request, has no answer: that request ends soon.
+
 A packed value is the pickle of the value, followed by the value's large buffers. The processes
 between the caller and the model pass these parts on without unpacking them or importing torch. A
 pickle can run any code. So use this module only between processes that trust each other.
@@ -7,14 +12,18 @@ pickle can run any code. So use this module only between processes that trust ea
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
+import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from ... import threads
 from ...errors import BadCall
 from ...threads import import_whole, imported
 
@@ -68,6 +77,147 @@ class MessageSocket:
         with self._sending:
             self._file.close()
             self._socket.close()
+
+
+class Connection(Protocol):
+    """A `MessageSocket`, or another way to send messages and receive them."""
+
+    def send(self, message: Any) -> None: ...
+
+    def receive(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Ended(Exception):
+    """Raised when the process has ended before it answered."""
+
+
+class Failed(Exception):
+    """An error that is sent as the name of its class and its text, because only its program has the class."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+
+class Requests:
+    """Sends requests over a connection, and passes each answer to the thread that waits for it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        progress: Callable[..., None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Reads the `connection` in a thread. `progress` gets the arguments of "progress".
+
+        Once the connection has ended, `on_end` is called, and only then do waiting requests raise Ended.
+        """
+        self._connection, self._progress, self._on_end = connection, progress, on_end
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
+        self._lock = threading.Lock()
+        self._over = False
+        self.reading = threads.start(self._read)
+
+    def request(self, kind: str, *args: Any, **options: Any) -> Any:
+        """The result of a request. Raises its error, or Ended if the process ends before it answers.
+
+        The `options` are `cancelled`, as in `stream`, and `seconds`: without an answer in this time,
+        TimeoutError is raised.
+        """
+        seconds = options.pop("seconds", None)
+        with self._answers(kind, args, **options) as answers:
+            what, value = threads.next_item(answers, seconds)
+        if what == "result":
+            return value
+        try:
+            raise value
+        finally:
+            del value  # else error and traceback keep each other alive until the next collection
+
+    def stream(
+        self, kind: str, *args: Any, cancelled: threads.Cancellation | None = None
+    ) -> Iterator[Any]:
+        """Yields the items of a request. Raises the errors of `request`.
+
+        If the iterator is closed before its end, or `cancelled` is set, the request is cancelled.
+        """
+        with self._answers(kind, args, cancelled) as answers:
+            while True:
+                what, value = threads.next_item(answers)
+                if what != "item":
+                    break
+                yield value
+            try:
+                if what == "error":
+                    raise value
+                if value is not None:
+                    yield value
+            finally:
+                del value
+
+    @contextlib.contextmanager
+    def _answers(
+        self, kind: str, args: tuple[Any, ...], cancelled: threads.Cancellation | None = None
+    ) -> Iterator[queue.SimpleQueue[Any]]:
+        """A context manager that sends a request, and yields the queue of its answers.
+
+        If the block is left before the last answer, as after an interrupt, the request is cancelled.
+        """
+        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        number = next(self._numbers)
+        self._send(number, kind, args, answers)
+        try:
+            if cancelled is not None:
+                cancelled.then(lambda: self._cancel(number))
+            yield answers
+        finally:
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        """Cancels a request that has no last answer yet. Who waits for it gets the result None at once."""
+        if answers := self._pending.pop(number, None):
+            with contextlib.suppress(Ended):  # the process has ended, and the request with it
+                self._send(number, "cancel", (number,))
+            answers.put(("result", None))
+
+    def _send(self, number: int, kind: str, args: tuple[Any, ...], answers: Any = None) -> None:
+        with self._lock:
+            if self._over:
+                raise Ended
+            if answers is not None:
+                self._pending[number] = answers
+        try:
+            with contextlib.suppress(OSError):  # the process has just ended; `_read` answers
+                self._connection.send((number, kind, args))
+        except BaseException:  # the request cannot be pickled
+            self._pending.pop(number, None)
+            raise
+
+    def _read(self) -> None:
+        """Puts each answer into the queue of its request, in a thread, until the process ends."""
+        try:
+            while True:
+                number, what, value = self._connection.receive()
+                if what == "progress":
+                    if self._progress:
+                        self._progress(*value)
+                    continue
+                known = self._pending.get if what == "item" else self._pending.pop
+                if answers := known(number, None):
+                    answers.put((what, value))
+        except (EOFError, OSError):  # the process has ended; `finally` answers its requests
+            pass
+        finally:
+            self._connection.close()
+            self._on_end()
+            with self._lock:
+                self._over = True
+                waiting = list(self._pending.values())
+            for answers in waiting:
+                answers.put(("error", Ended()))
 
 
 def pack(value: Any, *, dumps: Callable[..., bytes] = pickle.dumps, share: bool = True) -> Packed:
