@@ -786,6 +786,7 @@ RULES: dict[str, Rule] = {
         Rule("a number of days above 0", _where(lambda days: 0 < days < MOST_DAYS, _number))
     ),
     **dict.fromkeys(("backtest.policy", "engine", "backtest.device", "host"), WORDS),
+    "disk": WORD._replace(expected="a size such as 80GB, or a percent such as 20%"),
     "file": PATH,
     "format": WORD._replace(expected="yaml, json, or nothing for a dict"),
     # the arguments of the fleet

@@ -9,7 +9,8 @@ memory. Requests for the same model run at the same time. A model in use is neve
 granted transfer takes the seconds that the history has for it. A lane is a path for transfers, such
 as from the disk to the card, or from the card to host memory. Each lane does one transfer at a time.
 With stages, a large model leaves the card in stages, and a waiting model returns in parts meanwhile,
-as in `scheduler.admission`.
+as in `scheduler.admission`. An engine and a notebook leave the card whole. A notebook is never dropped;
+if the replay has a disk, its memory may move on from host memory to the disk.
 
 Two policies are always replayed too, with the plain engine. `lru` is the reference. `clairvoyant`
 knows when each model is used next, so it shows the most that a better policy could gain.
@@ -77,18 +78,29 @@ HOST_BYTES_PER_SECOND = 10 * GB  # assumed for an offload, and for a restore wit
 # The actions of the events from which uses, bytes and durations are read.
 USED = ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped", "released")
 REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")
-MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
+MODEL_FIELDS = (
+    "model",
+    "size_gb",
+    "load_s",
+    "restore_s",
+    "offload_s",
+)  # and `kind`, if it is there
+MODEL, ENGINE, NOTEBOOK = KINDS = ("model", "engine", "notebook")
 T = TypeVar("T")
 
 
 class HistoryModel(NamedTuple):
-    """A model with its bytes, and the seconds that loading, restoring and offloading take."""
+    """A model with its bytes, and the seconds that loading, restoring and offloading take.
+
+    It may also be an engine, which is restored by waking, or a notebook, whose bytes exist nowhere else.
+    """
 
     name: str
     bytes: int
     load_seconds: float  # from disk to the card
     restore_seconds: float  # from host memory to the card
     offload_seconds: float  # from the card to host memory
+    kind: str = MODEL  # one of KINDS
 
 
 class HistoryRequest(NamedTuple):
@@ -121,8 +133,8 @@ def read_history(requests: str | Path, models: str | Path) -> UseHistory:
     """The history in two CSV files.
 
     `requests` is the file with the columns t_s, model, service_s, importance. `models` is the file
-    with the columns model, size_gb (10⁹ bytes), load_s, restore_s, offload_s. Raises BadSetting
-    with the file and the line of a mistake.
+    with the columns model, size_gb (10⁹ bytes), load_s, restore_s, offload_s, and maybe kind (one of
+    KINDS). Raises BadSetting with the file and the line of a mistake.
     """
     known: dict[str, HistoryModel] = {}
     for model in _rows_of(models, MODEL_FIELDS, _model):
@@ -244,12 +256,16 @@ def _model(row: dict[str, str]) -> HistoryModel:
     size = int(_number(row["size_gb"]) * GB)
     if size <= 0:
         raise ValueError("a size_gb above 0")
+    kind = row.get("kind") or MODEL
+    if kind not in KINDS:
+        raise BadSetting("kind", kind, f"one of {', '.join(KINDS)}")
     return HistoryModel(
         row["model"],
         size,
         _number(row["load_s"]),
         _number(row["restore_s"]),
         _number(row["offload_s"]),
+        kind,
     )
 
 
@@ -333,17 +349,23 @@ class Result(NamedTuple):
 
 
 def replay(
-    history: UseHistory, card_bytes: int, host_bytes: int, rank: Policy, engine: TransferRules
+    history: UseHistory,
+    card_bytes: int,
+    host_bytes: int,
+    rank: Policy,
+    engine: TransferRules,
+    disk_bytes: int = 0,
 ) -> Result:
     """Replays `history` with this card, host memory, policy (`rank`) and `engine`. Returns the
     measured result.
 
-    `card_bytes` must be at least the bytes of the largest model, and `host_bytes` may be 0. Raises
-    ValueError if a model of the history does not fit onto the card.
+    `card_bytes` must be at least the bytes of the largest model, and `host_bytes` may be 0. The disk
+    takes `disk_bytes` of notebooks. Raises ValueError if a model of the history does not fit onto the
+    card, and GpuError if its notebooks have no room to leave the card.
     """
     if history.largest > card_bytes:
         raise ValueError(f"a card of {card_bytes} bytes cannot hold the largest model")
-    return _Replay(history, card_bytes, host_bytes, rank, engine).run()
+    return _Replay(history, card_bytes, host_bytes, rank, engine, disk_bytes).run()
 
 
 class _Replay:
@@ -356,9 +378,10 @@ class _Replay:
         host_bytes: int,
         rank: Policy,
         engine: TransferRules,
+        disk_bytes: int,
     ) -> None:
         self.models, self.requests = history.models, history.requests
-        self.rank, self.engine = rank, engine
+        self.rank, self.engine, self.disk_bytes = rank, engine, disk_bytes
         limits = {CARD: card_bytes, HOST: host_bytes}
         devices = tuple(Device(id, size, simulated=True) for id, size in limits.items())
         rules = Rules(refresh_seconds=float("inf"), most_wait_seconds=engine.most_wait_seconds)
@@ -473,7 +496,7 @@ class _Replay:
         self.stale = True
 
     def _publish(self) -> None:
-        """Writes the users and the last uses of all models into the book, for the scheduler.
+        """Writes the users and last uses of all models, and the room on the disk, into the book.
 
         An arriving model keeps its users and last use in the book. A real process also publishes
         before each of its decisions.
@@ -481,8 +504,11 @@ class _Replay:
         if not self.stale:
             return
         self.stale = False
-        leases = []
-        for lease in self.book.sections[OWNER.id].leases:
+        leases, now = [], self.book.sections[OWNER.id].leases
+        room = max(0, self.disk_bytes - sum([lease.disk_bytes for lease in now]))
+        for lease in now:
+            if room != lease.disk_room and self.models[lease.name].kind == NOTEBOOK:
+                lease = replace(lease, disk_room=room)
             users, last, uses = self.used.get(lease.name, (0, 0.0, ""))
             if (users, last) != (lease.pins, lease.last_used) and lease.phase is not Phase.ARRIVING:
                 lease = replace(lease, pins=users, last_used=last, recent_uses=uses)
@@ -515,7 +541,10 @@ class _Replay:
         request = self._request(model)
         book, verdict = admit(self.book, request, self.world, self.rank)
         if isinstance(verdict, Refuse):
-            raise AssertionError(verdict.because)
+            raise GpuError(
+                f"the replay ends after {self.world.now:.0f} s: {verdict.because}\n"
+                "  Give its notebooks more RAM, or a disk:  --host SIZE --disk SIZE"
+            )
         lane = self._lane(verdict.steps)
         if lane in self.busy:
             return False
@@ -523,8 +552,9 @@ class _Replay:
         if not verdict.steps:
             return False
         if isinstance(verdict.steps[0], Load) and self.engine.shadows:
-            size = self.models[model].bytes
-            self.book, _ = victims.reserve_shadow(self.book, OWNER.id, model, size, self.world)
+            size, kind = self.models[model].bytes, self.models[model].kind
+            if kind == MODEL:
+                self.book, _ = victims.reserve_shadow(self.book, OWNER.id, model, size, self.world)
         self.busy.add(lane)
         self._start_steps(lane, deque(verdict.steps))
         return True
@@ -611,8 +641,8 @@ class _Replay:
             recent_uses=self.used.get(model, (0, 0.0, ""))[2],
             reload_seconds=costs.load_seconds,
             restore_seconds=costs.restore_seconds,
-            droppable=True,
-            piece_bytes=self._piece_bytes(costs.bytes),
+            droppable=costs.kind != NOTEBOOK,
+            piece_bytes=self._piece_bytes(costs.bytes) if costs.kind == MODEL else 0,
         )
         leaving = [lease.id for lease in self.book.leases() if lease.phase is Phase.LEAVING]
         return Request(
@@ -635,13 +665,17 @@ class _Replay:
         If a step copies only some bytes of a model, its time is reduced in proportion.
         """
         costs = self.models[step.lease.partition("/")[2]]
+        lease = self.book.find(step.lease)
+        if isinstance(step, Shed) and lease is not None and not lease.shadow_bytes:
+            return 2 * lease.stow_bytes / DISK_BYTES_PER_SECOND  # all is written, then compared
         if isinstance(step, (Drop, Shed)):
             return 0.0
         if isinstance(step, Load):
+            if costs.kind == NOTEBOOK:  # its own code makes the values
+                return 0.0
             self.moved_bytes += costs.bytes
             self.loads += 1
             return costs.load_seconds
-        lease = self.book.find(step.lease)
         assert lease is not None  # a lease that is moved is in the book
         if step.shares[0].device == HOST:
             moved = replace(lease, target=step.shares).offload_bytes
@@ -650,7 +684,9 @@ class _Replay:
         moved = sum(share.bytes for share in step.shares)
         self.moved_bytes += moved
         self.restores += not admission.is_part(lease)
-        return costs.restore_seconds * moved / costs.bytes
+        return (
+            costs.restore_seconds * moved / costs.bytes + lease.disk_bytes / DISK_BYTES_PER_SECOND
+        )
 
     def _done(self, lane: str, steps: tuple[Step, ...], more: deque[Step]) -> None:
         """Ends the `steps` of the transfer in `lane`, and starts the steps `more`.
@@ -663,17 +699,18 @@ class _Replay:
         for step in steps:
             before = self.book.find(step.lease)
             self.book = perform(self.book, step, self.world)
+            self.stale = self.stale or bool(self.disk_bytes)
             name = step.lease.partition("/")[2]
-            lease = self.book.lease(OWNER.id, name)
+            lease, kind = self.book.lease(OWNER.id, name), self.models[name].kind
             if lease is None or before is None or before.phase is not Phase.ARRIVING:
                 continue
             came = before.bytes_on(HOST) - lease.bytes_on(HOST)
-            stays = came if self.engine.shadows else 0
+            stays = came if self.engine.shadows and kind == MODEL else 0
             idle = replace(
                 lease,
                 pins=0,
                 importance=LEAST_IMPORTANT,
-                droppable=True,
+                droppable=kind != NOTEBOOK,
                 shadow_bytes=lease.shadow_bytes + stays,
             )
             self.book = self.book.with_lease(idle)
@@ -693,6 +730,7 @@ CLAIRVOYANT = "clairvoyant"
 REFERENCE = ("lru", "plain")
 DEVICES = "80GB,10%,20%,40%"
 HOSTS = "0GB,20%,50%,100%"
+NO_DISK = "0GB"
 
 
 class BacktestRow(NamedTuple):
@@ -720,14 +758,16 @@ def compare(
     engines: Sequence[str] = ("full",),
     devices: Sequence[str] = tuple(DEVICES.split(",")),
     hosts: Sequence[str] = tuple(HOSTS.split(",")),
+    disk: str = NO_DISK,
 ) -> Iterator[BacktestRow]:
     """Yields one row for each combination of the arguments, as soon as the replay for it has ended.
 
-    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models together.
-    A card that is given in percent has at least the bytes of the largest model.
+    `devices`, `hosts` and `disk` are sizes such as `80GB`, or percents of the bytes of all models
+    together. A card that is given in percent has at least the bytes of the largest model.
 
     Raises BadSetting for an unknown policy or engine, for a size that cannot be read, and for a
-    card that is smaller than the largest model. Raises GpuError for an empty `history`.
+    card that is smaller than the largest model. Raises GpuError for an empty `history`, and if its
+    notebooks have no room to leave the card.
     """
     if not history.requests:
         raise GpuError(
@@ -745,19 +785,25 @@ def compare(
             raise BadSetting(what, "", "a size such as 80GB, or a percent such as 20%")
     cards = [_card(text, history) for text in devices]
     memories = [_bytes(text, history, "host") for text in hosts]
+    disk_bytes = _bytes(disk, history, "disk")
     for card, memory in product(cards, memories):
-        yield from _rows(history, card, memory, policies, engines)
+        yield from _rows(history, card, memory, disk_bytes, policies, engines)
 
 
 def _rows(
-    history: UseHistory, card: int, memory: int, policies: Sequence[str], engines: Sequence[str]
+    history: UseHistory,
+    card: int,
+    memory: int,
+    disk: int,
+    policies: Sequence[str],
+    engines: Sequence[str],
 ) -> Iterator[BacktestRow]:
     """The rows for one card size and one host memory size, with the reference row first."""
     choices = [REFERENCE, (CLAIRVOYANT, "plain"), *product(policies, engines)]
     reference = 0.0
     for name, engine in dict.fromkeys(choices):
         rank = _clairvoyant(history) if name == CLAIRVOYANT else policy(name)
-        result = replay(history, card, memory, rank, ENGINES[engine])
+        result = replay(history, card, memory, rank, ENGINES[engine], disk)
         if (name, engine) == REFERENCE:
             reference = result.wait_seconds
         yield _row(name, engine, card, memory, result, reference)

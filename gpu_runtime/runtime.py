@@ -56,7 +56,7 @@ from .owner import (
     registry,
     status,
 )
-from .owner.history import DEVICES, HOSTS, POLICIES, recorded_events
+from .owner.history import DEVICES, HOSTS, NO_DISK, POLICIES, recorded_events
 from .owner.kernel import Kernel
 from .owner.monitor import Monitor
 from .owner.operations import ASK_SECONDS
@@ -687,16 +687,18 @@ class Runtime:
         engine: str | Iterable[str] = "full",
         device: str | Iterable[str] = DEVICES,
         host: str | Iterable[str] = HOSTS,
+        disk: str = NO_DISK,
     ) -> DataFrame:
         """Replays a history, and shows how long users wait with each policy, card and RAM.
 
         The history is in the CSV files `requests` and `models`. Without files, the history is the
         journal of the last `days` days (7). `policy`, `engine`, `device` and `host` are lists of
         words, or strings of words with commas. A word of `device` or `host` is a size such as "80GB", or a
-        percentage of the bytes of all models, such as "50%". Raises BadSetting, GpuError.
+        percentage of the bytes of all models, such as "50%"; so is `disk`, which takes the memory of
+        notebooks that RAM has no room for. Raises BadSetting, GpuError.
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
-        choices |= {"device": device, "host": host}
+        choices |= {"device": device, "host": host, "disk": disk}
         return history.backtest(self._session, requests, models, **choices)
 
     @checked

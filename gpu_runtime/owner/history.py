@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..backtest import (
     DEVICES,
     HOSTS,
+    NO_DISK,
     USE_SECONDS,
     BacktestRow,
     compare,
@@ -265,13 +266,14 @@ def backtest(
     engine: Words = "full",
     device: Words = DEVICES,
     host: Words = HOSTS,
+    disk: str = NO_DISK,
 ) -> DataFrame:
     """A table of the waiting that each choice of policy, engine, card and host memory would cause.
 
     The history is read from the CSV files `requests` and `models`; without them, from the journal
     of the last `days` days (7). `policy`, `engine`, `device` and `host` are each a list of
-    words, or one string of words with commas. The words of `device` and `host` are sizes such as
-    `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
+    words, or one string of words with commas. The words of `device` and `host`, and `disk`, are sizes
+    such as `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
     `backtest.Row`. Raises BadSetting, GpuError.
     """
     if (requests is None) != (models is None):
@@ -296,6 +298,7 @@ def backtest(
         engines=split_words(engine),
         devices=split_words(device),
         hosts=split_words(host),
+        disk=disk,
     )
     frame = table(rows, BacktestRow._fields)
     if note:

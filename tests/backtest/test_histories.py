@@ -31,6 +31,18 @@ def test_two_files_are_a_history(files):
     assert (history.bytes, history.largest) == (3_500_000_000, 2_000_000_000)
 
 
+def test_a_history_may_have_engines_and_notebooks(files):
+    head, *rows = MODELS.split()
+    models = "\n".join([f"{head},kind", f"{rows[0]},notebook", f"{rows[1]},", ""])
+    history = read_history(*files(models=models))
+    assert {name: model.kind for name, model in history.models.items()} == {
+        "a": "notebook",
+        "b": "model",
+    }
+    with pytest.raises(BadSetting, match="line 2, kind='kernel' .*one of model, engine, notebook"):
+        read_history(*files(models=models.replace("notebook", "kernel")))
+
+
 @pytest.mark.parametrize(
     ("requests", "models", "message"),
     [

@@ -5,14 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.backtest import (
+    ENGINE,
     ENGINES,
     LEAST_PIECE_BYTES,
+    MODEL,
+    NOTEBOOK,
     HistoryModel,
     HistoryRequest,
     Result,
     UseHistory,
     replay,
 )
+from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import IMPORTANCE, decode_uses
 from gpu_runtime.scheduler.policies import POLICIES, keep_score, lru
 
@@ -27,8 +31,14 @@ def history(*uses, **sizes):
     return UseHistory(models, tuple(requests))
 
 
-def run(past, card, host=0, rank=lru, engine="plain"):
-    return replay(past, card * GB, host * GB, rank, ENGINES[engine])
+def run(past, card, host=0, rank=lru, engine="plain", disk=0):
+    return replay(past, card * GB, host * GB, rank, ENGINES[engine], disk * GB)
+
+
+def of_kinds(past, **kinds):
+    """The history `past` with these kinds of its models."""
+    models = {name: one._replace(kind=kinds.get(name, MODEL)) for name, one in past.models.items()}
+    return past._replace(models=models)
 
 
 def test_a_model_is_loaded_once_and_then_it_is_there():
@@ -47,6 +57,33 @@ def test_ten_requests_whose_optimum_is_known():
     roomy = run(turns, 10, host=20)
     assert (roomy.loads, roomy.restores) == (2, 8)
     assert roomy.wait_seconds == pytest.approx(10 + 10.5 + 8 * 1.5)
+
+
+def test_a_notebook_is_never_loaded_and_a_full_ram_drops_the_model_for_it():
+    """Its values are its own. The model b is loaded in 10 s, once a has left in 0.5 s; a returns in 1 s."""
+    turns = history((0, "a"), (20, "b"), (40, "a"), (60, "b"), a=10, b=10)
+    result = run(of_kinds(turns, a=NOTEBOOK), 10, host=10)
+    assert result.waits == pytest.approx((0.0, 1.0, 10.5, 10.5))
+    assert (result.loads, result.restores) == (2, 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_notebook_goes_on_to_the_disk_for_another_one_and_returns_from_there(engine):
+    """For c, a is written and compared in 20 s, and b leaves the card in 0.5. Later a is read in 10 s more."""
+    turns = history((0, "a"), (20, "b"), (40, "c"), (90, "a"), a=10, b=10, c=10)
+    past = of_kinds(turns, a=NOTEBOOK, b=NOTEBOOK, c=NOTEBOOK)
+    result = run(past, 10, host=10, disk=20, engine=engine)
+    back = 20 + 0.5 + 1 + 10  # c leaves the card, for which b goes to the disk
+    assert result.waits == pytest.approx((0.0, 0.5, 20.5, back)) and not result.loads
+    with pytest.raises(GpuError, match="after 40 s.*(?s:.)*--disk SIZE"):
+        run(past, 10, host=10, disk=9, engine=engine)
+
+
+def test_no_notebook_goes_to_the_disk_so_that_an_engine_may_sleep_in_ram():
+    """The engine is ended, and started again in 10 s. The disk would take 20 s from the request that waits now."""
+    turns = history((0, "a"), (20, "b"), (40, "c"), a=10, b=10, c=10)
+    result = run(of_kinds(turns, a=NOTEBOOK, b=ENGINE), 10, host=10, disk=20)
+    assert result.waits == pytest.approx((0.0, 10.0, 10.5))
 
 
 def test_a_model_in_use_does_not_leave():
