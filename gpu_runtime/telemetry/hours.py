@@ -507,7 +507,7 @@ def _capacity(rows: Iterable[Hour]) -> dict[str, float]:
 
 def stretch_of(seconds: float) -> int:
     """The seconds of one row of the report by time, for a report over `seconds`: a minute, an hour or a day."""
-    return MINUTE if seconds <= 2 * HOUR else HOUR if seconds <= KEPT[0][1] else DAY
+    return MINUTE if seconds <= 2 * HOUR else HOUR if seconds <= 31 * DAY else DAY
 
 
 def _over_time(rows: Iterable[Hour]) -> list[dict[str, Any]]:

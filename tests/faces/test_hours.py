@@ -54,6 +54,23 @@ def test_the_calendar_has_the_idle_hours_of_each_day(utc):
     assert calendar([]) == calendar([bar(1, in_use_gib_h=9.0)]) == ""
 
 
+def test_of_the_hours_of_a_week_the_chart_has_days_and_the_calendar_hours(utc):
+    """The calendar of a week had each day's sum at its first hour."""
+    began, hour = (
+        datetime.datetime(2026, 11, 2, 0, tzinfo=datetime.UTC),
+        datetime.timedelta(hours=1),
+    )
+    records = [
+        bar(1, **{IN_USE: 1.0, FREE: 1.0, "idle_gib_h": float(n % 24 == 9)})
+        | {"time": began + n * hour}
+        for n in range(7 * 24)
+    ]
+    drawn = chart(records)
+    assert drawn.count('title="') == 7 and 'title="Mon 02: 49 % in use' in drawn
+    assert len(re.findall(r"\w+ \d+, 9:00: 1.0 GiB-hours idle", calendar(records))) == 7
+    assert hours.stretch_of(28 * 86400) == 3600
+
+
 @pytest.mark.parametrize(("days", "labels"), [(1, 1), (7, 7), (8, 4), (28, 7)])
 def test_many_days_have_few_labels(days, labels):
     drawn = chart([bar(day + 1, **{IN_USE: 1.0}) for day in range(days)])

@@ -21,6 +21,7 @@ IN_USE, IDLE, BLOCKING, OUTSIDE, FREE = ON_CARD = (
 COLOURS = {IN_USE: "#748db1", IDLE: "#d7e2e3", BLOCKING: "#d55e00", OUTSIDE: "#998a65"}
 HEIGHT = 180  # pixels of a card that is full all the time
 MOST_LABELS = 7
+MOST_BARS = 48
 NO_HOURS = "Nothing was recorded in this time. The first minute appears when it has ended."
 HINT = (
     "A card-hour is a whole card for an hour. In use: a cell, a call or a load ran. Kept waiting: idle, while somebody "
@@ -31,9 +32,10 @@ Record = Mapping[str, Any]
 
 
 def chart(records: Sequence[Record]) -> str:
-    """The stacked bars of the report by time, as HTML; empty without records."""
+    """The stacked bars of the report by time, as HTML; empty without records. Of many hours, a bar is a day."""
     if not records:
         return ""
+    records = _by_day(records) if len(records) > MOST_BARS else records
     sums = [{state: float(one[state]) for state in ON_CARD} for one in records]
     most = max(sum(bar.values()) for bar in sums) or 1.0
     every = -(-len(sums) // MOST_LABELS)
@@ -43,13 +45,11 @@ def chart(records: Sequence[Record]) -> str:
             f'<div style="height:{100 * bar[state] / most:.2f}%;background:{COLOURS[state]}"></div>'
             for state in (IN_USE, OUTSIDE, IDLE, BLOCKING)
         )
-        title = esc(f"{_when(record['time'])}: {_shares(bar)}")
+        title = esc(f"{_when(record)}: {_shares(bar)}")
         bars.append(f'<div style="{_BAR}" title="{title}">{parts}</div>')
         if place % every == 0:
             last = min(every, len(sums) - place)
-            labels.append(
-                f'<div style="flex:{last} 0 0;min-width:0">{esc(_when(record["time"]))}</div>'
-            )
+            labels.append(f'<div style="flex:{last} 0 0;min-width:0">{esc(_when(record))}</div>')
     total = {state: sum(bar[state] for bar in sums) for state in ON_CARD}
     legend = "".join(
         f'<span style="margin-right:16px;white-space:nowrap"><span style="{_SWATCH};'
@@ -62,19 +62,28 @@ def chart(records: Sequence[Record]) -> str:
     )
 
 
+def _by_day(records: Sequence[Record]) -> list[Record]:
+    """The sums of each day, in the time zone of the server."""
+    days: dict[datetime.date, dict[str, float]] = {}
+    for record in records:
+        day = days.setdefault(_local(record).date(), dict.fromkeys(ON_CARD, 0.0))
+        for state in ON_CARD:
+            day[state] += float(record[state])
+    midnight = datetime.time()
+    return [{"time": datetime.datetime.combine(day, midnight)} | days[day] for day in sorted(days)]
+
+
 MOST_DAYS = 31  # rows of the calendar
 
 
 def calendar(records: Sequence[Record]) -> str:
     """When cards were held idle: a row for each day and a cell for each hour, as HTML. The darker, the more.
 
-    `records` are those of `chart`. Empty unless they are of hours, and some card was idle.
+    `records` are those of hours. Empty if no card was idle.
     """
     idle: dict[tuple[datetime.date, int], float] = {}
     for record in records:
-        local = datetime.datetime.fromtimestamp(record["time"].timestamp())
-        if local.minute:
-            return ""
+        local = _local(record)
         size = float(record[IDLE]) + float(record[BLOCKING])
         idle[local.date(), local.hour] = idle.get((local.date(), local.hour), 0.0) + size
     most = max(idle.values(), default=0.0)
@@ -138,9 +147,14 @@ def _shares(bar: Mapping[str, float]) -> str:
     return ", ".join(f"{_share(bar, state)} {WORDS[state]}" for state in ON_CARD if bar[state])
 
 
-def _when(time: datetime.datetime) -> str:
-    """The beginning of a bar, in the time zone of the server."""
-    local = datetime.datetime.fromtimestamp(time.timestamp())  # pandas has its own kind of times
+def _local(record: Record) -> datetime.datetime:
+    """The beginning of the `record`, in the time zone of the server."""
+    seconds = record["time"].timestamp()  # pandas has its own kind of times
+    return datetime.datetime.fromtimestamp(seconds)
+
+
+def _when(record: Record) -> str:
+    local = _local(record)
     return f"{local:%a %d}" if (local.hour, local.minute) == (0, 0) else f"{local:%H:%M}"
 
 
