@@ -453,10 +453,11 @@ def _enqueue(
         return _refuse(book, request, world, page_full(request))
     old = book.ticket(request.key)
     ticket = _ticket(request, world, wait, need, old, load_seconds(book, request))
-    noted = old and old.because
-    # A waiting request gets one event. It gets none if the Wait has steps, because each eviction
-    # gets an event.
-    if ticket.because and not noted:
+    noted = old.because if old else ""
+    # A waiting request gets one event, and another one if a user with fewer card-hours comes later. It
+    # gets none if the Wait has steps, because each eviction gets an event.
+    passed = FAIR in ticket.because and FAIR not in noted
+    if ticket.because and (passed or not noted):
         size = request.footprint.bytes
         book = note(book, world, request.lease, "waiting", "request", wait.because, size=size)
     return book.with_ticket(ticket), wait
@@ -893,6 +894,7 @@ def waiting_candidates(book: Book, request: Request, world: World) -> tuple[Cand
 # -- why a request waits ---------------------------------------------------------------------------
 
 
+FAIR = "GPU_FAIRNESS=day"
 MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
 
@@ -994,7 +996,7 @@ def _first_by_past_use(context: Context) -> str:
             users = [one.user if one else "another user" for one in (first, second)]
             return (
                 f"{users[0]} is first, with {elder.past_use} card-hours in the last day; "
-                f"{users[1]} has had {world.rules.past_use} (GPU_FAIRNESS=day)"
+                f"{users[1]} has had {world.rules.past_use} ({FAIR})"
             )
     return ""
 

@@ -106,8 +106,9 @@ def test_of_equals_the_user_with_fewer_card_hours_is_first_and_why_says_so():
         wanted = request("m", 8, by=number, key=f"k{number}", arrived=NOW - 9 + number)
         page, _ = decide(page, wanted, fair(past_use))
     assert [one.key for one in queue(page, fair(None))] == ["k2", "k1"]
-    _, verdict = decide(page, request("m", 8, by=1, key="k1", arrived=NOW - 8), fair(9.3))
+    page, verdict = decide(page, request("m", 8, by=1, key="k1", arrived=NOW - 8), fair(9.3))
     assert verdict.ahead == 1 and verdict.because.startswith("bob is first, with 0.4 card-hours")
+    assert page.events[-1].because == verdict.because, "also where bob has come later"
     assert "ann has had 9.3 (GPU_FAIRNESS=day)" in verdict.because
     _, verdict = decide(page, request("m", 8, by=2, key="k2", arrived=NOW - 7), fair(0.4))
     assert verdict.ahead == 0 and "FAIRNESS" not in verdict.because
