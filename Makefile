@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run demo llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub old-torch
+.PHONY: help run demo llama lint check check-tests test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub old-torch
 
 VENV := .venv
 LAB = jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. $$([ "$$(id -u)" = 0 ] && echo --allow-root) \
@@ -31,13 +31,8 @@ RUNBOOKS_STAMP := $(VENV)/.runbooks-$(FLAVOUR)
 LLAMA_WHEEL := $(VENV)/wheels/.built-$(FLAVOUR)
 # An environment of the other flavour is made anew: pip takes an installed CPU build of torch for good enough.
 OTHER_FLAVOUR := $(filter-out %-$(FLAVOUR),$(wildcard $(VENV)/.installed-* $(VENV)/.runbooks-*))
-# No test needs these plugins, and without them a process starts a second earlier: three seconds without the next ones too.
+# No test needs these plugins, and without them a process starts a second earlier.
 PLAIN := -p no:langsmith_plugin -p no:frontrun -p no:anyio -p no:platformdirs
-LEAN := $(PLAIN) -p no:nbval -p no:schemathesis -p no:xdist
-CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
-# Each takes about a third of the time. Most tests of the first two need torch and transformers.
-MODELS := tests/backends tests/serving
-OWNER := tests/owner
 # What runs on a card: the Python of $(VENV) if it is made. Else python3, where it has torch for CUDA and all other packages
 # already: then nothing is installed. Else that of GPU_VENV, without llama.cpp, whose build with nvcc may take more than half
 # an hour. `make gpu PYTHON=PATH` names another Python.
@@ -101,18 +96,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three processes, each with its own folders. The workers of one run would each import all tests.
 check: $(STAMP)
-	@$(MAKE) --no-print-directory -j4 -O lint check-models check-owner check-rest
+	@$(MAKE) --no-print-directory -j2 -O lint check-tests
 
-check-models: $(STAMP)
-	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(MODELS)
-
-check-owner: $(STAMP)
-	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(OWNER)
-
-check-rest: $(STAMP)
-	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(addprefix --ignore=,$(MODELS) $(OWNER)) tests
+check-tests: $(STAMP)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m tests.check
 
 # One run for all. Five workers on two cores: the tests with processes wait for half of their time.
 # With loadfile, a run that replaces a crashed worker waits for ever. So a crash ends the run, and names the test.

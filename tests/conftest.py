@@ -91,7 +91,7 @@ def guards(mark: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) ->
 
 # Tests in these places start real processes, browsers or servers.
 PROCESSES = (
-    "browser/", "frameworks/", "install/", "stories/", "backends/test_contract.py",
+    "browser/", "clients/", "frameworks/", "hub/", "install/", "simulation/", "stories/", "backends/test_contract.py",
     "backends/test_engine_server.py", "backends/test_file_guard.py", "backends/test_interrupts.py",
     "backends/test_model_processes.py", "backends/test_diffusers.py",
     "core/test_additions.py", "core/test_docs.py", "core/test_imports.py", "faces/test_cli.py", "faces/test_gate.py",
@@ -99,7 +99,8 @@ PROCESSES = (
     "faces/test_unsafe_options.py", "faces/test_launcher.py", "faces/test_notebook.py",
     "ledgers/test_keeper_process.py", "ledgers/test_redis.py", "ledgers/test_shared.py",
     "owner/test_checkpoints.py", "owner/test_engines.py", "owner/test_torn_ledger.py",
-    "fleet/test_fleet.py", "fleet/test_fleet_serving.py", "fleet/test_wished_models.py", "serving/test_headless.py",
+    "fleet/test_fleet.py", "fleet/test_fleet_serving.py", "fleet/test_fleet_storm.py", "fleet/test_wished_models.py",
+    "serving/test_headless.py",
     "serving/test_official_clients.py", "serving/test_openapi.py",
 )  # fmt: skip
 
