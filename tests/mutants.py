@@ -154,7 +154,7 @@ class Map:
         """The tests that run one of `lines`, or with `at_import` any line of the file: first those of the
         folder with the file's name, the quickest first, up to MOST_SECONDS. Tests of one file stay together.
 
-        A line that no test runs may be one of a keeper, which tests start: then those of the folder are tried.
+        A keeper is another process, which many tests of the ledgers start. So all of them are tried for its lines.
         """
         wanted, found = set(lines), set()
         for part in self.parts:
@@ -163,8 +163,8 @@ class Map:
                     found.update(contexts)
         own = f"tests/{Path(file).parts[1]}/"
         left, chosen = MOST_SECONDS, []
-        if not found & self.seconds.keys():
-            left, found = MOST_SECONDS / 3, {test for test in self.seconds if test.startswith(own)}
+        if "/keeper/" in file and not found & self.seconds.keys():
+            found = {test for test in self.seconds if test.startswith(own)}
         by_need = lambda test: (not test.startswith(own), self.seconds[test])
         for test in sorted(found & self.seconds.keys(), key=by_need):
             left -= self.seconds[test]
