@@ -1,10 +1,12 @@
 """The contract of every ledger. Each test runs for each kind of store."""
 
 import os
+import socket
 import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -28,10 +30,11 @@ from gpu_runtime.facts import (
     SegmentMap,
     Share,
 )
-from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers import base, open_ledger
+from gpu_runtime.ledgers.keeper.ledger import _KeeperBell
 from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.notify import Bell, Doorbell, _Waiter
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, Clock
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
 
@@ -443,6 +446,23 @@ def test_the_end_of_a_watched_process_ends_even_a_wait_of_no_time_and_counts_onc
     process.wait()
 
 
+def test_a_bell_whose_keeper_has_ended_opens_another_wire():
+    """Else each wait would end at once, for ever, and a process that waits use a whole processor."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    for ours, _ in pairs:
+        ours.setblocking(False)
+    opened = iter([SimpleNamespace(socket=ours, close=ours.close) for ours, _ in pairs])
+    bell = _KeeperBell(lambda: next(opened))
+    pairs[0][1].close()
+    assert bell.wait(PATIENCE) and pairs[0][0].fileno() < 0, "its end is a ring"
+    assert bell.wait(PATIENCE), "the book may have changed meanwhile"
+    assert not bell.wait(0.0)
+    pairs[1][1].send(b"ring")
+    assert bell.wait(PATIENCE) and not bell.wait(0.0)
+    bell.close_here()
+    pairs[1][1].close()
+
+
 def test_closing_wakes_waiting_threads(new_owner):
     """A monitor thread that waits on a ledger must end when the ledger is closed."""
     a = new_owner()
@@ -595,6 +615,21 @@ def test_names_are_added_one_by_one_and_withdrawn(new_owner):
     assert a.read() == before
     a.publish_names({})
     assert b.names() == {}
+
+
+def test_a_long_list_of_names_is_told_four_times_a_second_and_then_all_of_it(monkeypatch):
+    """Up to 256 names are told one by one. What was left out is told with the next `publish_names`, and once."""
+    clock, told = Clock(), []
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=clock))
+    teller = base.OwnerLedger()
+    monkeypatch.setattr(teller, "_keep", lambda _, names: told.append(len(names)))
+    for n in range(256 + 8):
+        clock.advance(0.125 if n >= 256 else 0)
+        teller.add_name(f"m{n}")
+    assert told == [*range(1, 257), 259, 262], "after more than 0.25 s"
+    for _ in range(2):
+        teller.publish_names({f"m{n}": Declared() for n in range(256 + 8)})
+    assert told[258:] == [264]
 
 
 def test_names_are_removed_with_their_owner(new_owner):
