@@ -48,5 +48,7 @@ html_theme_options = {
     "pygments_light_style": "default",
     "pygments_dark_style": "github-dark",
 }
-html_sidebars = {"index": [], "getting_started": [], "architecture": []}
+html_sidebars = {
+    name: [] for name in ("index", "getting_started", "installation", "runbooks", "architecture")
+}
 copyright = "2026 the gpu-console authors. MIT licence"
