@@ -30,7 +30,6 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -49,7 +48,7 @@ from ..errors import (
     first_line,
 )
 from ..facts import Applied, Device, ModelSpec
-from ..files import lock_within, make_directory, open_regular, stamp, state_home
+from ..files import lock_within, make_directory, open_regular, replace_file, stamp, state_home
 from ..safe_text import quoted
 from ..settings import Settings
 from .fields import CatalogEntry, notes, problems, spec_of
@@ -338,30 +337,21 @@ class Catalog:
                 raise _by_hand(before, "Change")
 
     def _write(self, entries: Iterable[CatalogEntry]) -> None:
-        """Replaces the whole file at once, so a reader gets the old content or the new content."""
+        """Replaces the whole file at once, on the disk. Who may read the directory may read a new file."""
         bodies = [entry.body for entry in sorted(entries, key=lambda entry: entry.name)]
         stored = {"gpu_console_catalog": VERSION, "models": bodies}
         data = json.dumps(stored, indent=1, ensure_ascii=False).encode()
-        draft = self.file.with_name(f".{self.file.name}-{secrets.token_hex(4)}")
+
+        def prepare(draft: Path) -> None:
+            old, most = (self.file, 0o777) if self.file.exists() else (self.directory, 0o644)
+            draft.chmod(old.stat().st_mode & most)
+            _sync(draft)
+
         try:
-            try:
-                self._write_draft(draft, data)
-                os.replace(draft, self.file)
-            finally:
-                draft.unlink(missing_ok=True)
-            _sync_directory(self.directory)
+            replace_file(self.file, data, prepare)
+            _sync(self.directory)
         except OSError as error:
             raise self._unwritable(error) from error
-
-    def _write_draft(self, draft: Path, data: bytes) -> None:
-        """Writes a new file that has the mode of the old file."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        with open(os.open(draft, flags, 0o644), "wb") as file:
-            if self.file.exists():
-                os.fchmod(file.fileno(), self.file.stat().st_mode & 0o777)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _unwritable(self, error: OSError) -> CatalogUnavailable:
         why = error.strerror or str(error)
@@ -509,9 +499,9 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _sync_directory(directory: Path) -> None:
-    """Writes the directory's new content to the disk."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Writes the new content of the file or directory `path` to the disk."""
+    opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:

@@ -304,6 +304,7 @@ def test_waiting_too_long_for_the_lock_is_an_error(catalog, file, monkeypatch):
 def test_the_file_is_private_unless_its_directory_is_shared(catalog, place, file):
     catalog.apply(file(DRILLS))
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert stat.S_IMODE(catalog.file.stat().st_mode) == 0o600
     catalog.file.chmod(0o664)
     catalog.apply(file("models: {x: {memory: 1}}"))
     assert stat.S_IMODE(catalog.file.stat().st_mode) == 0o664
