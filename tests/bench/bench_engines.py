@@ -1,8 +1,8 @@
 """Compares the swap of two llama.cpp models with the engine's own start. Also measures the cost of a killed worker.
 
 The card holds only one of the two models. The engine's own start is a bare process that imports llama_cpp and loads
-the same file in the same way. A swap ends the process of one model and starts a process for the other, including the
-work on leases and book. Swap and start are measured alternately, so that noise affects both.
+the same file in the same way. In a swap one worker goes to sleep and the other wakes, including the work on leases and
+book. Swap and start are measured alternately, so that noise affects both.
 """
 
 import os
@@ -40,7 +40,7 @@ def rows(rounds: int = 12) -> Iterator[Row]:
             start, swapped = medians(rounds, bare, swap)
             died = statistics.median(_death(rt) for _ in range(5))
     what = "swap of two tiny llama.cpp models, isolated, against the start of the bare engine"
-    yield Row.against(what, swapped, start, 1.15)
+    yield Row.against(what, swapped, start, 0.2)
     what = "from kill -9 of a worker to the error at its caller; the lease is released"
     yield Row(what, f"{died * 1e3:.0f} ms", "≤ 100 ms", died <= 0.1)
 
@@ -61,7 +61,7 @@ def _death(rt: Runtime) -> float:
         try:
             list(stream)
         except EngineDied:
-            assert not list(rt.status().leases())
+            assert "a" not in [lease.name for lease in rt.status().leases()]
             return time.perf_counter() - began
     raise AssertionError("the caller got no error")
 

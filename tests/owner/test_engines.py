@@ -69,6 +69,9 @@ def test_two_that_do_not_fit_together_take_turns_and_none_is_ended(rt, file, iso
         assert write(mini) == before
     assert where(rt) == {"phi": "host", "mini": "sim:0"} and phi.pid is None
     assert rt.why("phi")[0].action == "asleep"
+    worker = registry.find(rt._session, "phi").handle.engine
+    if isolated:  # not what this process has, whose memory the worker had before its program began
+        assert 0 < worker.bytes_asleep < 2 * psutil.Process(pid).memory_info().rss
     for _ in range(2):
         assert write(phi) == before and phi.pid == pid
         assert where(rt) == {"phi": "sim:0", "mini": "host"}

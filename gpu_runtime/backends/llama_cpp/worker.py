@@ -91,7 +91,7 @@ class Worker:
         """
         import llama_cpp  # noqa: F401 - what it takes stays while the model sleeps
 
-        own = self._own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        own = self._own or _resident_bytes()
         buffers: dict[str, dict[str, int]] = {}  # bytes by device (CPU, CUDA0) and use (model, KV)
 
         def note_line(line: str) -> None:
@@ -148,6 +148,14 @@ def work(inbox: Inbox, send: Send, log: Callable[[str], None], own: int = THREAD
                 inbox.cancelled.discard(number)
     finally:
         worker.close()
+
+
+def _resident_bytes() -> int:
+    """The bytes of this process in RAM. Its peak would include that of its parent before the start."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _load(
