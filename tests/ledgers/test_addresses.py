@@ -69,6 +69,11 @@ def test_the_error_for_an_unknown_url_lists_the_known_ones(url):
     assert "s3cret" not in str(error.value)
 
 
+def test_each_ledger_has_a_service_of_its_own():
+    names = {setup.unit_name(Path(place)) for place in ("/srv/gpu", "/srv/gpu2", "/gpu", "/srv-2")}
+    assert "gpu-console-srv-gpu.service" in names and len(names) == 4
+
+
 def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
     """Home directories on NFS are common. The default ledger must work there, too."""
     monkeypatch.setattr(access, "file_system_of", lambda path: "nfs4")
