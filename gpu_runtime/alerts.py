@@ -242,8 +242,8 @@ def message(
     ]
     lines += [f"and {len(events) - MOST_TOLD} more"] if len(events) > MOST_TOLD else []
     for name in [*begun][:1]:
-        lines.append(f"You know of it:  gpu alerts ack {name}")
-        lines.append(f"Nothing more of it for a while:  gpu alerts silence {name} --for 2h")
+        lines.append(f"If you know of it:  gpu alerts ack {name}")
+        lines.append(f"To hear no more of it:  gpu alerts silence {name} --for 2h")
     what, _, first = events[0]
     several = f"{len(begun)} problems begin, {len(ended)} end"
     subject = printable(f"{host}: {several if events[1:] else f'{what}: {_shown(first)}'}", 150)
