@@ -68,6 +68,7 @@ def test_two_that_do_not_fit_together_take_turns_and_none_is_ended(rt, file, iso
     with rt.use("mini") as mini:
         assert write(mini) == before
     assert where(rt) == {"phi": "host", "mini": "sim:0"} and phi.pid is None
+    assert repr(phi) == "<llama.cpp phi on host>"
     assert rt.why("phi")[0].action == "asleep"
     worker = registry.find(rt._session, "phi").handle.engine
     if isolated:  # not what this process has, whose memory the worker had before its program began
@@ -78,6 +79,7 @@ def test_two_that_do_not_fit_together_take_turns_and_none_is_ended(rt, file, iso
         assert write(mini) == before
     assert (rt.status().totals["loads"], rt.status().totals["unloads"]) == (2, 0)
     rt.evict("phi", drop=True)
+    assert repr(phi) == "<llama.cpp phi on disk>"
     assert where(rt)["phi"] == "disk" and claims(rt)["sim:0"] == rt.probe.used()["sim:0"]
 
 

@@ -916,7 +916,7 @@ def test_a_model_that_cannot_be_moved_is_unloaded_without_a_governor(runtime, tm
     """In 0.2 the error of `rt.evict` advised `rt.evict`."""
     pytest.importorskip("llama_cpp")
     rt = runtime(enable_memory_governor=False)
-    rt.register("g", str(gguf_lm(tmp_path / "m.gguf")))
+    rt.register("g", str(gguf_lm(tmp_path / "m.gguf")), sleep=False)
     rt.preload("g")
     assert rt.evict("g").where == "disk" and not rt.here("g")
 

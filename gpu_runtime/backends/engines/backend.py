@@ -495,7 +495,11 @@ class Served(EngineModel[Server]):
         self.chat_template: str | None = ""  # the model's own, as `Recipe.template` defines it
 
     def __repr__(self) -> str:
-        place = f"at {self._engine.base_url} on {self._where}" if self._engine else "on disk"
+        place = (
+            f"at {self._engine.base_url} on {self._where}"
+            if self._engine
+            else f"on {self._where or 'disk'}"
+        )
         return f"<{self.name} {place}>"
 
     @property

@@ -363,7 +363,7 @@ class LlamaModel(EngineModel[LlamaEngine]):
     """
 
     def __repr__(self) -> str:
-        return f"<llama.cpp {self.name} on {self._where if self._engine else 'disk'}>"
+        return f"<llama.cpp {self.name} on {self._where or 'disk'}>"
 
     def __getattr__(self, name: str) -> Any:
         if name in ("metadata", "chat_format"):

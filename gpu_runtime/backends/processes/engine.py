@@ -283,6 +283,7 @@ class EngineHandle(Generic[E, V]):
         self.engine.asleep = asleep
         self.shares = (Share(HOST, size),) if asleep else self.own
         self.value._engine = None if asleep else self.engine
+        self.value._where = where(self.shares)
         before, self.blocks = self.blocks, blocks
         for block in before:
             block.free()
@@ -290,8 +291,8 @@ class EngineHandle(Generic[E, V]):
     def end(self) -> None:
         """Ends the engine and frees the model's bytes. A repeated call does nothing."""
         self._end()
-        if self.value._engine is self.engine:
-            self.value._engine = None
+        if self.value._engine in (self.engine, None):  # else the model was loaded again meanwhile
+            self.value._engine, self.value._where = None, ""
         blocks, self.blocks, self.shares = self.blocks, [], ()
         for block in blocks:
             block.free()
