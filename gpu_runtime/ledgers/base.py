@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from ..errors import LedgerUnavailable
 from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
@@ -176,6 +177,8 @@ class OwnerLedger:
     FEW, BETWEEN_SECONDS = 256, 0.25
     again_seconds = float("inf")  # after so long, the same list is kept again
 
+    open_here: ClassVar[weakref.WeakSet[OwnerLedger]] = weakref.WeakSet()  # see `close_in_child`
+
     def __init__(self) -> None:
         self._names: dict[str, Declared] = {}
         self._all_told, self._told_at = True, float("-inf")
@@ -190,6 +193,9 @@ class OwnerLedger:
     def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
         """What the living owners keep of this `kind`, by owner id; with `owner`, what it keeps for this one."""
         raise NotImplementedError
+
+    def close_in_child(self) -> None:
+        """Closes the descriptors that a forked child has inherited. The parent keeps the lock and the book."""
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
         """The present state of the owners' processes, by owner id. See Ledger."""
@@ -237,6 +243,14 @@ class OwnerLedger:
     def answer(self, owner_id: str) -> Holdings | None:
         """The last answer of the owner `owner_id` to this owner; None if there is none."""
         return self._fetched("answer", Holdings, owner_id).get(owner_id)
+
+
+def _close_in_child() -> None:
+    for ledger in list(OwnerLedger.open_here):
+        ledger.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def require_usable(url: str, owner: Owner, is_open: bool) -> None:

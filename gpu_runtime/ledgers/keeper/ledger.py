@@ -20,7 +20,6 @@ import struct
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,7 +246,7 @@ class KeeperLedger(OwnerLedger):
         with self._calling:
             self._connected()
         self._bell = _KeeperBell(self._bell_wire)
-        _open_ledgers.add(self)
+        self.open_here.add(self)
 
     # The connection
 
@@ -616,7 +615,6 @@ class KeeperLedger(OwnerLedger):
             os.close(self._place)
 
     def close_in_child(self) -> None:
-        """Closes the descriptors that a forked child has inherited."""
         self._bell.close_here()
         wire, self._wire = self._wire, None
         if wire is not None:
@@ -665,14 +663,3 @@ def answers(directory: Path) -> bool:
     It has to reply: systemd accepts connections for a keeper that does not run.
     """
     return KeeperPeek(directory).look() is not None
-
-
-_open_ledgers: weakref.WeakSet[KeeperLedger] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for ledger in list(_open_ledgers):
-        ledger.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -22,7 +22,6 @@ import random
 import re
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -105,7 +104,7 @@ class RedisLedger(OwnerLedger):
             self._connection, directory, directory.name, owner_file, moved=self._bell.move_to
         )
         self._closed = False
-        _open_ledgers.add(self)
+        self.open_here.add(self)
         try:
             self.read()
         except BaseException:
@@ -356,23 +355,15 @@ class RedisLedger(OwnerLedger):
         self._bell.close()
         self._store.close(remove=remove)
 
+    def close_in_child(self) -> None:
+        self._bell.close_here()
+
     def _timed_out(self) -> LedgerUnavailable:
         return LedgerUnavailable(
             f"the ledger {self.url} could not be read or written for {self.patience_seconds:.0f} s: "
             f"too many processes write at once.\n  Try again, or see:  gpu leases",
             path=self.url,
         )
-
-
-_open_ledgers: weakref.WeakSet[RedisLedger] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for ledger in list(_open_ledgers):  # the parent keeps the lock, and the connection to the book
-        ledger._bell.close_here()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
