@@ -572,19 +572,11 @@ def _load_ungoverned(
         handle, shares, seconds = resident.load((share,), progress)
     except Exception as error:
         raise failures.load_error(session, resident, Load("", (share,)), error) from error
-    known = wanted_lease(session, resident)
     lease = replace(
-        resident.lease,
+        wanted_lease(session, resident),
         shares=shares,
         reload_seconds=seconds,
-        movable=known.movable,
         droppable=resident.backend.droppable(handle),
-        importance=known.importance,
-        keep=known.keep,
-        keep_alive=known.keep_alive,
-        backend=known.backend,
-        model_type=known.model_type,
-        quantization=known.quantization,
     )
     resident.install(handle, lease, anchor)
 
