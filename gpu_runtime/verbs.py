@@ -9,12 +9,10 @@ open and the verb needs none. `args` are the parsed arguments. An act returns da
 from __future__ import annotations
 
 import argparse
-import csv
 import difflib
-import io
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -441,27 +439,11 @@ def report(rt: Any, args: argparse.Namespace) -> Any:
     if args.csv and (args.text or args.json):
         raise GpuError("type one of --csv, --text and --json.")
     found = rt.report(**given(args, "since", "by", "text"))
-    return as_csv(found.to_dict("records"), list(found.columns)) if args.csv else found
+    if not args.csv:
+        return found
+    from .rendering.text import as_csv
 
-
-def as_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """The `rows` as CSV with a line of names.
-
-    A name of a user or notebook that a spreadsheet would take for a formula gets an apostrophe in front.
-
-    >>> as_csv([{"user": "ann", "card_h": 1.5}, {"user": "=1+1", "card_h": 0.0}], ["user", "card_h"])
-    "user,card_h\\nann,1.5\\n'=1+1,0.0"
-    """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        cells = [row[name] for name in columns]
-        writer.writerow(
-            f"'{one}" if isinstance(one, str) and one[:1] in ("=", "+", "-", "@") else one
-            for one in cells
-        )
-    return out.getvalue().rstrip("\n")
+    return as_csv(found.to_dict("records"), list(found.columns)).rstrip("\n")
 
 
 def why(rt: Any, args: argparse.Namespace) -> Any:

@@ -5,6 +5,8 @@ This module is pure. `cli.py` redraws the screen of `gpu status --watch`.
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -225,6 +227,28 @@ def frame(
     headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
     rows = [[cell(name, record[name], owners) for name in columns] for record in records]
     return "\n".join(table(rows, headers, numbers))
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """The `rows` as CSV with a line of names. No cell is a formula, even if a model's name looks like one.
+
+    >>> as_csv([{"user": "ann", "card_h": 1.5}, {"user": "=1+1", "card_h": 0.0}], ["user", "card_h"])
+    "user,card_h\\nann,1.5\\n'=1+1,0.0\\n"
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_safe(row[name]) for name in columns])
+    return out.getvalue()
+
+
+def _safe(value: Any) -> Any:
+    """The `value`. A text that a spreadsheet would run gets an apostrophe in front (OWASP, CSV injection)."""
+    if not isinstance(value, str):
+        return value
+    cell = clean(value)
+    return f"'{cell}" if cell.lstrip()[:1] in tuple("=+-@|%") else cell
 
 
 def is_number(column: str) -> bool:

@@ -6,8 +6,6 @@ the shown range, so that values often stay equal. Equal values are not sent agai
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +26,7 @@ from gpu_runtime.facts import (
     ended_label,
     notebooks_in,
 )
+from gpu_runtime.rendering.text import as_csv
 from gpu_runtime.rendering.views import clean, event_phrase
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -437,38 +436,22 @@ CSV_HEADER = (
 
 def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
     """The `events` as CSV, with times in UTC. No cell is a formula, even if a model's name looks like one."""
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(CSV_HEADER)
     events = list(events)
     notebooks = notebooks_in(events)
+    rows = []
     for event in events:
         section = snapshot.sections.get(event.owner)
-        time = datetime.fromtimestamp(event.wall, timezone.utc).isoformat(timespec="milliseconds")
-        line = [
-            time,
-            safe(event.title),
-            safe(event.action),
-            safe(event.reason),
-            safe(event.because),
+        cells = (
+            datetime.fromtimestamp(event.wall, timezone.utc).isoformat(timespec="milliseconds"),
+            event.title,
+            event.action,
+            event.reason,
+            event.because,
             event.bytes,
-            safe(event.device),
-            safe(section.owner.label if section else _process(event, snapshot, notebooks)),
-            safe(event.by),
+            event.device,
+            section.owner.label if section else _process(event, snapshot, notebooks),
+            event.by,
             round(event.seconds, 3) or "",
-        ]
-        writer.writerow(line)
-    return out.getvalue()
-
-
-def safe(text: str) -> str:
-    """The `text`. If a spreadsheet would run the text as a formula, an apostrophe is put before it.
-
-    Source: OWASP, CSV injection.
-
-    >>> safe("=1+1"), safe("qwen")
-    ("'=1+1", 'qwen')
-    """
-    cell = clean(text)
-    is_formula = cell.strip() and cell.lstrip()[:1] in tuple("=+-@|%")
-    return f"'{cell}" if is_formula else cell
+        )
+        rows.append(dict(zip(CSV_HEADER, cells, strict=True)))
+    return as_csv(rows, CSV_HEADER)
