@@ -896,6 +896,7 @@ def waiting_candidates(book: Book, request: Request, world: World) -> tuple[Cand
 
 FAIR = "GPU_FAIRNESS=day"
 MOST_TOLD = 4  # leases in the way that are named in the sentence
+TOO_FEW = "would not free enough"  # of a lease that could leave
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
 
 
@@ -973,7 +974,7 @@ def _leases_in_the_way(context: Context, candidates: tuple[Candidate, ...]) -> _
             continue
         if why in ("in use", "a block of code") or lease.phase is Phase.ARRIVING:
             blockers.append(lease.id)
-        if why or not lease.droppable:
+        if why or (not lease.droppable and _in_words(lease, why, context) != TOO_FEW):
             leased = True
         if len(sentences) > MOST_TOLD:  # this lease is counted, but not named
             sentences.append("")
@@ -1067,7 +1068,7 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
         book, world, context.request.lease.id
     )
     if lease.droppable or (can_move(lease, world) and all_fit_in_host):
-        return "would not free enough"
+        return TOO_FEW
     why = needs_host_room(lease)
     return why if why == EXEMPT or FIXED in why else f"{why} now"
 
