@@ -72,7 +72,14 @@ from .feasibility import (
     without_card_bytes,
 )
 from .placement import divisions, may_split, may_use_one_card, place
-from .queue import Context, ahead_by_past_use, held_bytes, load_seconds, without_grace
+from .queue import (
+    Context,
+    ahead_by_past_use,
+    held_bytes,
+    load_seconds,
+    past_use_of,
+    without_grace,
+)
 from .transitions import note
 from .victims import (
     EXEMPT,
@@ -992,12 +999,12 @@ def _first_by_past_use(context: Context) -> str:
     """That another user is first because of fewer card-hours, with both figures; empty if nobody is."""
     book, request, world = context.book, context.request, context.world
     for elder in context.elders:
-        if ahead_by_past_use(elder, request, world):
+        if ahead_by_past_use(book, elder, request, world):
             first, second = book.owner(elder.owner), book.owner(request.lease.owner)
             users = [one.user if one else "another user" for one in (first, second)]
             return (
                 f"{users[0]} is first, with {elder.past_use} card-hours in the last day; "
-                f"{users[1]} has had {world.rules.past_use} ({FAIR})"
+                f"{users[1]} has had {past_use_of(book, request, world)} ({FAIR})"
             )
     return ""
 

@@ -57,9 +57,18 @@ def aged(importance: int, waited_seconds: float, world: World) -> int:
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests of the `book`, in the order in which they are served at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
-    users = book.users_waiting()
-    waiting.sort(key=lambda ticket: _ticket_position(ticket, users, world))
+    users, fair = book.users_waiting(), shares_by_past_use(book)
+    waiting.sort(key=lambda ticket: _ticket_position(ticket, users, fair, world))
     return tuple(waiting)
+
+
+def shares_by_past_use(book: Book) -> bool:
+    """Whether all waiting requests state the card-hours of their users.
+
+    Else none is compared by them: with requests that are compared in two ways, each of three could be
+    behind another. So a process without GPU_FAIRNESS neither gains nor loses by it.
+    """
+    return all(ticket.past_use is not None for ticket in book.tickets if ticket.verb == "use")
 
 
 def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
@@ -75,16 +84,17 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
         users = {**users, model: users.get(model, 0) + request.users}
     seconds = load_seconds(book, request)
     now, rules = world.now, world.rules
+    past_use = past_use_of(book, request, world)
     own = _position(
         wanted.importance,
         request.arrived,
         request.key,
         users[model],
         seconds,
-        rules.past_use or 0.0,
+        past_use or 0.0,
         world,
     )
-    own_importance = own[0]
+    own_importance, fair = own[0], past_use is not None
     found = []
     for ticket in book.tickets:
         if ticket.verb != "use" or ticket.key == request.key:
@@ -99,18 +109,21 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
                 importance = aged(importance, waited_seconds, world)
             if importance > own_importance:
                 continue
-        if importance >= own_importance:
-            # A process without GPU_FAIRNESS neither gains nor loses by it.
-            first = 2 if rules.past_use is None or ticket.past_use is None else 1
-            if _ticket_position(ticket, users, world)[first:] >= own[first:]:
-                continue
-        found.append(ticket)
+        if importance < own_importance or _ticket_position(ticket, users, fair, world) < own:
+            found.append(ticket)
     return tuple(found)
 
 
-def ahead_by_past_use(ticket: Ticket, request: Request, world: World) -> bool:
+def past_use_of(book: Book, request: Request, world: World) -> float | None:
+    """The card-hours of the user of `request`, as its ticket states them; None: requests are not compared by them."""
+    mine = book.ticket(request.key)
+    stated = mine.past_use if mine else world.rules.past_use
+    return stated if shares_by_past_use(book) else None
+
+
+def ahead_by_past_use(book: Book, ticket: Ticket, request: Request, world: World) -> bool:
     """Whether the `ticket`, one of the `elders` of `request`, is ahead since its user has had fewer card-hours."""
-    own, importance = world.rules.past_use, request.lease.importance
+    own, importance = past_use_of(book, request, world), request.lease.importance
     if own is None or ticket.past_use is None or ticket.past_use >= own:
         return False
     first = _position(ticket.importance, ticket.arrived, "", 1, 0.0, ticket.past_use, world)
@@ -147,14 +160,16 @@ def load_seconds(book: Book, request: Request) -> float:
     return round(seconds(lease, size), 1)
 
 
-def _ticket_position(ticket: Ticket, users: dict[tuple[str, str], int], world: World) -> _Position:
+def _ticket_position(
+    ticket: Ticket, users: dict[tuple[str, str], int], fair: bool, world: World
+) -> _Position:
     return _position(
         ticket.importance,
         ticket.arrived,
         ticket.key,
         users[ticket.owner, ticket.name],
         ticket.seconds,
-        ticket.past_use or 0.0,
+        ticket.past_use or 0.0 if fair else 0.0,
         world,
     )
 

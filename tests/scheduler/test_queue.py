@@ -166,6 +166,25 @@ def test_the_elders_are_those_of_the_queue_and_without_the_setting_those_without
         assert keys(with_hours, fair(past_use)) == ahead
 
 
+@given(st.lists(st.tuples(WAITING, st.none() | HOURS), min_size=1, max_size=6), HOURS)
+def test_all_processes_see_one_order_whichever_of_them_have_the_setting(drawn, read_since):
+    """Nobody waits in a circle, also after a process has read a new account of hours."""
+    tickets = [
+        replace(one, past_use=past_use, seconds=load_seconds(book(), request("m", 9)))
+        for one, (_, past_use) in zip(tickets_of([(w, 0.0) for w, _ in drawn]), drawn, strict=True)
+    ]
+    page = book(owners=(1, 2), tickets=tickets)
+    order = [one.key for one in queue(page, fair(None))]
+    for one in tickets:
+        wanted = request(
+            one.name, 9, by=1 if one.owner == owner(1).id else 2, key=one.key,
+            arrived=one.arrived, importance=one.importance,
+        )  # fmt: skip
+        there = fair(None if one.past_use is None else read_since)
+        ahead = {other.key for other in elders(page, wanted, there)}
+        assert ahead == {*order[: order.index(one.key)]}
+
+
 @given(
     st.lists(st.tuples(st.sampled_from([1, 5, 10, 20]), st.integers(1, 9), st.booleans()), max_size=5),
     st.sampled_from([1, 10, 20]), HOURS,
