@@ -40,14 +40,20 @@ def notebook_path() -> str:
 
 
 _shown = lru_cache(4)(partial(printable, most=LONGEST_PATH))  # each cell asks
+_DRIVE = re.compile(r"[A-Za-z]:\\")
 
 
 def _published_path() -> str:
-    if path := os.environ.get("JPY_SESSION_NAME"):
-        return path
     names = variables()
-    found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
-    return next((path for path in found if isinstance(path, str) and path), "")
+    # Through a Jupyter server, Visual Studio Code starts kernels with an invented path, such as
+    # train-jvsc-1f0c….ipynb. Its own variable has the path where it runs, perhaps on Windows.
+    if path := _text(names.get("__vsc_ipynb_file__")):
+        return path.replace("\\", "/") if _DRIVE.match(path) else path
+    return os.environ.get("JPY_SESSION_NAME") or _text(names.get("__session__"))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def variables() -> dict[str, Any]:

@@ -40,6 +40,16 @@ def test_others_say_it_among_the_notebooks_own_names(names, name):
     assert notebook_path() == "/home/ann/train.ipynb"
 
 
+def test_the_path_of_vs_code_comes_before_the_one_that_it_invents_for_a_server(names, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/train-jvsc-1f0c7b2a.ipynb")
+    names["__vsc_ipynb_file__"] = "/home/ann/train.ipynb"
+    assert notebook_path() == "/home/ann/train.ipynb"
+    names["__vsc_ipynb_file__"] = "c:\\Users\\ann\\train.ipynb"
+    assert describe_self(notebook=notebook_path()).file == "train.ipynb"
+    names["__vsc_ipynb_file__"] = "/home/ann/back\\slash.ipynb"
+    assert describe_self(notebook=notebook_path()).file == "back\\slash.ipynb"
+
+
 def test_what_is_no_path_is_not_taken_for_one(names):
     names["__session__"] = object()
     assert notebook_path() == ""

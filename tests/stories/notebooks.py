@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,9 +36,10 @@ class Notebook:
         *,
         loads: bool = True,
         options: Mapping[str, Any] = MappingProxyType({}),
+        words: Sequence[str] = (),
         **settings: str,
     ) -> None:
-        """`options` are those of `KernelManager.start_kernel`."""
+        """`options` are those of `KernelManager.start_kernel`, and `words` those after `python` in its command."""
         self.name = name
         environment = {
             "PYTHONPATH": paths(),
@@ -50,6 +51,9 @@ class Notebook:
         # A free TCP port, chosen before the kernel binds it, may be taken by another kernel meanwhile.
         self._place = tempfile.TemporaryDirectory(prefix="kernel-")
         self.manager = KernelManager(transport="ipc", ip=f"{self._place.name}/ipc")
+        if words:
+            assert self.manager.kernel_spec is not None
+            self.manager.kernel_spec.argv[1:] = words
         self.manager.start_kernel(env=os.environ | environment | settings, **options)
         self.client = self.manager.client()
         self.client.start_channels()
