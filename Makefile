@@ -41,7 +41,7 @@ OWN := $(if $(filter gpu gpu-tests gpu-figures,$(MAKECMDGOALS)),$(if $(wildcard 
 PYTHON := $(if $(wildcard $(STAMP)),$(BIN)/python,$(if $(filter ready,$(OWN)),python3,$(GPU_VENV)/bin/python))
 ENVIRONMENT := $(if $(filter $(GPU_VENV)/%,$(PYTHON)),$(GPU_VENV)/.ready-$(FLAVOUR))
 GPU_OUT := build/gpu
-OLD_TORCH_READY := $(foreach release,2.4.1 2.8.0 2.11.0,.venv-old-torch/$(release)/bin/ready)
+OLD_TORCH_READY := $(foreach release,2.4.1 2.6.0 2.8.0 2.11.0 2.12.1,.venv-old-torch/$(release)/bin/ready)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
@@ -70,7 +70,7 @@ help:
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
 	@echo "make clients   39 client libraries against a real server, each in an environment of its own (4 GB)"
 	@echo "make hub     JupyterHub with real users of this machine (root), in an environment of its own (2 GB)"
-	@echo "make old-torch   the tests of parking on torch 2.4, 2.8 and 2.11, each in an environment of its own (5 GB each, or 1 GB with TORCH_INDEX)"
+	@echo "make old-torch   the tests of parking on torch 2.4, 2.6, 2.8, 2.11 and 2.12, each in an environment of its own (5 GB each, or 1 GB with TORCH_INDEX)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -175,14 +175,14 @@ frameworks: $(STAMP) .venv-frameworks/.ready
 	@touch $@
 
 old-torch: $(STAMP) $(OLD_TORCH_READY)
-	$(BIN)/python -m pytest -q -rs -s -m soak tests/backends/test_old_torch_releases.py
+	$(BIN)/python -m pytest -q -rs -s -m soak tests/backends/test_old_torch_releases.py tests/install/test_environments.py
 
 # torch 2.4 needs NumPy 1, and Python 3.12 or older: one that cannot be installed is left out, and its test is skipped.
 # Package indexes have the older releases for CUDA. They run without a card; TORCH_INDEX names an index of CPU builds.
 .venv-old-torch/%/bin/ready: pyproject.toml | $(STAMP)
 	$(BIN)/python -m venv .venv-old-torch/$*
 	@.venv-old-torch/$*/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==$*" \
-		$(if $(filter 2.4.%,$*),"numpy<2") $(if $(filter 2.4.% 2.8.%,$*),"transformers<5") -e ".[transformers]" \
+		$(if $(filter 2.4.%,$*),"numpy<2") $(if $(filter 2.4.% 2.6.% 2.8.%,$*),"transformers<5") -e ".[transformers]" \
 		pytest pytest-timeout hypothesis ipython ipykernel pandas tokenizers && touch $@ || \
 		echo "torch $* cannot be installed: its test is skipped"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parents[2]
-RELEASES = ("2.4.1", "2.8.0", "2.11.0")
+RELEASES = ("2.4.1", "2.6.0", "2.8.0", "2.11.0", "2.12.1")
 # What uses the exchange, what a graph saved, the guards, and who refers to a tensor.
 FILES = (
     "backends/test_old_torch.py", "backends/test_exchange_proof.py", "backends/test_search.py",
@@ -29,7 +29,7 @@ def test_what_is_parked_comes_back_on_an_older_torch(release):
     if not python.with_name("ready").exists():
         pytest.skip(f"the environment of torch {release} is not made: make old-torch")
     places = [str(HERE), str(HERE / "kernel_ext"), str(HERE / "panels")]
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak"]
+    command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "not soak"]
     done = subprocess.run(
         [*command, *(f"tests/{name}" for name in FILES)],
         cwd=HERE,
