@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import grp
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,17 +57,27 @@ def versions_of(pythons: list[str]) -> list[str]:
 
 
 CONTAINED = """#!/bin/sh
-exec unshare --mount --pid --fork --kill-child --mount-proc --ipc --uts --net setpriv \\
-    --reuid=65534 --regid=65534 --groups={gid} --inh-caps=+dac_read_search --ambient-caps=+dac_read_search {python} "$@"
+exec {container} setpriv --reuid=65534 --regid=65534 --groups={gid} \\
+    --inh-caps=+dac_read_search --ambient-caps=+dac_read_search {python} "$@"
 """
+# Their processes have numbers of their own. In bubblewrap nothing but the mounts of the page and the kernel's own
+# directories can be written, and the rest of /var/lib is empty.
+CONTAINERS = {
+    "unshare": "--mount --pid --fork --kill-child --mount-proc --ipc --uts --net",
+    "bwrap": "--ro-bind / / --proc /proc --dev /dev --tmpfs /var/lib --bind /var/lib/gpu-console /var/lib/gpu-console "
+    "--perms 1777 --tmpfs /tmp --bind /tmp/home-of-nobody /tmp/home-of-nobody --bind $KERNEL_PLACE $KERNEL_PLACE "
+    "--ro-bind {environment} {environment} --unshare-pid --unshare-ipc --unshare-uts --unshare-net --cap-add ALL",
+}
 
 
-def in_a_container(python: Path, command: str) -> None:
+def in_a_container(container: str, python: Path, command: str) -> None:
     """A kernel in namespaces of its own, of a user who has the group's number, shares the ledger."""
     program, home = Path("/tmp/contained"), Path("/tmp/home-of-nobody")
-    program.write_text(CONTAINED.format(gid=grp.getgrnam(GROUP).gr_gid, python=python))
+    words = f"{container} {CONTAINERS[container]}".format(environment=python.parents[1])
+    gid = grp.getgrnam(GROUP).gr_gid
+    program.write_text(CONTAINED.format(container=words, gid=gid, python=python))
     program.chmod(0o755)
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     os.chown(home, 65534, 65534)
     own = {"HOME": str(home), "IPYTHONDIR": str(home / "ipython")}
     leases = [command, "leases"]
@@ -93,10 +104,11 @@ def main(wheels: str, pythons: list[str]) -> None:
         with BoxKernel(Path(python), Path("/")) as kernel:
             assert "healthy" in (said := kernel.run("%gpu health")), said
             assert "/opt/gpu-console/" in kernel.run("import gpu; gpu.__file__")
-            assert "ModuleNotFoundError" in kernel.run("import gpu_panels")
+            assert "ModuleNotFoundError" in kernel.run("import yaml")
             assert kernel.log == []
             subprocess.run([command, "status"], check=True, env={}, cwd="/")
-    in_a_container(Path(pythons[0]), command)
+    for container in filter(shutil.which, CONTAINERS):
+        in_a_container(container, Path(pythons[0]), command)
     subprocess.run([command, "box", "remove"], check=True, env={}, cwd="/")
     after = state()
     changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}

@@ -66,6 +66,7 @@ def check_lab_extension(environment: Path, cwd: Path) -> None:
 
 def test_a_wheel_works_outside_the_repository(environment, wheel, tmp_path):
     """The wheel contains all packages completely, under their import names, and nothing else."""
+    assert wheel.name.endswith("-py3-none-any.whl"), "it is pure Python"
     install(environment, wheel, cwd=tmp_path)
 
     site = next(environment.glob("lib/python3*/site-packages"))
