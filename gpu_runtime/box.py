@@ -31,7 +31,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
+from email import message_from_bytes
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -54,9 +56,7 @@ PREFIX, GROUP, PYTHONS = "/opt/gpu-console", "gpu", "3.10-3.14"
 LEDGER = Path("/var/lib/gpu-console/ledger")
 COMMAND = Path("/usr/local/bin/gpu")
 EXTRAS = "console,serve"  # of the environment of the command
-# What a kernel loads beside our own code. IPython and psutil come with every ipykernel.
-CORE = ("msgspec>=0.19", "nvidia-ml-py>=12", "pyyaml>=5.1")
-CORE_OF_3_10 = ("tomli>=1.1",)
+IN_IPYKERNEL = "psutil"  # the only package that the core requires and every ipykernel has
 HIDDEN = ("yaml", "tomli")  # in a kernel our own code alone finds them, as gpu_runtime.box_…
 BLOCK = f"""{BEGIN}: written by `gpu box install`, removed by `gpu box remove`. Off: GPU_AUTOLOAD=0
 try:
@@ -75,6 +75,7 @@ _CURRENT = re.compile(r"realpath\('(.*)/current'\)")
 _TO_COMMAND = Path("current/venv/bin/gpu")  # in the prefix
 _PYTHON = re.compile(r"3\.(\d{1,2})")
 _WHEEL = re.compile(r"gpu_console-([^-]+)-.*\.whl")
+_BEFORE = re.compile(r"python_version < ['\"]3\.(\d+)['\"]")  # the one marker of the core
 
 
 class Installed(Value):
@@ -251,9 +252,8 @@ def _not_root(action: str) -> NotAllowed:
 def _wheel_in(source: str) -> Path:
     """The wheel of this package that `source` is, or the newest one in a directory. Raises BadSetting."""
     path = Path(source).absolute()
-    found = (
-        [path] if path.is_file() else sorted(path.glob("gpu_console-*.whl"), key=os.path.getmtime)
-    )
+    wheels = path.glob("gpu_console-*.whl")
+    found = [path] if path.is_file() else sorted(wheels, key=os.path.getmtime)
     if not found or not _WHEEL.fullmatch(found[-1].name):
         raise BadSetting("--from", source, "a wheel gpu_console-….whl, or a directory that has one")
     return found[-1]
@@ -466,10 +466,9 @@ def _add_core(directory: Path, python: str, venv: Path, wheel: Path, links: str)
             f"--python-version={python}",
             f"--target={draft}",
             wheel,
-            *CORE,
-            *(CORE_OF_3_10 if python == "3.10" else ()),
+            *core_of(wheel, python),
         )
-        for extra in ("bin", "share", "etc", "gpu_panels"):
+        for extra in ("bin", "share", "etc"):
             shutil.rmtree(draft / extra, ignore_errors=True)
         for name in HIDDEN:  # see catalog/documents.py, compat.py
             if (draft / name).exists():
@@ -480,6 +479,23 @@ def _add_core(directory: Path, python: str, venv: Path, wheel: Path, links: str)
         draft.rename(directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def core_of(wheel: Path, python: str) -> list[str]:
+    """What the `wheel` requires in a kernel of this `python`, beside what every ipykernel has.
+
+    The wheel may be of another version than this command. pip would judge a marker for its own Python.
+    """
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [one for one in opened.namelist() if one.endswith(".dist-info/METADATA")]
+        needs = message_from_bytes(opened.read(name)).get_all("Requires-Dist", [])
+    found = []
+    for need, _, marker in (line.partition(";") for line in needs):
+        before = _BEFORE.fullmatch(marker.strip())
+        is_of_core = not marker or (before and int(python[2:]) < int(before[1]))
+        if is_of_core and not need.startswith(IN_IPYKERNEL):
+            found.append(need.strip())
+    return found
 
 
 def _interpreter(python: str) -> str:

@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 
 NAME = "gpu_box_kernel"  # of this module in `sys.modules`, and of the extension that IPython loads
 # What a user's `import` can find. All else in the directory stays hidden.
-SERVED = ("gpu", "gpu_runtime", "msgspec", "pynvml")
+SERVED = ("gpu", "gpu_runtime", "gpu_panels", "msgspec", "pynvml")
 LEAST_MSGSPEC = (0, 19)
 
 

@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -266,20 +267,30 @@ def delete(session: Session, name: str) -> Outcome:
 # callable `console` takes the runtime and returns the object to show.
 
 INSTALL = "Install it:  pip install 'gpu-console[console]'"
-OF_THE_BOX = "This machine's own console runs in a terminal:  gpu console"
+OF_THE_BOX = (  # the rest of the extra comes with these
+    "Install it in this environment:  pip install 'panel>=1.6' 'panel-material-ui>=0.8' jupyter-bokeh\n"
+    "  Or in a terminal:  gpu console"
+)
 
 
 def console(rt: Any) -> Any:
     """The console of the runtime `rt`. Raises GpuError if no console is installed."""
+    # In a kernel of `gpu box install` the package is not on `sys.path`.
+    beside = distributions(name="gpu-console", path=[str(Path(__file__).parents[2])])
+    in_box = [
+        found
+        for one in beside
+        for found in one.entry_points.select(group="gpu_runtime", name="console")
+    ]
     advice = OF_THE_BOX if "gpu_box_kernel" in sys.modules else INSTALL
-    for found in entry_points(group="gpu_runtime", name="console"):
+    for found in entry_points(group="gpu_runtime", name="console") or in_box:
         try:
             import_whole(found.module)
             make = found.load()
         except ImportError as error:
-            raise GpuError(
-                f"the console needs {error.name}, which is not installed.\n  {advice}"
-            ) from None
+            missing = f"needs {error.name}, which is not installed"
+            why = missing if isinstance(error, ModuleNotFoundError) else f"cannot load: {error}"
+            raise GpuError(f"the console {why}.\n  {advice}") from None
         return make(rt)
     raise GpuError(f"no console is installed in this environment.\n  {advice}")
 

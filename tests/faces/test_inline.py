@@ -55,11 +55,15 @@ def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
         rt.console()
 
     def load():
-        raise ImportError("No module named 'panel'", name="panel")
+        raise error
 
     entry = SimpleNamespace(load=load, module="gpu_panels.inline")
     monkeypatch.setattr(status, "entry_points", lambda **_: [entry])
+    error: ImportError = ModuleNotFoundError("No module named 'panel'", name="panel")
     with pytest.raises(GpuError, match="the console needs panel, which is not installed"):
+        rt.console()
+    error = ImportError("cannot import name 'push' from 'panel.io'", name="panel.io")  # an old one
+    with pytest.raises(GpuError, match="the console cannot load: cannot import name 'push'"):
         rt.console()
 
 

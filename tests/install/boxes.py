@@ -160,7 +160,12 @@ class BoxKernel(Notebook):
         variables |= {"GPU_DEVICES": "sim:64MiB,host:1GiB", "JPY_SESSION_NAME": f"/work/{name}"}
         self._place = tempfile.TemporaryDirectory(prefix="kernel-")
         os.chown(self._place.name, user, -1)
-        self.manager = KernelManager(transport="ipc", ip=f"{self._place.name}/ipc")
+        variables["KERNEL_PLACE"] = self._place.name  # for a `program` that makes /tmp private
+        self.manager = KernelManager(
+            transport="ipc",
+            ip=f"{self._place.name}/ipc",
+            connection_file=f"{self._place.name}/kernel.json",
+        )
         assert self.manager.kernel_spec is not None
         self.manager.kernel_spec.argv[0] = str(program or python)
         with open(self.log_file, "w") as log:

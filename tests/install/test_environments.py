@@ -5,9 +5,10 @@ import os
 
 import pytest
 
+from tests.backends.test_old_torch_releases import RELEASES
 from tests.install.conftest import pip
 
-from .boxes import ROOT, BoxKernel, environment, requirements
+from .boxes import PYTHON, ROOT, BoxKernel, environment, requirements
 from .test_box import core, machine, wheel  # noqa: F401 - fixtures
 
 PAGE = (ROOT / "docs/guides/environments.md").read_text()
@@ -42,32 +43,51 @@ def test_each_situation_has_a_test_that_requires_what_it_says():
         assert says.strip("`") in body, f"{test} does not require {says}"
 
 
-INSTALLED = ("own", "box")
+INSTALLED = pytest.mark.parametrize("installed", ("own", "box"))
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can install for all users")
 
 
 @pytest.mark.install
 @pytest.mark.processes
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can install for all users")
+@AS_ROOT
 @pytest.mark.parametrize("libraries", [[], ["torch"]], ids=["none", "newest"])
-@pytest.mark.parametrize("installed", INSTALLED)
+@INSTALLED
 def test_a_kernel_of_each_environment_does_what_the_page_says(
-    machine,
-    wheel,
-    tmp_path,
-    libraries,
-    installed,
+    machine, wheel, tmp_path, libraries, installed
 ):
+    needs = requirements() if installed == "own" else []
+    python = environment(tmp_path / "env", ["ipykernel", *needs, *libraries])
+    does_what_the_page_says(machine, wheel, python, installed, has_torch=bool(libraries))
+
+
+@pytest.mark.soak
+@pytest.mark.install
+@AS_ROOT
+@pytest.mark.parametrize("release", RELEASES)
+@INSTALLED
+def test_a_kernel_with_another_release_of_torch_does_what_the_page_says(
+    machine, wheel, tmp_path, release, installed
+):
+    """`make old-torch` makes the environments, and runs this."""
+    if not (ROOT / ".venv-old-torch" / release / "bin/ready").exists():
+        pytest.skip(f"the environment of torch {release} is not made: make old-torch")
+    python = environment(tmp_path / "env", [])
+    site = f"lib/python{PYTHON}/site-packages"
+    libraries = ROOT / ".venv-old-torch" / release / site
+    (tmp_path / "env" / site / "libraries.pth").write_text(f"{libraries}\n")
+    does_what_the_page_says(machine, wheel, python, installed, has_torch=True)
+
+
+def does_what_the_page_says(machine, wheel, python, installed, has_torch):
     if installed == "box":
         machine.install()
-        python = environment(tmp_path / "env", ["ipykernel", *libraries])
     else:
-        python = environment(tmp_path / "env", ["ipykernel", *requirements(), *libraries])
-        pip("install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path, python=python)
+        pip("install", "-q", "--no-deps", "--no-index", wheel, cwd=machine.root, python=python)
     with BoxKernel(python, machine.root) as kernel:
         if installed == "own":
             assert kernel.run("%load_ext gpu") == ""
         assert "healthy" in kernel.run("%gpu health")
-        if libraries:
+        if has_torch:
             kernel.run("import torch; x = torch.ones(2_000_000)")
             assert "leaves when this cell has ended" in kernel.run("%gpu park")
             kernel.run("rt.register('m', lambda: torch.nn.Linear(1024, 1024))")
@@ -78,8 +98,22 @@ def test_a_kernel_of_each_environment_does_what_the_page_says(
             told = kernel.run("rt.register('m', lambda: 1)")
             assert "needs torch" in told and "pip install 'torch>=2.4'" in told
         console = kernel.run("%gpu console")
-        assert ("pip install" in console) == (installed == "own"), console
+        assert "the console needs panel" in console and "pip install" in console
         assert ("in a terminal:  gpu console" in console) == (installed == "box")
         assert kernel.log == []
     bar = python.parents[1] / "share/jupyter/labextensions/gpu-console/package.json"
     assert bar.exists() == (installed == "own")
+
+
+@pytest.mark.install
+@pytest.mark.processes
+@AS_ROOT
+def test_a_kernel_of_the_box_has_the_console_if_its_environment_has_panel(machine, tmp_path):
+    """The packages are those that the error names without Panel."""
+    machine.install()
+    named = ["panel", "panel-material-ui", "jupyter-bokeh"]
+    python = environment(tmp_path / "env", ["ipykernel", *named])
+    with BoxKernel(python, machine.root) as kernel:
+        shown = kernel.run("made = rt.console(); print(type(made))\n%gpu console")
+        assert "gpu_panels.inline.Inline" in shown and "sim:0" in shown
+        assert kernel.log == []
