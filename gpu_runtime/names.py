@@ -90,14 +90,9 @@ class Namespace:
 
 
 class _Registered:
-    """The namespace of this process: the front end's namespace, if one is registered."""
+    """The namespace of this process: the namespace of a script, until a front end sets its own."""
 
-    def __init__(self) -> None:
-        self.front_end: Namespace | None = None
-
-    def current(self) -> Namespace:
-        """The namespace of the front end if registered, else the namespace of a script."""
-        return self.front_end or Namespace()
+    current = Namespace()
 
 
 registered = _Registered()

@@ -101,6 +101,9 @@ class Memory:
         torch: str = "cpu",
     ) -> None:
         self.device, self.capacity_bytes = device, capacity_bytes
+        self.counted = (
+            capacity_bytes is not None
+        )  # whether this object counts bytes: on no real card
         self.simulated, self.pinned = simulated, pinned
         self.torch = torch  # the number of a card can differ between processes
         self.squeezed_bytes = 0
@@ -114,11 +117,6 @@ class Memory:
         self._notes: dict[int, Note] = {}  # key -> note of an existing block
         self._failures = 0
         self._lock = awaited(threading.Lock())
-
-    @property
-    def counted(self) -> bool:
-        """Whether this object counts bytes: not those of a real card."""
-        return self.capacity_bytes is not None
 
     def allocate(self, size: int, *, force: bool = False) -> Block:
         """A block of `size` bytes. Raises OutOfMemory; see the function `out_of_memory`.

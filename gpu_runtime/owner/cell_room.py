@@ -443,7 +443,7 @@ def numbers_in(text: str) -> tuple[str, dict[str, int]]:
             while name in numbers:
                 name += ", the next"
             numbers[name], node.value = node.value, 0
-    namespace = registered.current()
+    namespace = registered.current
     for node in nodes:
         if isinstance(node, ast.Name) and _is_read(node) and node.id not in assigned:
             for value in namespace.held(Name(node.id, VARIABLE)):

@@ -22,7 +22,6 @@ from ..devices.process_memory import trim_heap
 from ..errors import BadSetting, DoesNotFit, GpuError, StillInUse
 from ..facts import HOST, KERNEL, Book, Lease, World
 from ..ledgers.access import file_system_of, is_network
-from ..scheduler import transitions as books
 from ..units import GIB, show_bytes, show_seconds
 from .resident import Place
 from .session import Session, log
@@ -197,23 +196,9 @@ def _stow(session: Session, resident: KernelResident, size: int, because: str, b
     session.probe.empty_cache()
     trim_heap()
     took = show_seconds(time.perf_counter() - began)
-    session.decide(
-        lambda book, world: (
-            books.note(
-                book,
-                world,
-                resident.lease,
-                "stowed",
-                "disk",
-                f"{because} It was written to {named} in {took}.",
-                size=size,
-                device=HOST,
-                by=by,
-            ),
-            None,
-        ),
-        fresh=True,
-    )
+    because = f"{because} It was written to {named} in {took}."
+    lease = resident.lease
+    session.note(lease, "stowed", "disk", because, fresh=True, size=size, device=HOST, by=by)
 
 
 def _pause(session: Session, resident: KernelResident) -> None:

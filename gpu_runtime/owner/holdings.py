@@ -82,9 +82,7 @@ def search_here(
 
     limit = Limit(seconds, stop=stop)
     storages, whole = _search(session, limit)
-    reached, all_reached = _reach(
-        session, namespace or registered.current(), storages.keys(), limit
-    )
+    reached, all_reached = _reach(session, namespace or registered.current, storages.keys(), limit)
     models, governed, of_others = _models(session, storages)
     direct = set(governed)
     saved: set[int] = set()
@@ -236,7 +234,7 @@ def names_of(session: Session, keys: frozenset[int]) -> str:
     """The variables of this notebook that reach the storages `keys`, as text."""
     from ..backends.pytorch.search import Limit
 
-    reached, _ = _reach(session, registered.current(), keys, Limit(SECONDS))
+    reached, _ = _reach(session, registered.current, keys, Limit(SECONDS))
     names = [one.name.name for one in reached if one.name.kind == VARIABLE]
     return _listed(names) if names else "what no variable refers to"
 
@@ -417,7 +415,7 @@ def free(session: Session, variable: str | None) -> Outcome:
 
     Raises GpuError if there is no variable with the name `variable`.
     """
-    namespace = registered.current()
+    namespace = registered.current
     known = namespace.variables()
     if variable is not None and variable not in known:
         close = difflib.get_close_matches(variable, known, n=1)

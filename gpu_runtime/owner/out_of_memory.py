@@ -154,7 +154,7 @@ class Telling:
         self._session = session
         self._lines = tuple(user_lines(error))
         self._wanted = bytes_wanted(error)
-        namespace = _AtError(registered.current(), error)
+        namespace = _AtError(registered.current, error)
         self._held = holdings.search_here(session, SEARCH_SECONDS, namespace=namespace)
         rooms = room(*session.look())
         # If the message names no card, the one with the least room is the full one.

@@ -306,7 +306,7 @@ class _Loaded:
         self._add_magics()
         shell.Completer.custom_matchers.append(self.matcher)
         self._add_formats()
-        self.names = registered.front_end = NotebookNames(shell)
+        self.names = registered.current = NotebookNames(shell)
         self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
@@ -432,8 +432,8 @@ class _Loaded:
         if _RELOADS in rules:
             rules.remove(_RELOADS)
         activity.forget()
-        if registered.front_end is self.names:
-            registered.front_end = None
+        if registered.current is self.names:
+            registered.current = Namespace()
         self.look_ahead.remove()
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
@@ -714,7 +714,7 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
     if argument.completes == "catalog":
         return runtime().catalog_names()
     if argument.completes == "variables":
-        return registered.current().variables()
+        return registered.current.variables()
     if argument.completes == "devices":
         return [view.device.id for view in runtime().status().devices if not view.device.is_host]
     return {

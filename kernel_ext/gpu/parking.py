@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType, MethodType
 from typing import Any
@@ -352,7 +353,7 @@ class Parking:
         # For an empty cell IPython calls `post_execute` only: `%run` of a notebook whose last cell is empty. The
         # frame that began the cell around it still runs then.
         cells, event = self._cells_here, _event_of()
-        if not cells or cells[-1] is event or cells[-1] not in obstacles.stack(event):
+        if not cells or cells[-1] is event or cells[-1] not in dict(traceback.walk_stack(event)):
             self._ended()
 
     def _ended(self) -> None:

@@ -45,7 +45,7 @@ def fails(shell, cell):
 @pytest.fixture
 def notebook(shell):
     """A shell without outputs and errors of other tests."""
-    registered.front_end.release(registered.front_end.names())
+    registered.current.release(registered.current.names())
     mode = shell.InteractiveTB.mode
     shell.InteractiveTB.set_mode("Minimal")  # else IPython looks for sources in every module
     fails(shell, "raise ValueError('the last error of this fixture')")
@@ -55,7 +55,7 @@ def notebook(shell):
     yield shell
     gc.enable()
     shell.InteractiveTB.set_mode(mode)
-    registered.front_end.release(registered.front_end.names())
+    registered.current.release(registered.current.names())
 
 
 def table(rt):

@@ -1022,7 +1022,7 @@ def variables(monkeypatch):
     """The variables of a notebook. No function's variable refers to their tensors."""
     found: dict[str, torch.Tensor] = {}
     kind = type("Variables", (Namespace,), {"_variables": found})
-    monkeypatch.setattr(registered, "front_end", kind())
+    monkeypatch.setattr(registered, "current", kind())
     return found
 
 

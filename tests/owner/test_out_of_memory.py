@@ -41,7 +41,7 @@ class Notebook(Namespace):
 @pytest.fixture
 def notebook(monkeypatch):
     mine = Notebook()
-    monkeypatch.setattr(registered, "front_end", mine)
+    monkeypatch.setattr(registered, "current", mine)
     yield mine.values
     mine.values.clear()
     gc.collect()
