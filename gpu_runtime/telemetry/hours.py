@@ -342,6 +342,8 @@ _COLUMNS = (
     "stretch INTEGER, start INTEGER, user TEXT, notebook TEXT, name TEXT, device TEXT, state TEXT"
 )
 _KEY = "stretch, start, user, notebook, name, device, state"
+# The key begins with the stretch, so without it each query would read the whole file.
+_SINCE = f"stretch IN ({MINUTE}, {HOUR}, {DAY}) AND start >= ?"
 _ADD = f"""ON CONFLICT({_KEY}) DO UPDATE SET
     byte_seconds = byte_seconds + excluded.byte_seconds, seconds = seconds + excluded.seconds"""
 
@@ -370,7 +372,8 @@ class Hours(StateFile):
                     (next_stretch, next_stretch, next_stretch, stretch, edge),
                 )
                 db.execute("DELETE FROM hours WHERE stretch = ? AND start < ?", (stretch, edge))
-            db.execute("DELETE FROM hours WHERE start < ?", (int(now - KEPT[-1][1]),))
+            last, age = KEPT[-1]
+            db.execute("DELETE FROM hours WHERE stretch = ? AND start < ?", (last, int(now - age)))
 
         return self.write(write)
 
@@ -378,7 +381,7 @@ class Hours(StateFile):
         """What began from the wall time `since` to `until`, in `stretch` seconds or in one sum (0)."""
         began = f"start / {stretch} * {stretch}" if stretch else "min(start)"
         query = f"""SELECT {began}, user, notebook, name, device, state, sum(byte_seconds), sum(seconds)
-            FROM hours WHERE start >= ? AND start < ? GROUP BY {"1, " if stretch else ""}2, 3, 4, 5, 6"""
+            FROM hours WHERE {_SINCE} AND start < ? GROUP BY {"1, " if stretch else ""}2, 3, 4, 5, 6"""
         rows = self.read(query, (since, until))
         return [
             Hour(int(row[0]), Key(*map(str, row[1:6])), float(row[6]), float(row[7]))
@@ -397,9 +400,9 @@ class Hours(StateFile):
 
         `capacity` has the bytes of each card. What is `half_life` seconds old counts half.
         """
-        query = """SELECT start, device, sum(byte_seconds) FROM hours
-            WHERE user = ? AND start >= ? AND state IN (?, ?, ?) GROUP BY 1, 2"""
-        rows = self.read(query, (user, now - seconds, IN_USE, IDLE, BLOCKING))
+        query = f"""SELECT start, device, sum(byte_seconds) FROM hours
+            WHERE {_SINCE} AND user = ? AND state IN (?, ?, ?) GROUP BY 1, 2"""
+        rows = self.read(query, (now - seconds, user, IN_USE, IDLE, BLOCKING))
         return sum(
             float(size) / capacity[str(card)] / HOUR * 0.5 ** (max(0.0, now - start) / half_life)
             for start, card, size in rows

@@ -26,7 +26,7 @@ class Shared(_Replay):
 
     def __init__(self, history: UseHistory, users: dict[str, str], fair: bool) -> None:
         card = max(history.bytes // 10, history.largest)
-        super().__init__(history, card, 0, keep_score, FULL)
+        super().__init__(history, card, 0, keep_score, FULL, 0)
         self.users, self.fair, self.card_bytes = users, fair, card
         self.recent: dict[str, float] = defaultdict(
             float

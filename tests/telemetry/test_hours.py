@@ -420,7 +420,7 @@ def test_a_week_of_twenty_users_adds_up_and_its_file_is_small(tmp_path):
         HistoryRequest(one.seconds, one.model, one.service_seconds, NORMAL) for one in made.uses
     )
     card, file = 160 * 10**9, Hours(tmp_path / "hours.db")
-    replay = _Week(UseHistory(models, uses), card, 2 * card, keep_score, FULL, file=file)
+    replay = _Week(UseHistory(models, uses), card, 2 * card, keep_score, FULL, 0, file=file)
     replay.run()
     assert file.add(replay.account.rows(), replay.wall + replay.looked)
     assert replay.looked >= 0.9 * WEEK_SECONDS and file.path.stat().st_size < 50 * 2**20
