@@ -66,7 +66,8 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "rendering": f"owner {GROUND}",
     "fleet": f"runtime scheduler.offers catalog backends {GROUND}",
     "__init__": "runtime fleet errors threads version",
-    "verbs": f"__init__ alerts autoload box uninstall fleet owner catalog ledgers scheduler.policies {GROUND}",
+    "verbs": "__init__ rendering alerts autoload box uninstall fleet owner catalog ledgers"
+    f" scheduler.policies {GROUND}",
     "serving": "__init__ runtime telemetry.hours rendering web fleet catalog"
     f" backends.pytorch.sentence_modules {GROUND}",
     "watching": f"__init__ runtime ledgers {GROUND}",
