@@ -182,7 +182,7 @@ def put_away(server: Served) -> None:
 
     def are_away() -> bool:
         if told(server, "/memory/models"):
-            told(server, "/memory/evict/llm", "POST")
+            told(server, "/memory/evict/llm?drop=true", "POST")
         return not told(server, "/memory/models") and not engines(server)
 
     until(are_away, "no model and no engine is left")
