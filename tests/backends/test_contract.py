@@ -15,7 +15,7 @@ from gpu_runtime.backends.engines.backend import Server
 from gpu_runtime.backends.llama_cpp.backend import LlamaEngine
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe
-from gpu_runtime.errors import CannotGovern, NotResident
+from gpu_runtime.errors import BadCall, CannotGovern, NotResident
 from gpu_runtime.facts import ModelSpec, Share, Shares, beside
 from gpu_runtime.units import MIB
 from tests.clock import PATIENCE
@@ -199,6 +199,8 @@ def test_asleep_it_holds_nothing_on_its_card_and_awake_it_answers_as_before(slee
         assert case.probe.used() == NOTHING | {"host": share.bytes}
         with pytest.raises(NotResident):
             answer(case, model)
+        with pytest.raises(BadCall):  # the worker itself has no model
+            model.engine.ask("n_ctx", (), {})
         assert case.backend.must_return_to(model) == {"sim:0": claimed}
         with pytest.raises(CannotGovern):
             case.backend.move(model, case.on("sim:1"))
