@@ -6,6 +6,7 @@ suite does not run this module. Each part is the module `bench_` with its name.
 
 import argparse
 import importlib
+import os
 import traceback
 
 from .results import HEAD, RESULTS, merged, this_machine
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the rows into RESULTS.md")
     parser.add_argument("--note", default="", help="put behind the machine's name")
     wanted = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all modules anew
     print(HEAD)
     failed, lines = [], []
     for name in wanted.which or PARTS:
