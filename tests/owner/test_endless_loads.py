@@ -13,7 +13,7 @@ import torch
 from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse, WaitEnded, threads
 from gpu_runtime.facts import Outcome
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import arrivals, loading
+from gpu_runtime.owner import arrivals, load_and_plan
 from gpu_runtime.serving.gateway import Gateway
 from tests.clock import until
 
@@ -215,9 +215,9 @@ def test_the_seconds_of_reading_the_source_are_part_of_the_time_out(
     rt, left = runtime(clock=clock), []
     done = Outcome(verb="preload", name="m", done=True, because="")
     preload = lambda *_, timeout, **__: left.append(timeout) or done
-    monkeypatch.setattr(loading.operations, "preload", preload)
+    monkeypatch.setattr(load_and_plan.operations, "preload", preload)
     register = lambda *_, **__: clock.advance(reads)
-    loading.load(rt._session, register, "m", "source", {}, progress=None, timeout=10)
+    load_and_plan.load(rt._session, register, "m", "source", {}, progress=None, timeout=10)
     assert left == [10 - reads]
 
 
