@@ -116,9 +116,10 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
 
 def past_use_of(book: Book, request: Request, world: World) -> float | None:
     """The card-hours of the user of `request`, as its ticket states them; None: requests are not compared by them."""
+    if world.rules.past_use is None or not shares_by_past_use(book):
+        return None
     mine = book.ticket(request.key)
-    stated = mine.past_use if mine else world.rules.past_use
-    return stated if shares_by_past_use(book) else None
+    return mine.past_use if mine else world.rules.past_use
 
 
 def ahead_by_past_use(book: Book, ticket: Ticket, request: Request, world: World) -> bool:
