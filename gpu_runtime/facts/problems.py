@@ -8,6 +8,7 @@ JupyterLab all use this list.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
 from ..compat import StrEnum
@@ -298,17 +299,18 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         part = 2 * sum(returns) / max(lasted, 1e-9)  # a model leaves as fast as it returns
         if part <= SWAPPING_PART:
             continue
-        remedy = "run them one after the other" if one.notebook and other.notebook else "pin one"
-        several = f"Use another card for one, or {remedy}."
-        advice = several if len(cards) > 1 else f"{remedy.capitalize()}."
-        text = (
-            f"{_subject(seen, one)} and {_subject(seen, other)} evict one another on {view.device.id}: "
-            f"{len(turns)} × in turn. Moving takes {100 * min(1.0, part):.0f} % of the time. {advice}"
-        )
-        subject = f"{view.device.id} {' '.join(sorted(both))}"
         pins = tuple(
             ("pin", _lease_of(event)) for event in (one, other) if _settled(seen, event) is not None
         )
+        ways = ["pin one"] if pins else []  # first what the button does
+        ways += ["use another card for one"] if len(cards) > 1 else []
+        ways += ["run them one after the other"] if one.notebook and other.notebook else []
+        advice = " or ".join(ways or ["pin one"])
+        text = (
+            f"{_subject(seen, one)} and {_subject(seen, other)} evict one another on {view.device.id}: "
+            f"{len(turns)} × in turn. Moving takes {100 * min(1.0, part):.0f} % of the time. {advice.capitalize()}."
+        )
+        subject = f"{view.device.id} {' '.join(sorted(both))}"
         size = one.bytes + other.bytes
         yield Problem(ProblemKind.SWAPPING, subject, text, size, turns[0].wall, pins)
 
@@ -378,9 +380,22 @@ def _ram(seen: Snapshot, event: Event) -> str:
             free, held = show_bytes(max(0, view.room_bytes or 0)), _largest(seen, HOST)
             return (
                 f". RAM has {free} of {show_bytes(view.limit_bytes)} free{held and f': {held}'}. "
-                "End a notebook that nobody needs, or allow more RAM: CPU_MEMORY_MAX_PERCENT"
+                f"{_how_to_free_ram(seen)}For more RAM, start the notebooks with a larger "
+                "CPU_MEMORY_MAX_PERCENT in their environment"
             )
     return ""
+
+
+def _how_to_free_ram(seen: Snapshot) -> str:
+    """What to type so that the largest parked notebook leaves RAM: for its disk if it has one, or for good."""
+    parked = [one for one in seen.leases() if one.kind == KERNEL and one.ram_bytes and not one.pins]
+    if not parked:
+        return ""
+    largest = max(parked, key=lambda lease: lease.ram_bytes)
+    owner = seen.sections[largest.owner].owner
+    if largest.stow_bytes:
+        return f"To move {owner.title} to its disk: gpu hibernate {shlex.quote(owner.title)}. "
+    return f"To end {owner.title}, which loses its variables: kill {owner.pid}. "
 
 
 def _largest(seen: Snapshot, device: str) -> str:

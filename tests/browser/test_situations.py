@@ -205,7 +205,7 @@ def test_ram_is_full(screen, ledger, rt, forgotten, tune):
         assert "DoesNotFit" in tune.run("rt.preload('small')")
         screen.says(
             "small in tune.ipynb",
-            "new.ipynb",
+            f"kill {forgotten.pid}",
             "4.0 MiB of 40.0 MiB free: forgotten.ipynb .*36.0 MiB",
             CLOCK,
         )

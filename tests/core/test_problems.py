@@ -107,7 +107,7 @@ def test_two_models_that_evict_one_another_in_turn_are_a_problem():
     )
     assert found[0].actions == (("pin", f"{ME.id}/a"),)
     [of_two_cards] = problems(snapshot(lease("a", 8), cards=2, events=left("a", "b", "a", "b")))
-    assert of_two_cards.text.endswith("Use another card for one, or pin one.")
+    assert of_two_cards.text.endswith("Pin one or use another card for one.")
     for harmless in (left("a", "b", "a"), left("a", "b", "c", "a"), left("a", "a", "b", "b")):
         assert problems(snapshot(events=harmless)) == ()
     for reason in ("evict", "memory_pressure", "drain"):  # no model took the place of the other
@@ -250,6 +250,10 @@ def test_a_refusal_for_want_of_ram_says_who_fills_it():
     seen = snapshot(parked, events=[refusal(20, "precious")])
     [found] = problems(seen)
     assert "2.0 GiB of 32.0 GiB free: analysis.ipynb (pid 4121) of bob 30.0 GiB" in found.text
+    assert "kill 4121" in found.text and "hibernate" not in found.text
+    stowed = replace(parked, disk_room=parked.bytes)
+    [found] = problems(snapshot(stowed, events=[refusal(20, "precious")]))
+    assert "gpu hibernate analysis.ipynb" in found.text and "kill" not in found.text
     assert "RAM has" not in problems(snapshot(parked, events=[refusal(20, "kept")]))[0].text
 
 
