@@ -135,7 +135,7 @@ class Console:
             lambda button, _: self._pressed(*pressed(button)),
             filters=False,
             visible=False,
-            margin=(10, 0, 0, 0),
+            margin=(10, 10, 0, 10),
         )
         first = address.get("tab", "")
         self._tabs = pmui.Tabs(
@@ -153,8 +153,8 @@ class Console:
         body = pn.Column(
             *([self._chooser.panel] if self._chooser else []),
             self._banner,
-            self.actions.panel,
             self._problems,
+            self.actions.panel,
             self._tabs,
             sizing_mode="stretch_width",
             margin=MARGIN,

@@ -16,7 +16,18 @@ import panel_material_ui as pmui
 
 from gpu_runtime import threads
 from gpu_runtime.errors import BadSize, GpuError
-from gpu_runtime.facts import HOST, IMPORTANCE, Event, History, ModelSpec, PlanLevel, Snapshot, Step
+from gpu_runtime.facts import (
+    HOST,
+    IMPORTANCE,
+    Event,
+    History,
+    ModelSpec,
+    PlanLevel,
+    ProblemKind,
+    Snapshot,
+    Step,
+    problems,
+)
 from gpu_runtime.files import newest_log, part_of
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters, versions
@@ -157,10 +168,11 @@ def notices_html(snapshot: Snapshot) -> str:
             "devices: <code>GPU_DEVICES=sim:2x24GiB</code></div>"
         )
     has_lease = any(True for _ in snapshot.leases())
-    if not has_lease:
+    others = {problem.kind for problem in problems(snapshot)} - {ProblemKind.UNLEASED}
+    if not has_lease and not others:  # nobody is invited while something is wrong
         parts.append(
-            '<div class="hint">Nothing holds memory yet. In a notebook, type <code>%load_ext gpu</code> and run torch '
-            "code, or load a model: <code>%gpu load NAME PATH</code></div>"
+            '<div class="hint">No notebook holds memory yet. In a notebook, type <code>%load_ext gpu</code> and run '
+            "torch code, or load a model: <code>%gpu load NAME PATH</code></div>"
         )
     if differ := versions(snapshot):
         parts.append(f'<div class="hint">{esc(differ)}</div>')

@@ -123,7 +123,8 @@ def test_small_leases_are_gathered_and_none_is_lost():
 
 
 def test_unleased_memory_names_its_processes():
-    other = stretches(samples.overdraft)["other programs"]
+    """One program that holds all of it is named in the bar itself."""
+    other = stretches(samples.overdraft)["python3"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.tooltip
     carol = Stranger("cuda:0", 999, None, "carol", "python3")

@@ -230,6 +230,7 @@ def test_the_small_history_has_the_use_over_time_and_gaps_stay_gaps():
 def test_a_machine_without_leases_or_governor_shows_what_to_do():
     assert "%gpu load NAME PATH" in notices_html(samples.empty)
     assert notices_html(samples.busy) == ""
+    assert notices_html(replace(samples.empty, full_disks=("/var/lib",))) == ""
     text = notices_html(replace(samples.busy, governed=False))
     assert "The governor is off" in text
     me = replace(samples.ME, version="0.3.0")

@@ -15,6 +15,7 @@ from gpu_panels.data.rows import (
     models,
     notebooks,
     queue,
+    summary,
 )
 from gpu_panels.lab import view
 from gpu_panels.lab.view import LedgerName
@@ -131,6 +132,12 @@ def test_a_model_that_is_not_loaded_shows_what_is_known_of_it():
     specs = (ModelSpec("qwen", "fake", size=GIB),)  # the catalogue has it too
     (row,) = models(replace(snapshot(specs=specs), sections={}), specs)
     assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
+
+
+def test_the_header_says_what_is_unusual_without_being_a_problem():
+    assert summary(samples.busy) == "No problems"
+    assert summary(samples.waiting) == "No problems; 1 waits"
+    assert summary(samples.drained) == "No problems; cuda:1 drained"
 
 
 @pytest.mark.parametrize(("more", "buttons"), [

@@ -128,6 +128,7 @@ def _idle_bytes(snapshot: Snapshot, device: str) -> int:
 
 MOST_STRETCHES = 14  # leases in one bar; smaller leases share one stretch
 LEAST_PART = 0.012  # fraction of a bar; all leases thinner than this share one stretch
+ALMOST_ALL = 0.9  # a driver needs a part of its own beside the bytes of a program
 MOST_NAMED = 6  # names in one tooltip; the others are counted
 
 
@@ -181,7 +182,8 @@ def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
         yield Stretch(ENDED, ended, "ended", tooltip)
     beyond = strangers_bytes(view)
     if beyond > 0:
-        yield Stretch(STRANGERS, beyond, "strangers", _strangers_tooltip(snapshot, view, beyond))
+        tooltip = _strangers_tooltip(snapshot, view, beyond)
+        yield Stretch(_strangers_label(snapshot, view, beyond), beyond, "strangers", tooltip)
 
 
 def _lease_stretch(snapshot: Snapshot, part: LeasePart) -> Stretch:
@@ -284,6 +286,13 @@ def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
         named.append(f"{show_bytes(size_there)} {process}{''.join(whys)}")
     label = RESIDUE if is_cache else STAYS
     return Stretch(label, size, "residue", "\n".join([title, *_first(named)]))
+
+
+def _strangers_label(snapshot: Snapshot, view: DeviceView, size: int) -> str:
+    """The name of the one program that holds most of the `size` bytes, or `other programs`."""
+    found = [one for one in snapshot.strangers if one.device == view.device.id]
+    is_one = len(found) == 1 and (found[0].bytes or 0) >= ALMOST_ALL * size
+    return short(found[0].command) if is_one and found[0].command else STRANGERS
 
 
 def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:

@@ -436,9 +436,16 @@ def pressed(button: str) -> tuple[str, str]:
 
 
 def summary(snapshot: Snapshot) -> str:
-    """The number of problems in words: `No problems`, or `2 problems`."""
+    """The number of problems, and what else is unusual: `No problems; 1 waits; sim:1 drained`."""
     count = len(problems(snapshot))
-    return f"{count} problem{'s' if count != 1 else ''}" if count else NO_PROBLEMS
+    words = [f"{count} problem{'s' if count != 1 else ''}" if count else NO_PROBLEMS]
+    if waits := len({ticket.owner for ticket in snapshot.tickets if ticket.verb == "use"}):
+        words.append(f"{waits} wait{'s' if waits == 1 else ''}")
+    failed = sum(bool(_failed_load(one, snapshot)) for one in snapshot.sections.values())
+    if failed:
+        words.append(f"{failed} load{'s' if failed != 1 else ''} failed")
+    words += [f"{view.device.id} drained" for view in snapshot.devices if view.drained]
+    return "; ".join(words)
 
 
 # -- the tabs Models and Leases: every model, the bytes of each process on each device, and its variables

@@ -213,7 +213,7 @@ def status_html(snapshot: Snapshot, visitor: Any) -> str:
     return "".join(
         (
             '<h1 class="title">GPU console</h1>',
-            f'<span class="problems{"" if problems == NO_PROBLEMS else " some"}">{esc(problems)}</span>',
+            f'<span class="problems{"" if problems.startswith(NO_PROBLEMS) else " some"}">{esc(problems)}</span>',
             _span(
                 device_title(snapshot),
                 "badge" if simulated else "",
