@@ -237,7 +237,12 @@ def _requested(seen: Snapshot, ticket: Ticket) -> str:
     if section is None:
         return ticket.name
     title, who = seen.title(ticket.owner, ticket.name), _who(seen, section.owner)
-    return who if ticket.name == KERNEL else f"{title} in {who}"
+    return who if ticket.name == KERNEL else f"{_named(title, 'Model')} in {who}"
+
+
+def _named(title: str, word: str) -> str:
+    """`model two`: a bare name reads as a word of the sentence. A block of code has a `#` in its name."""
+    return title if "#" in title else f"{word} {title}"
 
 
 def _of_user(seen: Snapshot, owner: Owner) -> str:
@@ -249,14 +254,15 @@ def _who(seen: Snapshot, owner: Owner) -> str:
     return f"{owner.label}{_of_user(seen, owner)}"
 
 
-def _subject(seen: Snapshot, event: Event) -> str:
+def _subject(seen: Snapshot, event: Event, word: str = "Model") -> str:
     """The title of what the `event` is about, with its notebook and user while the process lives."""
     section = seen.sections.get(event.owner)
     if section is None:
         return event.title
     is_own = event.model == KERNEL
     where = "" if is_own or not section.owner.notebook else f" in {section.owner.title}"
-    return f"{event.title}{where}{_of_user(seen, section.owner)}"
+    title = event.title if is_own else _named(event.title, word)
+    return f"{title}{where}{_of_user(seen, section.owner)}"
 
 
 def _over_cap(seen: Snapshot) -> Iterator[Problem]:
@@ -302,12 +308,14 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         pins = tuple(
             ("pin", _lease_of(event)) for event in (one, other) if _settled(seen, event) is not None
         )
-        ways = ["pin one"] if pins else []  # first what the button does
+        ways = ["pin one of them"] if pins else []  # first what the button does
         ways += ["use another card for one"] if len(cards) > 1 else []
         ways += ["run them one after the other"] if one.notebook and other.notebook else []
-        advice = " or ".join(ways or ["pin one"])
+        if not ways:
+            ways.append("pin one")
+        advice = ", or ".join(ways)
         text = (
-            f"{_subject(seen, one)} and {_subject(seen, other)} evict one another on {view.device.id}: "
+            f"{_subject(seen, one)} and {_subject(seen, other, 'model')} evict one another on {view.device.id}: "
             f"{len(turns)} × in turn. Moving takes {100 * min(1.0, part):.0f} % of the time. {advice.capitalize()}."
         )
         subject = f"{view.device.id} {' '.join(sorted(both))}"

@@ -102,12 +102,12 @@ def left(*models, seconds=0.5):
 def test_two_models_that_evict_one_another_in_turn_are_a_problem():
     found = problems(snapshot(lease("a", 8), events=left("c", "a", "b", "a", "b")))
     assert [problem.subject for problem in found] == [f"sim:0 {ME.id}/a {ME.id}/b"]
-    assert found[0].text.endswith("4 × in turn. Moving takes 50 % of the time. Pin one."), (
+    assert found[0].text.endswith("4 × in turn. Moving takes 50 % of the time. Pin one of them."), (
         "one card"
     )
     assert found[0].actions == (("pin", f"{ME.id}/a"),)
     [of_two_cards] = problems(snapshot(lease("a", 8), cards=2, events=left("a", "b", "a", "b")))
-    assert of_two_cards.text.endswith("Pin one or use another card for one.")
+    assert of_two_cards.text.endswith("Pin one of them, or use another card for one.")
     for harmless in (left("a", "b", "a"), left("a", "b", "c", "a"), left("a", "a", "b", "b")):
         assert problems(snapshot(events=harmless)) == ()
     for reason in ("evict", "memory_pressure", "drain"):  # no model took the place of the other

@@ -354,7 +354,7 @@ def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     owner = next(iter(samples.busy.sections))
     seen = replace(samples.busy, events=(replace(event, owner=owner),))
     (alarm,) = views.alarms(seen)
-    assert alarm.startswith("giant in train.ipynb was refused: giant needs 50.0 GiB. Since ")
+    assert alarm.startswith("Model giant in train.ipynb was refused: giant needs 50.0 GiB. Since ")
 
 
 def test_json_has_every_field_and_plain_values():
