@@ -119,7 +119,7 @@ def _staying(book: Book, world: World, devices: Iterable[DeviceView]) -> dict[st
             if is_larger and lease.phase is Phase.SETTLED:
                 refusal = recall.refusal_to_leave(book, lease, section.owner, world)
                 if refusal is not None and refusal.kind == "stays":
-                    found[lease.id] = f"{refusal.because[:1].upper()}{refusal.because[1:]}"
+                    found[lease.id] = refusal.because
     return found
 
 

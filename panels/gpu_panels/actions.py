@@ -82,7 +82,7 @@ class Actions:
             visible=False,
             sizing_mode="stretch_width",
             stylesheets=[OUTCOMES],
-            margin=(12, 0, 0, 0),
+            margin=(12, 10, 0, 10),
         )
         self.close = pmui.Button(
             label="Close", variant="text", size="small", visible=False, margin=(8, 10)

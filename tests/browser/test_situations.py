@@ -210,7 +210,9 @@ def test_ram_is_full(screen, ledger, rt, forgotten, tune):
             CLOCK,
         )
         screen.says("^forgotten.ipynb", "parked", AGO, "36.0 MiB", press="Unpark")
-        stays = screen.says("^new.ipynb", "36.0 MiB").get_by_role("button", name="Park")
+        stays = screen.says("^new.ipynb", "36.0 MiB", "RAM has no room for it").get_by_role(
+            "button", name="Park"
+        )
         assert stays.is_disabled() and "RAM has no room for it" in stays.get_attribute("title")
 
 

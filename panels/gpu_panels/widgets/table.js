@@ -101,6 +101,7 @@ export function render({model}) {
         button.setAttribute("aria-label", `${label}: ${cells[0][TEXT]}${why_not ? `. ${why_not}` : ""}`)
         button.disabled = Boolean(why_not)
         button.onclick = () => press(id, verb, button)
+        if (why_not && buttons.length === 1) made("div", "why", seen.last).textContent = why_not
         if (verb === focused && seen.tr.contains(document.activeElement)) button.focus()
       }
     }
