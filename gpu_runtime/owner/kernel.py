@@ -132,7 +132,7 @@ class Kernel:
         run, or empty.
         """
         self._here.refusal = None
-        if not frees and self._refuses_above_cap() and self._uncounted:
+        if not frees and self.refuses_above_cap() and self._uncounted:
             self.count()
             self._uncounted = False
         if not frees and (beyond := self.beyond_enforced_cap()):
@@ -184,9 +184,10 @@ class Kernel:
         resident = self.resident
         if resident is None or resident.place is not Place.HERE:
             return ""
-        return self._over_cap()[0] if self._refuses_above_cap() else ""
+        return self._over_cap()[0] if self.refuses_above_cap() else ""
 
-    def _refuses_above_cap(self) -> bool:
+    def refuses_above_cap(self) -> bool:
+        """Whether a cell is refused while the user holds more than the cap."""
         cap = self._session.rules.cap
         return cap is not None and cap.enforce and self._session.probe.simulated
 

@@ -316,7 +316,7 @@ class Parking:
             self._attach()
         if self._lease is None:
             return
-        frees = bool(self._lease.beyond_enforced_cap()) and quiet_cells.frees(self._shell, content)
+        frees = self._lease.refuses_above_cap() and quiet_cells.frees(self._shell, content)
         with self._waiting():
             news = self._lease.begin(text, outermost=self._cells == 1, frees=frees)
         if news:

@@ -34,6 +34,7 @@ class Lease:
         self.reading, self.refusal, self.away = self, None, False
         self.raises: type[BaseException] | None = None
         self.looks_at_cap = 0
+        self.cap_is_enforced, self.runs_above_cap = False, False
 
     def hold(self):
         self.story.append("back")
@@ -41,14 +42,15 @@ class Lease:
             raise self.raises
         return _Held(self.story)
 
-    def beyond_enforced_cap(self):
-        return 0
+    def refuses_above_cap(self):
+        return self.cap_is_enforced
 
     def news_of_cap(self):
         self.looks_at_cap += 1
         return ""
 
     def begin(self, text, outermost=True, frees=False):
+        self.runs_above_cap = frees
         self.story.append(f"cell {text}" if outermost else "inside")
         return ""
 
@@ -227,6 +229,14 @@ def test_the_memory_is_there_while_a_message_may_read_it(follows, name):
     kind, content, story = MESSAGES[name]
     follows.kernel.handle(kind, **content)
     assert follows.story == story
+
+
+@pytest.mark.parametrize(("code", "runs"), [("[1, 2]", True), ("%time 1", False)])
+def test_what_a_cell_may_do_above_a_cap_is_said_before_the_notebook_is_counted(follows, code, runs):
+    """The lease counts when the cell begins: only then is it known whether more is held than the cap."""
+    follows.lease.cap_is_enforced = True
+    follows.kernel.handle("execute_request", lambda: follows.trigger("pre_execute"), code=code)
+    assert follows.lease.runs_above_cap is runs
 
 
 def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
