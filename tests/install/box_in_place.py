@@ -66,14 +66,16 @@ CONTAINERS = {
     "unshare": "--mount --pid --fork --kill-child --mount-proc --ipc --uts --net",
     "bwrap": "--ro-bind / / --proc /proc --dev /dev --tmpfs /var/lib --bind /var/lib/gpu-console /var/lib/gpu-console "
     "--perms 1777 --tmpfs /tmp --bind /tmp/home-of-nobody /tmp/home-of-nobody --bind $KERNEL_PLACE $KERNEL_PLACE "
-    "--ro-bind {environment} {environment} --unshare-pid --unshare-ipc --unshare-uts --unshare-net --cap-add ALL",
+    "--ro-bind {environment} {environment} --ro-bind {linked} {linked} "
+    "--unshare-pid --unshare-ipc --unshare-uts --unshare-net --cap-add ALL",
 }
 
 
 def in_a_container(container: str, python: Path, command: str) -> None:
     """A kernel in namespaces of its own, of a user who has the group's number, shares the ledger."""
     program, home = Path("/tmp/contained"), Path("/tmp/home-of-nobody")
-    words = f"{container} {CONTAINERS[container]}".format(environment=python.parents[1])
+    words = f"{container} {CONTAINERS[container]}"
+    words = words.format(environment=python.parents[1], linked=sys.prefix)  # see `environment`
     gid = grp.getgrnam(GROUP).gr_gid
     program.write_text(CONTAINED.format(container=words, gid=gid, python=python))
     program.chmod(0o755)

@@ -388,7 +388,7 @@ def test_a_user_outside_the_group_is_told_once_what_to_ask_for(machine, plain):
 HARD = """#!/bin/sh
 umask 077
 exec unshare --mount sh -c '
-places="{root} {environment} $KERNEL_PLACE"
+places="{root} {environment} {linked} $KERNEL_PLACE"
 mount -t tmpfs tmpfs /mnt || exit 77
 for place in $places; do mkdir -p /mnt/$place; mount --bind $place /mnt/$place || exit 77; done
 mount -t tmpfs tmpfs /tmp || exit 77
@@ -408,7 +408,11 @@ def test_a_kernel_in_a_closed_place_takes_part(machine, plain, home):
     folder, program = machine.root / "home", machine.root / "hard"
     folder.mkdir()
     text = HARD.format(
-        root=machine.root, environment=plain.parents[1], home=HOMES[home], python=plain
+        root=machine.root,
+        environment=plain.parents[1],
+        linked=sys.prefix,  # it has links to the packages of this one, which may be below /tmp
+        home=HOMES[home],
+        python=plain,
     )
     program.write_text(text)
     program.chmod(0o755)
