@@ -292,7 +292,7 @@ def from_cards(snapshot: Snapshot) -> str:
     """What has left the cards for RAM: `1 model in RAM`, or `1 model, 1 notebook in RAM`."""
     kinds = [lease.kind for lease in snapshot.leases() if lease.on_host and not lease.on_disk]
     models, notebooks = kinds.count("model"), kinds.count("kernel")
-    parts = [f"{models} model{'s' if models != 1 else ''}"]
+    parts = [f"{models} model{'s' if models != 1 else ''}"] if models or not notebooks else []
     if notebooks:
         parts.append(f"{notebooks} notebook{'s' if notebooks != 1 else ''}")
     return f"{', '.join(parts)} in RAM"

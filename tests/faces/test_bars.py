@@ -173,6 +173,8 @@ def test_the_console_and_the_status_count_alike_what_has_left_for_ram():
     assert words in devices.facts(world, world.devices[1])
     assert words in text.status(world) and words in html.status(world)
     assert "1 model in RAM" in devices.facts(samples.busy, samples.busy.devices[1])
+    alone = samples.snapshot(parked)
+    assert "1 notebook in RAM" in devices.facts(alone, alone.devices[1])
 
 
 def test_a_device_says_what_a_person_must_know():

@@ -24,8 +24,9 @@ MOST_LABELS = 7
 MOST_BARS = 48
 NO_HOURS = "Nothing was recorded in this time. The first minute appears when it has ended."
 HINT = (
-    "A card-hour is a whole card for an hour. In use: a cell, a call or a load ran. Kept waiting: idle, while somebody "
-    "else waited for the card. Saved: used by others, where there would have been no room without parking."
+    "A card-hour is a whole card for an hour; the columns after it are GiB-hours. In use: a cell, a call, a load ran. "
+    "Kept waiting: idle, while somebody else waited for the card. Saved: used by others, where there would have been "
+    "no room without parking."
 )
 
 Record = Mapping[str, Any]
