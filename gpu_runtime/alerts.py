@@ -102,10 +102,10 @@ def destinations(path: Path) -> tuple[Destination, ...]:
 
 
 class Mark(Value):
-    """Who acknowledged or silenced something, and when, in epoch seconds."""
+    """An acknowledgement, or a silence. Times are in epoch seconds."""
 
-    by: str
-    wall: float
+    by: str  # the person
+    wall: float  # when it was made
     until: float
 
 

@@ -177,7 +177,7 @@ class Requests:
             self._cancel(number)
 
     def _cancel(self, number: int) -> None:
-        """Cancels a request that has no last answer yet. Who waits for it gets the result None at once."""
+        """Cancels the request `number`, unless it has ended. The thread that waits for it gets the result None."""
         if answers := self._pending.pop(number, None):
             with contextlib.suppress(Ended):  # the process has ended, and the request with it
                 self._send(number, "cancel", (number,))
