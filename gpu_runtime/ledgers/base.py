@@ -253,13 +253,10 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def require_usable(url: str, owner: Owner, is_open: bool) -> None:
-    """Raises LedgerUnavailable if the ledger is closed, or if this is a forked child of `owner`."""
-    if os.getpid() != owner.pid:
-        why = f"belongs to the parent (pid {owner.pid}) of this forked process"
-    elif not is_open:
-        why = "was closed"
-    else:
-        return
-    text = f"the ledger {url} {why}. Open another:  gpu_runtime.Runtime()"
-    raise LedgerUnavailable(text, path=url)
+def unusable(url: str, pid: int) -> LedgerUnavailable:
+    """The error of a call on a ledger that is closed, or that another process, `pid`, opened before a fork."""
+    is_child = os.getpid() != pid
+    why = f"belongs to the parent (pid {pid}) of this forked process" if is_child else "was closed"
+    return LedgerUnavailable(
+        f"the ledger {url} {why}. Open another:  gpu_runtime.Runtime()", path=url
+    )

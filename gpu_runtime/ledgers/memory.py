@@ -6,6 +6,7 @@ The book exists as long as one caller has it open. The same laws hold as on disk
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from .. import threads
 from ..facts import Book, Owner, Ticket
-from .base import OwnerLedger, require_usable
+from .base import OwnerLedger, unusable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
@@ -150,6 +151,6 @@ class MemoryLedger(OwnerLedger):
 
     def _open_book(self) -> _MemoryBook:
         memory = self._book
-        require_usable(self.url, self.owner, memory is not None)
-        assert memory is not None
+        if memory is None or os.getpid() != self.owner.pid:
+            raise unusable(self.url, self.owner.pid)
         return memory

@@ -163,11 +163,13 @@ def obtain(
     Deadlock, LoadFailed, ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
     """
     spec = resident.spec
-    require_loadable(spec)
+    if resident.handle is None:
+        require_loadable(spec)
     rank = spec.importance if importance is None else parse_importance(importance)
     alive = spec.keep_alive if keep_alive is None else parse_seconds(keep_alive)
     limit = None if timeout is None else parse_seconds(timeout)
-    failures.require_served(session, resident)
+    if session.process_lost and resident.backend.runs_here(spec):
+        raise failures.process_lost(*session.process_lost.split(": ", 1))
     if anchor is not None and resident.pauses:
         _let_others_pass(session, resident, limit)
     requested = session.wall()

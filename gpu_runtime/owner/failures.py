@@ -111,7 +111,7 @@ def driver_failure(
         for other in list(session.residents.values()):
             if other.place is Place.HERE and other.backend.runs_here(other.spec):
                 _put_away(session, other, fault)
-        return _process_lost(name, fault.kind.value, fault.line)
+        return process_lost(name, fault.line, fault.kind.value)
     _put_away(session, resident, fault)
     return EngineFault(
         f"{name} failed ({fault.kind}): {fault.line}.\n"
@@ -133,14 +133,8 @@ def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
     record_loss(session, resident, fault.kind.value, because)
 
 
-def require_served(session: Session, resident: Resident) -> None:
-    """Raises ProcessLost for a model that runs here if the driver no longer serves this process."""
-    if session.process_lost and resident.backend.runs_here(resident.spec):
-        name, _, why = session.process_lost.partition(": ")
-        raise _process_lost(name, "", why)
-
-
-def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
+def process_lost(name: str, why: str, kind: str = "") -> ProcessLost:
+    """The error of every model that runs here once the driver no longer serves this process, since `name` failed."""
     return ProcessLost(
         f"this process (pid {os.getpid()}) can no longer use the GPU, since {name} failed:\n"
         f"  {why.rstrip('.')}.\n"

@@ -33,7 +33,7 @@ from ...facts import Book, Owner, Ticket
 from ...version import VERSION
 from .. import access
 from ..access import group_name, outsider, shared_root
-from ..base import OwnerLedger, require_usable
+from ..base import OwnerLedger, unusable
 from ..invariants import refuse_unlawful
 from ..liveness import Sight, boot_id, describe_self, name_of, namespaces, sight_of_process
 from ..notify import Bell, _Waiter
@@ -430,9 +430,8 @@ class KeeperLedger(OwnerLedger):
         )
 
     def _require_open(self) -> None:
-        if os.getpid() != self._pid:
-            require_usable(self.url, replace(self.owner, pid=self._pid), True)
-        require_usable(self.url, replace(self.owner, pid=os.getpid()), not self._closed)
+        if self._closed or os.getpid() != self._pid:
+            raise unusable(self.url, self._pid)
 
     # The book
 

@@ -34,7 +34,7 @@ from ...facts import Book, Owner, Ticket
 from ...units import show_bytes
 from .. import access
 from ..access import access_to, owners_in, split_redis_url
-from ..base import OwnerLedger, require_usable
+from ..base import OwnerLedger, unusable
 from ..invariants import refuse_unlawful
 from ..liveness import (
     Life,
@@ -292,7 +292,8 @@ class RedisLedger(OwnerLedger):
         self._shut(remove=gone)
 
     def _require_open(self) -> None:
-        require_usable(self.url, self.owner, not self._closed)
+        if self._closed or os.getpid() != self.owner.pid:
+            raise unusable(self.url, self.owner.pid)
 
     # What is kept beside the book: a hash for each kind, with a field for each owner
 
