@@ -248,6 +248,11 @@ class Lease(Value):
         """The model's own bytes that leave the cards in an offload: those of `target`, else all."""
         return sum([share.bytes for share in self.target]) if self.target else self.card_bytes
 
+    def leaving(self, part: int) -> Lease:
+        """The lease with the target of an offload: `part` of its bytes on cards. All of them (0) need no target."""
+        size = min(part, self.card_bytes)
+        return replace(self, target=(Share(HOST, size),)) if size else self
+
     def freed_by(self, target: Shares) -> Shares:
         """The bytes that become free on each device when the lease's bytes move to `target`.
 

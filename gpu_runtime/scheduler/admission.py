@@ -190,7 +190,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     if giver.owner != lease.owner:
         wait = Wait(because, recalls={giver.id: turn.bytes})
         return _enqueue(book, request, world, wait, need)
-    step = eviction_step(giver, host_free, world, part=turn.bytes, because=because)
+    step = eviction_step(giver.leaving(turn.bytes), host_free, world, because=because)
     if step is None:
         return None
     book = mark_leaving(book, step, request.key)

@@ -670,10 +670,9 @@ class _Eviction:
         # A process that does not answer may use the lease: it cannot publish that.
         state = "" if lease.id in self.context.silent else f", idle {idle}"
         described = f"{title} ({show_bytes(lease.bytes)}{state})"
-        part = lease.leaving_bytes if lease.target else 0
-        if part:
-            described = f"{show_bytes(part)} of {described}"
-        step = eviction_step(lease, self.host_room, self.world, part=part, because=because)
+        if lease.target:
+            described = f"{show_bytes(lease.leaving_bytes)} of {described}"
+        step = eviction_step(lease, self.host_room, self.world, because=because)
         if isinstance(step, Move):
             self.host_room -= copied_bytes(lease, step)
         elif self._free_host_memory(lease):
@@ -695,8 +694,7 @@ class _Eviction:
         `lease`. If that is not enough, nothing is freed.
         """
         reach = self.host_room + self.freed_soon
-        part = lease.leaving_bytes if lease.target else 0
-        if isinstance(eviction_step(lease, reach, self.world, part=part), Move):
+        if isinstance(eviction_step(lease, reach, self.world), Move):
             self._take(lease.offload_bytes)
             return True
         found = host_room_for(

@@ -191,7 +191,7 @@ def _steps_of_others(book: Book, verdict: Wait, world: World) -> list[Step]:
         if (lease := book.find(id))
     ]
     for lease in leases:
-        step = eviction_step(lease, host_room, world, part=verdict.recalls[lease.id])
+        step = eviction_step(lease.leaving(verdict.recalls[lease.id]), host_room, world)
         if step is None:
             continue
         host_room -= copied_bytes(lease, step)

@@ -37,7 +37,6 @@ from ..facts import (
     Refuse,
     Rules,
     Section,
-    Share,
     Shed,
     Snapshot,
     Ticket,
@@ -519,28 +518,25 @@ def _steps_for(
     who, by = _names_of_asker(book, ticket, asker)
     if lease.on_host or _only_host_memory_is_needed(lease, ticket):
         return _unload_from_host(lease, ticket, who, by)
-    part = 0 if person else ticket.recalls[lease.id]
+    going = lease if person else lease.leaving(ticket.recalls[lease.id])
     drop = person and DISK in ticket.places
     own = "its own memory" if ticket.name == "kernel" else ticket.name
     needs = own if own.startswith("room for") else f"room for {own}"
     because = f"{who} asked to evict it." if person else f"{who} needs {needs}."
     reason = "evict" if person else "recall"
-    step = eviction_step(
-        lease, host_room, world, part=part, drop=drop, because=because, reason=reason
-    )
+    step = eviction_step(going, host_room, world, drop=drop, because=because, reason=reason)
     alone = (replace(step, by=by),) if step is not None else ()
     if isinstance(step, Move) and why_no_return(book, lease, world):
         return ()
     if isinstance(step, Move) or (step is not None and drop):
         return alone
     # Host memory has no room for the lease.
-    going = replace(lease, target=(Share(HOST, part),) if part else ())
     renewed = _unloaded_for(book, going, step, person, world, rank)
     found = host_room_for(book, going, host_room, world, rank, owner=lease.owner, renewed=renewed)
     if found is None and step is None and waits_to_return(book, ticket):
         # The returning bytes leave host memory next, so its budget may be exceeded meanwhile.
         wide = room(*filled_to_size(book, world, {HOST})).get(HOST, 0)
-        step = eviction_step(lease, wide, world, part=part, because=because, reason=reason)
+        step = eviction_step(going, wide, world, because=because, reason=reason)
         return (replace(step, by=by),) if step is not None else ()
     if found is None:
         return alone

@@ -205,13 +205,11 @@ def _steps(
     if on_host and not lease.droppable:
         return ()  # the rest of a lease in parts must not follow to the host
     full = _pressure_after(view, freed)
-    part = 0
     if world.rules.relief == "auto" and not on_host:
-        leaving = part_of(lease, _excess_bytes(view, freed, world))
-        part = leaving.leaving_bytes if leaving.target else 0
+        lease = part_of(lease, _excess_bytes(view, freed, world))
     because = f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}."
     drops = on_host or (demand.drop and world.rules.relief == "always")
-    steps = _departure(book, lease, host_room, world, rank, because, part=part, drop=drops)
+    steps = _departure(book, lease, host_room, world, rank, because, drop=drops)
     return tuple(one for one in steps if demand.may_drop or not isinstance(one, Drop))
 
 
@@ -224,16 +222,13 @@ def _departure(
     because: str,
     reason: str = "memory_pressure",
     *,
-    part: int = 0,
     drop: bool = False,
 ) -> tuple[Move | Drop | Shed, ...]:
-    """The step by which the lease leaves its device; empty if the lease cannot leave.
+    """The step by which the lease, or its `target`, leaves its device; empty if it cannot leave.
 
     If host memory is too full for the lease, the steps free shadows instead, where that is enough.
     """
-    step = eviction_step(
-        lease, host_room, world, part=part, drop=drop, because=because, reason=reason
-    )
+    step = eviction_step(lease, host_room, world, drop=drop, because=because, reason=reason)
     if not drop and not isinstance(step, Move):
         sheds = shed_steps(book, lease, host_room, world, rank, because, reason)
         if sheds:

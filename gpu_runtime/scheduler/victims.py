@@ -139,7 +139,7 @@ class Room:
         requester owns the lease.
         """
         if self.cap_left and lease.owner in self.cap_owners:
-            for share in lease.freed_by(lease.target) if lease.target else lease.shares:
+            for share in lease.freed_by(lease.target):
                 if share.device in self.free:
                     self.cap_left[share.device] += times * share.bytes
         if lease.owner == self.owner:
@@ -284,7 +284,7 @@ def part_of(lease: Lease, need: int) -> Lease:
     size = max(1, -(-need // piece)) * piece
     if size >= own:
         return lease
-    return replace(lease, target=(Share(HOST, size),))
+    return lease.leaving(size)
 
 
 def _on_one_card(lease: Lease) -> bool:
@@ -308,7 +308,7 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
         for lease in (first, *[other for other in able if other is not first]):
             size = min(left, lease.card_bytes) // lease.piece_bytes * lease.piece_bytes
             if size:
-                parts.append(replace(lease, target=(Share(HOST, size),)))
+                parts.append(lease.leaving(size))
                 left -= size
         yield parts
 
@@ -362,7 +362,6 @@ def eviction_step(
     host_room: int,
     world: World,
     *,
-    part: int = 0,
     drop: bool = False,
     because: str = "",
     reason: str = "request",
@@ -372,29 +371,23 @@ def eviction_step(
     The result is None if neither step is possible: weights that exist nowhere else are never
     dropped. If `drop` is true, a Drop is preferred even if the host has room.
 
-    `host_room` is the host's free bytes. A Move needs fewer of them if the lease has a shadow. A
-    Move moves `part` bytes, or all bytes of the lease if `part` is 0. A Drop always drops all
-    bytes. `because` (a sentence) and `reason` (a word) are put into the step. `world` holds the
-    devices and the offload setting.
+    `host_room` is the host's free bytes. A Move needs fewer of them if the lease has a shadow. If
+    the lease has a target, a Move moves only the bytes in it. A Drop always drops all bytes.
+    `because` (a sentence) and `reason` (a word) are put into the step. `world` holds the devices
+    and the offload setting.
     """
-    size = min(part, lease.card_bytes) if part else lease.card_bytes
-    target = (Share(HOST, size),)
-    copied = replace(lease, target=target).offload_bytes if lease.shadow_bytes else size
-    moves = copied <= host_room and can_move(lease, world) and not lease.on_host
+    moves = lease.offload_bytes <= host_room and can_move(lease, world) and not lease.on_host
     if lease.droppable and (drop or not moves):
         return Drop(lease.id, lease.shares, because, reason)
     if moves:
+        target = lease.target or (Share(HOST, lease.card_bytes),)
         return Move(lease.id, lease.freed_by(target), target, because, reason)
     return None
 
 
 def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
     """The bytes of host memory that a Move takes beyond the lease's shadow; 0 for other steps."""
-    if not isinstance(step, Move):
-        return 0
-    if lease.shadow_bytes:
-        return replace(lease, target=step.shares).offload_bytes
-    return sum([share.bytes for share in step.shares])
+    return replace(lease, target=step.shares).offload_bytes if isinstance(step, Move) else 0
 
 
 def can_move(lease: Lease, world: World) -> bool:

@@ -141,6 +141,15 @@ def test_relief_frees_shadows_first():
     assert [type(step) for step in steps] == [Shed]
 
 
+def test_relief_frees_no_more_shadows_than_the_leaving_part_needs():
+    """6 of the 9 GiB leave the card. RAM has room for 2, and one copy more makes 6; all 9 would need both."""
+    used = [shadowed(name, 4, pins=1) for name in ("a", "b")]
+    idle = lease("idle", sim0=9, last_used=NOW - 900, droppable=False, piece_bytes=GIB)
+    page = book(*used, idle, tickets=[ticket("qwen", by=2, sim0=12)])
+    _, steps = relieve(page, owner(1).id, THERE, lru, "k")
+    assert [type(step) for step in steps] == [Shed]
+
+
 def test_a_person_asks_the_owner_of_a_shadow():
     page = book(shadowed("theirs", 6, by=2), owners=(1, 2))
     wanted = Ask("k", owner(1).id, "shed", at(2, "theirs"), NOW)
