@@ -694,6 +694,10 @@ def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bo
         return lease is None or lease.keep == (ticket.verb == "pin")
     if ticket.verb in ("defrag", "who", "cancel"):
         return False
+    if ticket.verb == "hibernate":
+        return lease is not None and lease.stowing
+    if ticket.verb == "shed":
+        return lease is None or lease.stowing or not lease.shed_bytes
     if lease is None or lease.pins or not lease.on_device:
         return True
     # A part of the lease has left.

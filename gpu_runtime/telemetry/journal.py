@@ -74,6 +74,7 @@ def _use_once() -> None:
 
 
 KEPT = 10_000  # events in the file; the oldest are removed first
+TRIM_EVERY = 500  # events
 EVERY_SECONDS = 1.0
 
 log = logging.getLogger("gpu_runtime")
@@ -199,8 +200,9 @@ class Journal:
             "INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
             [(event.wall, event.model, _encode(event)) for event in rows],
         )
-        if any(event.seq % 500 == 0 for event in rows):
-            db.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,))
+        [last] = db.execute("SELECT max(id) FROM events").fetchone()
+        if rows and last % TRIM_EVERY < len(rows):
+            db.execute("DELETE FROM events WHERE id <= ?", (last - KEPT,))
         db.commit()
 
     def tail(

@@ -84,10 +84,10 @@ class Measurements:
         """Stores the bytes that a cell took, by card. An empty `taken` removes them. Never fails."""
 
         def change(content: MeasurementFile) -> MeasurementFile:
-            cells = _with_newest(content.cell_bytes, key, taken)
-            if not taken:
-                del cells[key]
-            return replace(content, cell_bytes=cells)
+            old = content.cell_bytes
+            if taken:
+                return replace(content, cell_bytes=_with_newest(old, key, taken))
+            return replace(content, cell_bytes={k: v for k, v in old.items() if k != key})
 
         self._change(change)
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import THIS_PROCESS, LeaseId, Outcome, Snapshot
 from gpu_runtime.units import show_bytes
@@ -65,7 +67,13 @@ def _evict_idle(rt: Any, proposal: Proposal) -> Outcome:
 
 def _unpin_evict(rt: Any, proposal: Proposal) -> Outcome:
     rt.unpin(proposal.subject)
-    return rt.evict(proposal.subject, timeout=ANSWER_SECONDS)
+    try:
+        outcome = rt.evict(proposal.subject, timeout=ANSWER_SECONDS)
+    except GpuError as error:
+        outcome = Outcome("evict", proposal.name, False, str(error))
+    if outcome.done:
+        return outcome
+    return replace(outcome, because=f"It is no longer pinned. {outcome.because}")
 
 
 _SPECIAL: dict[str, Callable[[Any, Proposal], Outcome]] = {

@@ -4,15 +4,17 @@ changes since the click.
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
-from gpu_panels.acting import attempt
+from gpu_panels.acting import attempt, perform
 from gpu_panels.data.confirmations import Proposal, changed, propose, question
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime import Runtime
+from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Declared, LeaseId, Outcome, Phase, Presence, ProcessState, Share
 from gpu_runtime.units import GIB, show_bytes
 
@@ -249,3 +251,17 @@ def test_what_a_confirmed_action_does(two):
     does("undrain", "/sim:0")
     assert rt.status().devices[0].drained is None
     does("compact", "/sim:0")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"side_effect": GpuError("it is used")},
+        {"return_value": Outcome("evict", "qwen", False, "it is used")},
+    ],
+)
+def test_a_model_that_is_unpinned_and_stays_is_told_as_such(answer):
+    """It was used between the click and the request."""
+    rt = MagicMock(**{f"evict.{key}": value for key, value in answer.items()})
+    outcome = perform(rt, propose("unpin_evict", at(), idle(keep=True)), "ann")
+    assert not outcome.done and outcome.because == "It is no longer pinned. it is used"

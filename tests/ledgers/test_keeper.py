@@ -110,11 +110,22 @@ class Turns(RuleBasedStateMachine):
         self.waiting.pop(connection, None)
         self.keeper.hello(connection, Hello(0, 1, "", owner(connection)), 0, self.now)
 
-    @rule(connection=st.integers(0, 3))
-    def die(self, connection):
-        """The process ends; a new one with the same owner stands for the next notebook."""
-        self.take(self.keeper.gone(connection, self.now))
+    @rule(
+        connection=st.integers(0, 3),
+        message=st.sampled_from(
+            [Leave(0), Keep(0, "names", b"x", private=True), core.Fetch(0, "names"), core.Sign(0)]
+        ),
+    )
+    def die(self, connection, message):
+        """The process ends; a new one with the same owner stands for the next notebook.
+
+        A child that was forked from it may still speak on its connection. Nothing is done for it.
+        """
+        self.take(self.keeper.receive(connection, message, self.now))
         self.take(self.keeper.died([owner(connection).id]))
+        [(to, reply)] = self.keeper.receive(connection, message, self.now)
+        assert (to, type(reply)) == (connection, core.Refused)
+        self.take(self.keeper.gone(connection, self.now))
         self.waiting.pop(connection, None)
         assert owner(connection).id not in self.keeper.known.state.living
         self.keeper.hello(connection, Hello(0, 1, "", owner(connection)), 0, self.now)
@@ -390,10 +401,19 @@ def test_whoever_has_no_section_is_not_asked_for_a_sign():
 
 
 def test_what_an_owner_keeps_has_a_limit():
-    keeper = keeper_of(1)
-    for size, reply in ((core.MOST_KEPT_BYTES, Written), (core.MOST_KEPT_BYTES + 1, core.Refused)):
-        [(_, said)] = keeper.receive(0, Keep(1, "maps", bytes(size)), 0.0)
-        assert isinstance(said, reply)
+    """Also in many small parts: each kind and addressee is another one. Other owners have a limit of their own."""
+    keeper = keeper_of(2)
+
+    def says(connection, kind, size, for_whom=""):
+        [(_, said)] = keeper.receive(connection, Keep(1, kind, bytes(size), for_whom), 0.0)
+        return type(said)
+
+    most = core.MOST_KEPT_BYTES - core.KEPT_BYTES - len("maps")
+    assert says(0, "maps", most + 1) is core.Refused
+    assert says(0, "maps", most) is says(0, "maps", 9) is Written
+    small = [says(0, "answer", 0, f"{number}") for number in range(most // core.KEPT_BYTES)]
+    assert small[1000] is Written and small[-1] is core.Refused
+    assert says(0, "maps", 3) is says(1, "maps", most) is Written
 
 
 def test_the_parts_of_the_dead_leave_with_their_tickets():
@@ -511,16 +531,16 @@ def test_a_page_whose_prefix_is_written_in_part_is_no_page(written):
 
 
 def test_an_owner_whose_process_cannot_be_seen_ends_unless_it_connects_again(monkeypatch, tmp_path):
-    """As one of another container. One owner comes back, and the other one does not."""
+    """As one of another container. One comes back, one keeps a connection, and one does neither."""
     monkeypatch.setattr(server.os, "pidfd_open", Mock(side_effect=PermissionError))
     lock = server.locked(tmp_path)
     keeper = server.Server(tmp_path, lock)
 
-    def connected(serial):
+    def connected(serial, bell=False):
         opened = socket.socket(socket.AF_UNIX)
         opened.connect(str(tmp_path / wire.SOCKET))
         hello = Hello(1, 1, "", replace(owner(1), serial=serial), b"secret%d" % serial)
-        opened.sendall(wire.frame(core.encode(hello)))
+        opened.sendall(wire.frame(core.encode(replace(hello, bell=bell))))
         handle(2)  # the connection, and then its message
         return opened
 
@@ -533,18 +553,19 @@ def test_an_owner_whose_process_cannot_be_seen_ends_unless_it_connects_again(mon
         return set(keeper._keeper.known.state.living)
 
     with contextlib.closing(lock):
-        first = [connected(1), connected(2)]
-        both = living()
-        assert len(both) == 2
+        first = [connected(1), connected(2), connected(3)]
+        bell = connected(3, bell=True)
+        all_three = living()
+        assert len(all_three) == 3
         for opened in first:
             opened.close()
             handle(1)
         again = connected(1)
         keeper.pass_time(time.monotonic() - server.UNSEEN_SECONDS)
-        assert living() == both
+        assert living() == all_three
         keeper.pass_time(time.monotonic() + server.UNSEEN_SECONDS)
-        [left] = living()
-        assert left in both and left.endswith(".1")
+        assert sorted(id.rsplit(".")[-1] for id in living() & all_three) == ["1", "3"]
+        bell.close()
         again.close()
 
 

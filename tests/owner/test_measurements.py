@@ -176,6 +176,10 @@ def test_the_file_does_not_grow_without_end(path, monkeypatch):
         known.remember(replace(SPEC, source=f"/{number}"), EVIDENCE, SEEN)
     gone = [n for n in (1, 2, 3, 4) if known.of(replace(SPEC, source=f"/{n}"), EVIDENCE) is None]
     assert gone == [2]
+    for number in (1, 2, 3):
+        known.remember_cell(f"cell {number}", {"sim:0": number})
+    known.remember_cell("a cell that took nothing", {})
+    assert known.cell_bytes("cell 1") == {"sim:0": 1}
 
 
 # -- from a load to the next estimate -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from gpu_runtime.facts import Phase, Snapshot
 from gpu_runtime.scheduler.recall import unanswered
-from tests.worlds import NOW, at, book, decide, lease, owner, request, ticket, world
+from tests.worlds import GIB, NOW, at, book, decide, lease, owner, request, ticket, world
 
 
 def seen(*leases, tickets, now=NOW):
@@ -37,6 +37,9 @@ def asks(verb, ago, name="qwen"):
         ("unpin", dict(sim0=8, keep=True)),
         ("restore", dict(host=8)),
         ("defrag", dict(sim0=8)),
+        ("hibernate", dict(host=8)),
+        ("shed", dict(sim0=8, pins=1, shadow_bytes=8)),
+        ("shed", dict(host=8, disk_room=8 * GIB)),
     ],
 )
 def test_an_owner_is_silent_since_the_unanswered_request(verb, there):
@@ -63,6 +66,9 @@ def test_an_owner_that_waits_for_room_has_answered_and_has_two_seconds():
         ("restore", dict(host=8, phase=Phase.ARRIVING)),
         ("restore", dict(sim0=8)),
         ("pin", dict(sim0=8, keep=True)),
+        ("hibernate", dict(host=8, stowing=True)),
+        ("shed", dict(sim0=8)),
+        ("shed", dict(host=8, stowing=True)),
     ],
 )
 def test_an_owner_that_acts_or_declines_has_answered(verb, there):

@@ -40,7 +40,8 @@ TURN_SECONDS = 0.02  # how long the connection with the turn may take for its wr
 ALONE_SECONDS = 0.2  # nobody writes before a connection that has waited for so long
 # Of all owners' parts; the rest of a page is for its index, and for owners that come and end.
 MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
-MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
+MOST_KEPT_BYTES = 4 << 20  # of one owner's maps, names and answers
+KEPT_BYTES = 256  # that each of them takes beside its content and names
 NOTHING = msgspec.Raw(b"\xc0")
 # What a keeper finds out about an owner, whatever the owner says.
 PROVEN = ("boot", "pid", "started", "serial", "user", "inode", "namespaces")
@@ -194,6 +195,10 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 _NO_PIECE = Piece(0, b"")
 
 
+def _kept_bytes(keep: Keep) -> int:
+    return KEPT_BYTES + len(keep.kind) + len(keep.for_whom) + len(keep.content)
+
+
 # -- the keeper ------------------------------------------------------------------------------------
 
 
@@ -309,6 +314,9 @@ class Keeper:
             return []
         for id in gone:
             self.members.pop(id, None)
+        for connections in (self._by_connection, self._bells):
+            for connection in [number for number, id in connections.items() if id in gone]:
+                del connections[connection]
         for key in [key for key in self._kept if key[0] in gone or key[2] in gone]:
             del self._kept[key]
         living = {id: user for id, user in state.living.items() if id not in gone}
@@ -346,9 +354,12 @@ class Keeper:
         return []
 
     def _keep(self, me: str, message: Keep) -> Reply:
-        if len(message.content) > MOST_KEPT_BYTES:
-            return Refused(message.number, f"{len(message.content)} bytes are too many to keep")
-        self._kept[me, message.kind, message.for_whom] = message
+        key = (me, message.kind, message.for_whom)
+        others = [kept for other, kept in self._kept.items() if other[0] == me and other != key]
+        size = sum([_kept_bytes(keep) for keep in (message, *others)])
+        if size > MOST_KEPT_BYTES:
+            return Refused(message.number, f"{size} bytes are too many to keep")
+        self._kept[key] = message
         return Written(message.number, self.known.revision)
 
     def _fetch(self, me: str, message: Fetch, now: float) -> dict[str, bytes]:

@@ -395,7 +395,8 @@ class Server:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         now = time.monotonic()
-        if connection.greeted and connection.owner not in self._ends:
+        others = {other.owner for other in self._connections.values() if other.greeted}
+        if connection.greeted and connection.owner not in {*self._ends, *others}:
             self._unseen.setdefault(connection.owner, now + UNSEEN_SECONDS)
         self._send(self._keeper.gone(connection.number, now))
 
