@@ -192,6 +192,9 @@ class Settings:
     gpu_park_disk_gb: float | None = _number(None,
         "The most GiB of parked memory on this disk, of all notebooks together. Unset: what is free but a tenth of "
         "the disk.", "a number of GiB above 0, such as 200", above=0, most=2**20)
+    gpu_park_encrypt: bool = _truth(False,
+        "With GPU_PARK_DIR: parked memory is encrypted on the disk, with a key that only the process has. It needs "
+        "pip install 'gpu-console[encrypt]'.")
     gpu_hibernate_seconds: float = _seconds(3600.0,
         "With GPU_PARK_DIR: how long a parked notebook is idle before its memory moves to the disk.")
     gpu_who_names: str = _choice("own",

@@ -8,6 +8,7 @@ without an effect. The lease shows the bytes on the disk, which claim no host me
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from functools import partial
@@ -37,16 +38,31 @@ UNSET = (
     "  Name a directory on a local disk before the kernel starts:  GPU_PARK_DIR=/var/tmp"
 )
 
+NO_CIPHER = (
+    "GPU_PARK_ENCRYPT needs the library cryptography, which is not installed.\n"
+    "  Install it:  pip install 'gpu-console[encrypt]'"
+)
+SIMULATED = (
+    "GPU_PARK_ENCRYPT needs a real card: on a simulated one parked memory stays readable.\n"
+    "  Without a card:  GPU_PARK_ENCRYPT=0"
+)
+
 
 def directory(session: Session) -> Path:
     """The directory of the files. It is made if it is missing.
 
-    Raises GpuError if the setting is unset, and BadSetting if the directory is not on a local disk,
-    or if another user could replace it.
+    Raises GpuError if the setting is unset or the bytes cannot be encrypted as asked, and BadSetting
+    if the directory is not on a local disk, or if another user could replace it.
     """
     named = session.settings.gpu_park_dir
     if named is None:
         raise GpuError(UNSET)
+    if session.settings.gpu_park_encrypt:
+        if importlib.util.find_spec("cryptography") is None:
+            raise GpuError(NO_CIPHER)
+        cards = [one.id for one in session.probe.devices if not one.is_host]
+        if any(session.probe.place(card).counted for card in cards):
+            raise GpuError(SIMULATED)
     path = Path(os.path.expanduser(named))
     try:
         if not path.is_absolute():
@@ -171,7 +187,8 @@ def _stow(session: Session, resident: KernelResident, size: int, because: str, b
     began = time.perf_counter()
     named = session.settings.gpu_park_dir
     try:
-        written = backend.write(resident.handle, directory(session))
+        encrypted = session.settings.gpu_park_encrypt
+        written = backend.write(resident.handle, directory(session), encrypted=encrypted)
         if not resident.begin_moving():
             raise NotStill("its memory returned")
         try:

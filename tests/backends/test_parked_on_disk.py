@@ -38,9 +38,9 @@ def _small_pieces(guards, monkeypatch):
 class OnDisk(Kernel):
     """A kernel that holds a tensor of random bytes for each of SIZES."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, *, encrypted: bool = False) -> None:
         super().__init__(kind)
-        self.directory = directory
+        self.directory, self.encrypted = directory, encrypted
         self.values = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
         self.tensors = [
             value.clone() if kind == "sim" else value.to(self.card) for value in self.values
@@ -49,7 +49,8 @@ class OnDisk(Kernel):
             self.values = [value.numpy().tobytes() for value in self.values]  # type: ignore[misc]
 
     def to_disk(self) -> None:
-        self.backend.move_on(self.handle, self.backend.write(self.handle, self.directory))
+        written = self.backend.write(self.handle, self.directory, encrypted=self.encrypted)
+        self.backend.move_on(self.handle, written)
 
     @property
     def on_disk(self) -> int:
@@ -60,9 +61,11 @@ class OnDisk(Kernel):
         return now == [v if isinstance(v, bytes) else v.numpy().tobytes() for v in self.values]
 
 
-@pytest.fixture(params=["simgpu", "sim"])
+@pytest.fixture(params=["simgpu", "sim", "encrypted"])
 def kernel(request, tmp_path):
-    return OnDisk(request.param, tmp_path)
+    """A file is encrypted on a card only, so `encrypted` is on `simgpu`."""
+    encrypted = request.param == "encrypted"
+    return OnDisk("simgpu" if encrypted else request.param, tmp_path, encrypted=encrypted)
 
 
 def file_of(kernel: OnDisk) -> park_file.ParkFile:
@@ -76,6 +79,30 @@ def test_the_bytes_return_from_the_disk_bit_for_bit(kernel):
     assert kernel.on_disk == sum(SIZES) and kernel.bytes == {HOST: sum(SIZES)}
     kernel.unpark()
     assert kernel.is_whole() and kernel.on_disk == 0
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_an_encrypted_file_has_no_plain_bytes_and_not_its_key(tmp_path, encrypted):
+    """Every value is in a plain file, and none in an encrypted one. Equal pieces differ there."""
+    kernel = OnDisk("simgpu", tmp_path, encrypted=encrypted)
+    kernel.tensors[0].fill_(7)
+    kernel.values[0].fill_(7)
+    kernel.park()
+    kernel.to_disk()
+    file = file_of(kernel)
+    content = Path(f"/proc/self/fd/{file._file.fileno()}").read_bytes()
+    found = [one.numpy().tobytes()[64:128] in content for one in kernel.values]
+    assert found == [not encrypted] * len(SIZES) and file.size <= len(content)
+    if encrypted:
+        assert len(file._cipher.key) == 32 and file._cipher.key not in content
+        blocks = {content[at : at + 16] for at in range(0, file.size, 4096)}
+        assert len(blocks) == len(range(0, file.size, 4096)), (
+            "no two pages of equal bytes are equal"
+        )
+        other = park_file.ParkFile(tmp_path, MIB, encrypted=True)
+        assert other._cipher.key != file._cipher.key
+    kernel.unpark()
+    assert kernel.is_whole()
 
 
 def test_torch_save_of_a_tensor_on_disk_writes_its_bytes(kernel):

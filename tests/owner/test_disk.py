@@ -1,5 +1,8 @@
 """Parked memory moves from RAM to a disk when RAM is short, when it is idle, or by hand."""
 
+import fcntl
+import importlib.util
+import os
 import threading
 
 import pytest
@@ -10,6 +13,7 @@ from gpu_runtime.backends.pytorch import park_file
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import disk, maintenance
 from gpu_runtime.units import GIB, MIB
+from tests import simgpu
 from tests.clock import until
 
 from .kernels import FLOATS, cell, keep, own
@@ -84,6 +88,49 @@ def test_a_directory_that_cannot_be_used_is_refused_with_the_reason(parked, name
         rt.hibernate()
     assert named is None or isinstance(raised.value, BadSetting)
     assert own(rt)[HOST] and kernel_lease(rt).disk_bytes == 0
+
+
+def test_encrypted_memory_on_the_disk_returns_and_a_changed_byte_refuses_the_cell(
+    started, tmp_path, guards
+):
+    """The bytes of a card. What a tampered file has is never a value."""
+    ram = {"gpu_memory_max_percent": 1.0, "cpu_memory_max_percent": 1.0}
+    rt, kernel = started(
+        probe=simgpu.SimProbe(), gpu_park_dir=str(tmp_path), gpu_park_encrypt=True, **ram
+    )
+    tensor = keep(kernel, torch.rand(8 * FLOATS).to("simgpu:0"))
+    before = tensor.cpu()
+    for _ in range(2):
+        assert rt.hibernate().bytes == 8 * MIB and own(rt) == {HOST: 0}
+        cell(kernel)
+        assert kernel.refused == "" and torch.equal(tensor.cpu(), before)
+    rt.hibernate()
+    [file] = {one.stored.file for one in kernel.resident.handle.away}
+    fd = file._file.fileno()
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDWR)  # without O_DIRECT, to change one byte
+    [old] = os.pread(fd, 1, 5)
+    os.pwrite(fd, bytes([old ^ 1]), 5)
+    kernel.begin()
+    assert "are not what was written" in kernel.refused
+    kernel.end()
+    os.pwrite(fd, bytes([old]), 5)
+    cell(kernel)
+    assert kernel.refused == "" and torch.equal(tensor.cpu(), before)
+
+
+@pytest.mark.parametrize("without, says", [(None, "real card"), ("cryptography", "encrypt")])
+def test_bytes_that_cannot_be_encrypted_stay_in_ram_with_the_reason(
+    parked, monkeypatch, without, says
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        disk.importlib.util, "find_spec", lambda name: None if name == without else find(name)
+    )
+    rt, kernel = parked(gpu_park_encrypt=True)
+    with pytest.raises(GpuError, match=says):
+        rt.hibernate()
+    assert own(rt)[HOST] and kernel_lease(rt).disk_room == 0
+    assert_whole(kernel)
 
 
 def test_a_directory_that_another_user_can_replace_is_refused(parked, tmp_path):

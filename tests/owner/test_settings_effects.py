@@ -31,7 +31,7 @@ FILES = {  # of the settings that are tested with real servers, or with what the
     "faces/test_login.py": "gpu_console_operators gpu_console_viewers",
     "faces/test_sockets.py": "gpu_console_read_only",
     "faces/test_waiting.py": "gpu_progress_seconds",
-    "owner/test_disk.py": "gpu_park_dir gpu_park_disk_gb gpu_hibernate_seconds",
+    "owner/test_disk.py": "gpu_park_dir gpu_park_disk_gb gpu_park_encrypt gpu_hibernate_seconds",
     "owner/test_kernel.py": "gpu_park gpu_park_idle_seconds gpu_park_turn_seconds",
     "owner/test_look_ahead.py": "gpu_prefetch",
     "owner/test_other_holdings.py": "gpu_who_names",

@@ -566,9 +566,10 @@ class KernelBackend(Backend):
 
     # -- bytes that move on to a file
 
-    def write(self, model: KernelMemory, directory: Path) -> Written:
+    def write(self, model: KernelMemory, directory: Path, *, encrypted: bool = False) -> Written:
         """Writes the offloaded bytes to a new file in `directory`, while they stay in host memory.
 
+        On a simulated card they stay readable there, so the file cannot be `encrypted`.
         Raises OSError, Damaged of `park_file`, and NotStill if the bytes return meanwhile.
         """
         with model.gate:
@@ -580,7 +581,7 @@ class KernelBackend(Backend):
             )
         ]
         starts = [0, *ends][:-1]
-        file = ParkFile(directory, ends[-1] if ends else 0)
+        file = ParkFile(directory, ends[-1] if ends else 0, encrypted=encrypted)
 
         def fill(start: int, buffer: torch.Tensor) -> None:
             """Copies the bytes from `start` on into the `buffer`."""

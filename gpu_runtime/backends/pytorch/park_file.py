@@ -11,6 +11,11 @@ those of another file after a lost write, pass both with a probability of 2⁻�
 order have the same sum, and pass the CRC with 2⁻³². A burst of up to 32 wrong bits never passes. A
 digest against an attacker would add nothing: only this user's processes can open the file, and they
 can write this process's memory too. Measured on one core: CRC-32 3.9 GiB/s, the sum 10, SHA-256 1.7.
+
+An encrypted file (`GPU_PARK_ENCRYPT`) has the same layout. Each piece is encrypted in its buffer by
+AES-256-GCM, whose tag is then the digest. The key is new for each file and is never written, so a
+nonce is the number of a piece. Measured on a busy machine, in turns: 1 GiB is written and compared
+in 1.8 s, against 2.5 s for a plain file.
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...devices.allocators import rounded
-from ...threads import side_by_side
+from ...threads import import_whole, side_by_side
 from ...units import MIB
 
 PIECE_BYTES = 4 * MIB
@@ -54,11 +60,12 @@ class Damaged(Exception):
 class ParkFile:
     """A new file of `size` bytes in `directory`. It ends with this object and its mappings."""
 
-    def __init__(self, directory: Path, size: int) -> None:
+    def __init__(self, directory: Path, size: int, *, encrypted: bool = False) -> None:
         """Reserves the space. Raises OSError, for example if the disk is full."""
         self.directory, self.size = directory, size
+        self._cipher = _Cipher() if encrypted else None
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        self._digests: dict[int, tuple[int, int]] = {}
+        self._digests: dict[int, Any] = {}  # of each piece: its digest, or its tag
         fd = self._file.fileno()
         try:
             if hasattr(os, "posix_fallocate"):
@@ -84,7 +91,10 @@ class ParkFile:
             fill(start, buffer[:count])
             done, end = 0, rounded(count, BLOCK_BYTES)
             with memoryview(pages) as content:
-                self._digests[number] = _digest(content[:end], buffer[:end])
+                if self._cipher:
+                    self._digests[number] = self._cipher.encrypt(number, content, end)
+                else:
+                    self._digests[number] = _digest(content[:end], buffer[:end])
                 while done < end:
                     done += os.pwrite(fd, content[done:end], start + done)
 
@@ -124,14 +134,19 @@ class ParkFile:
                     if not size:
                         raise damaged("are missing: the file is too short")
                     done += size
-                if _digest(content[:end], buffer[:end]) != self._digests[number]:
+                written = self._digests[number]
+                if self._cipher:
+                    same = self._cipher.decrypts(number, content, end, written)
+                else:
+                    same = _digest(content[:end], buffer[:end]) == written
+                if not same:
                     raise damaged("are not what was written")
             drain(start, buffer[:count])
 
         self._side_by_side(get, sorted(numbers))
 
     def mapped(self) -> mmap.mmap:
-        """All pages of the file, mapped. A page takes RAM only while it is used."""
+        """All pages of a file that is not encrypted, mapped. A page takes RAM only while it is used."""
         return mmap.mmap(
             self._file.fileno(), rounded(self.size, BLOCK_BYTES), flags=mmap.MAP_PRIVATE
         )
@@ -152,7 +167,8 @@ class ParkFile:
         def worker(own: Sequence[int]) -> None:
             """Does the work for the pieces `own`, until one fails in any thread."""
             try:
-                pages = _pages(min(PIECE_BYTES, rounded(self.size, BLOCK_BYTES)))
+                most = min(PIECE_BYTES, rounded(self.size, BLOCK_BYTES))
+                pages = _pages(most + (BLOCK_BYTES if self._cipher else 0))
                 buffer = torch.frombuffer(pages, dtype=torch.uint8)
                 for number in own:
                     if errors:
@@ -184,3 +200,38 @@ def _digest(content: memoryview, same: torch.Tensor) -> tuple[int, int]:
     """The digest of `content`, which is also in the tensor `same`; a multiple of BLOCK_BYTES."""
     words = same.view(torch.int64).split(_WORDS_AT_ONCE)
     return zlib.crc32(content), sum([int(part.sum()) for part in words])
+
+
+class _Cipher:
+    """AES-256-GCM with a new key, for the pieces of one file.
+
+    It works in place, and needs one AES block of room behind the bytes.
+    """
+
+    def __init__(self) -> None:
+        import_whole("cryptography.hazmat.primitives.ciphers")
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        self.key = os.urandom(32)
+        self._wrong = InvalidTag
+        self._of = lambda number, tag=None: Cipher(
+            algorithms.AES(self.key), modes.GCM(number.to_bytes(12, "big"), tag)
+        )
+
+    def encrypt(self, number: int, content: memoryview, count: int) -> bytes:
+        """Encrypts the first `count` bytes of `content`, which is the piece `number`. Returns the tag."""
+        encryptor = self._of(number).encryptor()
+        encryptor.update_into(content[:count], content)
+        encryptor.finalize()
+        return bytes(encryptor.tag)
+
+    def decrypts(self, number: int, content: memoryview, count: int, tag: bytes) -> bool:
+        """Decrypts what `encrypt` made. Returns whether the bytes are those that were encrypted."""
+        decryptor = self._of(number, tag).decryptor()
+        decryptor.update_into(content[:count], content)
+        try:
+            decryptor.finalize()
+        except self._wrong:  # the caller raises Damaged
+            return False
+        return True
