@@ -58,7 +58,7 @@ def queue(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests of the `book`, in the order in which they are served at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     users, fair = book.users_waiting(), shares_by_past_use(book)
-    waiting.sort(key=lambda ticket: _ticket_position(ticket, users, fair, world))
+    waiting.sort(key=lambda ticket: _position(ticket, users, fair, world))
     return tuple(waiting)
 
 
@@ -82,19 +82,22 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
     model = (wanted.owner, wanted.name)
     if book.ticket(request.key) is None:
         users = {**users, model: users.get(model, 0) + request.users}
-    seconds = load_seconds(book, request)
     now, rules = world.now, world.rules
     past_use = past_use_of(book, request, world)
-    own = _position(
-        wanted.importance,
-        request.arrived,
+    fair = past_use is not None
+    waiting = Ticket(
         request.key,
-        users[model],
-        seconds,
-        past_use or 0.0,
-        world,
+        wanted.owner,
+        "use",
+        wanted.name,
+        request.arrived,
+        now,
+        wanted.importance,
+        load_seconds(book, request),
+        past_use=past_use,
     )
-    own_importance, fair = own[0], past_use is not None
+    own = _position(waiting, users, fair, world)
+    own_importance = own[0]
     found = []
     for ticket in book.tickets:
         if ticket.verb != "use" or ticket.key == request.key:
@@ -109,7 +112,7 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
                 importance = aged(importance, waited_seconds, world)
             if importance > own_importance:
                 continue
-        if importance < own_importance or _ticket_position(ticket, users, fair, world) < own:
+        if importance < own_importance or _position(ticket, users, fair, world) < own:
             found.append(ticket)
     return tuple(found)
 
@@ -127,8 +130,8 @@ def ahead_by_past_use(book: Book, ticket: Ticket, request: Request, world: World
     own, importance = past_use_of(book, request, world), request.lease.importance
     if own is None or ticket.past_use is None or ticket.past_use >= own:
         return False
-    first = _position(ticket.importance, ticket.arrived, "", 1, 0.0, ticket.past_use, world)
-    second = _position(importance, request.arrived, "", 1, 0.0, own, world)
+    first = _aged(ticket.importance, ticket.past_use, ticket.arrived, world)
+    second = _aged(importance, own, request.arrived, world)
     return first[0] == second[0] and first[1] < second[1]
 
 
@@ -161,45 +164,29 @@ def load_seconds(book: Book, request: Request) -> float:
     return round(seconds(lease, size), 1)
 
 
-def _ticket_position(
-    ticket: Ticket, users: dict[tuple[str, str], int], fair: bool, world: World
-) -> _Position:
-    return _position(
-        ticket.importance,
-        ticket.arrived,
-        ticket.key,
-        users[ticket.owner, ticket.name],
-        ticket.seconds,
-        ticket.past_use or 0.0 if fair else 0.0,
-        world,
-    )
-
-
 def _position(
-    importance: int,
-    arrived: float,
-    key: str,
-    users: int,
-    seconds: float,
-    past_use: float,
-    world: World,
+    ticket: Ticket, users: Mapping[tuple[str, str], int], fair: bool, world: World
 ) -> _Position:
-    """The sort key of a request; requests with lower keys are served earlier.
+    """The sort key of the waiting request `ticket`; requests with lower keys are served earlier.
 
-    Requests of one importance are ordered by `past_use`, and then by `users` / `seconds`: how many
-    waiting users each second of the load serves. The largest number is first. Requests that have
-    waited for `Rules.most_wait` seconds are before these.
+    Requests of one importance are ordered by past use if `fair`, and then by `users` / seconds: how
+    many waiting users each second of the load serves. The largest number is first. Requests that
+    have waited for `Rules.most_wait` seconds are before these.
     """
+    arrived, past_use = ticket.arrived, (ticket.past_use or 0.0) if fair else 0.0
+    importance, past_use = _aged(ticket.importance, past_use, arrived, world)
+    if world.now - arrived >= world.rules.most_wait(ticket.seconds):
+        return importance, past_use, 0, 0.0, arrived, ticket.key
+    served = users[ticket.owner, ticket.name] / max(ticket.seconds, LEAST_SECONDS)
+    return importance, past_use, 1, -served, arrived, ticket.key
+
+
+def _aged(importance: int, past_use: float, arrived: float, world: World) -> tuple[int, float]:
+    """The importance and the past use that count for a request that has waited since `arrived`."""
     waited_seconds, ageing_seconds = world.now - arrived, world.rules.ageing_seconds
     if waited_seconds >= ageing_seconds:
         importance = aged(importance, waited_seconds, world)
-        if waited_seconds >= FAIR_STEPS * ageing_seconds:
-            past_use = 0.0
-    if waited_seconds >= world.rules.most_wait(seconds):
-        return importance, past_use, 0, 0.0, arrived, key
-    if seconds < LEAST_SECONDS:
-        seconds = LEAST_SECONDS
-    return importance, past_use, 1, -users / seconds, arrived, key
+    return importance, 0.0 if waited_seconds >= FAIR_STEPS * ageing_seconds else past_use
 
 
 def awake(ticket: Ticket, world: World) -> bool:
