@@ -1,4 +1,4 @@
-"""The protocol that every ledger follows. No ledger is implemented here.
+"""What every ledger does. A kind of ledger is a class with the abstract methods of `Ledger`.
 
 A book is all leases and requests of a host. An owner's section is the owner's part of the book. A
 ticket is the entry of a waiting request.
@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 from ..errors import LedgerUnavailable
 from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
@@ -26,27 +27,34 @@ T = TypeVar("T")
 TICKS_A_SECOND = 6
 
 
-class Ledger(Protocol):
+class Ledger(ABC):
     """One owner's access to the book of its host. Every method may be called from any thread.
 
     After a fork, the copy in the child is unusable: each of its methods raises LedgerUnavailable.
     The child has to open another ledger.
+
+    A list of names that grows is kept at most four times a second once it is long. The next
+    `publish_names` keeps the rest; a runtime calls it each second.
     """
 
+    FEW, BETWEEN_SECONDS = 256, 0.25
+    again_seconds = float("inf")  # after so long, the same list of names is kept again
+    open_here: ClassVar[weakref.WeakSet[Ledger]] = weakref.WeakSet()  # see `close_in_child`
+
     url: str
+    # The owner whose section and tickets this ledger may write. Its id never changes. The inode of
+    # its lock file changes if the ledger's directory was deleted and made again. So read it each time.
+    owner: Owner
 
-    @property
-    def owner(self) -> Owner:
-        """The owner whose section and tickets this ledger may write.
+    def __init__(self) -> None:
+        self._names: dict[str, Declared] = {}
+        self._all_told, self._told_at = True, float("-inf")
 
-        The owner's id never changes. But the inode of the owner's lock file changes if the ledger's
-        directory was deleted and this ledger made the directory again. So read this property each
-        time instead of keeping its value.
-        """
-
+    @abstractmethod
     def read(self) -> Book:
         """The current book. Raises LedgerUnavailable."""
 
+    @abstractmethod
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         """Writes the book that `decide` returns, and returns the second value of `decide`.
 
@@ -60,6 +68,7 @@ class Ledger(Protocol):
         Raises LedgerUnavailable, LedgerRefused.
         """
 
+    @abstractmethod
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` that are dead.
 
@@ -67,6 +76,7 @@ class Ledger(Protocol):
         counts as dead, unless it is proven alive. This ledger's own owner is never dead.
         """
 
+    @abstractmethod
     def unknown(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` that are neither dead nor alive.
 
@@ -79,22 +89,28 @@ class Ledger(Protocol):
         The result has each owner in `owners` that has a section in `book`. If `owners` is None, the
         result has all owners with a section. A check takes about 50 µs for each process.
         """
+        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
+        return {id: self._sight(book.sections[id].owner) for id in wanted}
 
+    @abstractmethod
     def give_sign(self) -> None:
         """Notes that this owner lives and runs. A write of its section is such a sign too."""
 
+    @abstractmethod
     def silences(self, book: Book) -> dict[str, float]:
         """The seconds since the last sign of each owner in `book`, by owner id.
 
         An owner whose signs cannot be read from here is missing.
         """
 
+    @abstractmethod
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
         Call `declare_dead` when a person knows that the processes of these owners have ended.
         """
 
+    @abstractmethod
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
 
@@ -102,6 +118,7 @@ class Ledger(Protocol):
         user is not carried out.
         """
 
+    @abstractmethod
     def ring(self, owners: Iterable[str]) -> None:
         """Wakes the owners with these ids (`owners`), so that they read the book.
 
@@ -109,6 +126,7 @@ class Ledger(Protocol):
         This method never blocks or fails.
         """
 
+    @abstractmethod
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
         """Waits for a notification, or for the end of the process of an owner in `ends`.
 
@@ -126,9 +144,11 @@ class Ledger(Protocol):
         The maps replace the owner's last maps, and are removed together with the owner. Raises
         OSError.
         """
+        self._keep("maps", maps)
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
         """The allocator maps of the living owners, by owner id, if this user can read the maps."""
+        return self._fetched("maps", tuple[AllocatorMap, ...])
 
     def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
         """Adds one model to the list of models that this owner can load. Raises OSError.
@@ -136,82 +156,6 @@ class Ledger(Protocol):
         `declared` has the model's size and importance. The list is in a separate file, not in the
         book.
         """
-
-    def publish_names(self, names: Mapping[str, Declared]) -> None:
-        """Makes `names` the list of models that this owner can load. Raises OSError.
-
-        The list is removed together with the owner.
-        """
-
-    def names(self) -> dict[str, dict[str, Declared]]:
-        """The models that each living owner can load, by owner id, if this user can read the list.
-
-        The caller must not change the result.
-        """
-
-    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
-        """Stores this owner's `answer` to the owner `asker`, beside the book. Raises OSError.
-
-        Only this owner's user can read a `private` answer. The answer replaces the last answer to
-        `asker`, and is removed together with this owner.
-        """
-
-    def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner; None if there is none to read."""
-
-    def close(self) -> None:
-        """Releases this owner's lock, and the socket that wakes the owner.
-
-        The caller should remove the owner's section from the book first. If the section is still in
-        the book, other owners can prove that this owner is dead, and remove the section.
-        """
-
-
-class OwnerLedger:
-    """What ledgers of every kind do alike: the state of other owners, and what one owner keeps beside the book.
-
-    A kind of ledger has `_sight`, `_keep` and `_fetched`. A list of names that grows is kept at most four
-    times a second once it is long. The next `publish_names` keeps the rest; a runtime calls it each second.
-    """
-
-    FEW, BETWEEN_SECONDS = 256, 0.25
-    again_seconds = float("inf")  # after so long, the same list is kept again
-
-    open_here: ClassVar[weakref.WeakSet[OwnerLedger]] = weakref.WeakSet()  # see `close_in_child`
-
-    def __init__(self) -> None:
-        self._names: dict[str, Declared] = {}
-        self._all_told, self._told_at = True, float("-inf")
-
-    def _sight(self, owner: Owner) -> Sight:
-        raise NotImplementedError
-
-    def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
-        """Keeps a `value` of this `kind`, in place of the last one for this owner. Raises OSError."""
-        raise NotImplementedError
-
-    def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
-        """What the living owners keep of this `kind`, by owner id; with `owner`, what it keeps for this one."""
-        raise NotImplementedError
-
-    def close_in_child(self) -> None:
-        """Closes the descriptors that a forked child has inherited. The parent keeps the lock and the book."""
-
-    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """The present state of the owners' processes, by owner id. See Ledger."""
-        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
-        return {id: self._sight(book.sections[id].owner) for id in wanted}
-
-    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Replaces this owner's allocator `maps`. Raises OSError."""
-        self._keep("maps", maps)
-
-    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
-        """The allocator maps of the living owners, by owner id."""
-        return self._fetched("maps", tuple[AllocatorMap, ...])
-
-    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
-        """Adds one model to the list of models that this owner can load. Raises OSError."""
         self._names[name] = declared
         self._all_told = False
         since = time.monotonic() - self._told_at
@@ -219,7 +163,10 @@ class OwnerLedger:
             self._tell_all()
 
     def publish_names(self, names: Mapping[str, Declared]) -> None:
-        """Makes `names` the list of models that this owner can load. Raises OSError."""
+        """Makes `names` the list of models that this owner can load. Raises OSError.
+
+        The list is removed together with the owner.
+        """
         since = time.monotonic() - self._told_at
         if self._all_told and names == self._names and since < self.again_seconds:
             return
@@ -232,21 +179,50 @@ class OwnerLedger:
         self._all_told = True
 
     def names(self) -> dict[str, dict[str, Declared]]:
-        """The models that each living owner can load, by owner id."""
+        """The models that each living owner can load, by owner id, if this user can read the list.
+
+        The caller must not change the result.
+        """
         found = self._fetched("names", dict[str, Declared])
         return {id: names for id, names in found.items() if names}
 
     def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
-        """Keeps this owner's `answer` to the owner `asker`. See Ledger. Raises OSError."""
+        """Stores this owner's `answer` to the owner `asker`, beside the book. Raises OSError.
+
+        Only this owner's user can read a `private` answer. The answer replaces the last answer to
+        `asker`, and is removed together with this owner.
+        """
         self._keep("answer", answer, asker, private)
 
     def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner; None if there is none."""
+        """The last answer of the owner `owner_id` to this owner; None if there is none to read."""
         return self._fetched("answer", Holdings, owner_id).get(owner_id)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases this owner's lock, and the socket that wakes the owner.
+
+        The caller should remove the owner's section from the book first. If the section is still in
+        the book, other owners can prove that this owner is dead, and remove the section.
+        """
+
+    def close_in_child(self) -> None:  # noqa: B027 (a book in memory has none)
+        """Closes the descriptors that a forked child has inherited. The parent keeps the lock and the book."""
+
+    @abstractmethod
+    def _sight(self, owner: Owner) -> Sight: ...
+
+    @abstractmethod
+    def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
+        """Keeps a `value` of this `kind`, in place of the last one for this owner. Raises OSError."""
+
+    @abstractmethod
+    def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
+        """What the living owners keep of this `kind`, by owner id; with `owner`, what it keeps for this one."""
 
 
 def _close_in_child() -> None:
-    for ledger in list(OwnerLedger.open_here):
+    for ledger in list(Ledger.open_here):
         ledger.close_in_child()
 
 

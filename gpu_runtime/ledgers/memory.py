@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from .. import threads
 from ..facts import Book, Owner, Ticket
-from .base import OwnerLedger, unusable
+from .base import Ledger, unusable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
@@ -37,10 +37,10 @@ _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDiction
 _naming = threads.freed(threading.Lock())
 
 
-class MemoryLedger(OwnerLedger):
+class MemoryLedger(Ledger):
     """One owner's access to a book in memory. An owner counts as dead when its ledger is closed.
 
-    The methods follow the protocol in base.py.
+    The methods are described in base.py.
     """
 
     def __init__(self, name: str = "", *, notebook: str = "", user: str = "") -> None:
@@ -58,14 +58,9 @@ class MemoryLedger(OwnerLedger):
         self._bell = self._book.bells[self.owner.id] = Bell()
 
     def read(self) -> Book:
-        """The current book."""
         return self._open_book().book
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Writes the book that `decide` returns, and returns the second value of `decide`.
-
-        Raises LedgerRefused.
-        """
         memory = self._open_book()
         while True:
             old = memory.book

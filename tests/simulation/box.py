@@ -146,7 +146,7 @@ class KeeperLedger(ledger.KeeperLedger):
     """The real client of a keeper, on the simulated wire and without a directory."""
 
     def __init__(self, url: str, *, notebook: str = "", user: str = "") -> None:
-        base.OwnerLedger.__init__(self)
+        base.Ledger.__init__(self)
         box = Box.active
         assert box.machine.current is not None
         process = box.machine.current.process

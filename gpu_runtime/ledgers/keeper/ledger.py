@@ -2,7 +2,7 @@
 
 Reading asks nobody: the book is in shared memory. A write is one message, and a second one if another
 owner wrote meanwhile. If the keeper has ended, the next call starts another one, which goes on with
-the same book. The methods follow the protocol in `ledgers/base.py`.
+the same book. The methods are described in `ledgers/base.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...facts import Book, Owner, Ticket
 from ...version import VERSION
 from .. import access
 from ..access import group_name, outsider, shared_root
-from ..base import OwnerLedger, unusable
+from ..base import Ledger, unusable
 from ..invariants import refuse_unlawful
 from ..liveness import Sight, boot_id, describe_self, name_of, namespaces, sight_of_process
 from ..notify import Bell, _Waiter
@@ -207,7 +207,7 @@ class _KeeperBell(Bell):
             self._wire.close()
 
 
-class KeeperLedger(OwnerLedger):
+class KeeperLedger(Ledger):
     """One owner's access to the book of the keeper in a directory."""
 
     def __init__(
@@ -436,7 +436,6 @@ class KeeperLedger(OwnerLedger):
     # The book
 
     def read(self) -> Book:
-        """The current book. Raises LedgerUnavailable."""
         return self._current().book
 
     def _current(self) -> Pieces:
@@ -462,10 +461,6 @@ class KeeperLedger(OwnerLedger):
             return self._pieces
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Writes the book that `decide` returns, and returns its second value. See base.py.
-
-        Raises LedgerUnavailable, LedgerRefused.
-        """
         deadline = time.monotonic() + self.patience_seconds
         turn: core.Turn | None = None
         try:
@@ -518,13 +513,11 @@ class KeeperLedger(OwnerLedger):
     # Other owners
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven dead or were declared dead."""
         state = self._pieces.state
         others = frozenset(book.owner_ids() - {self.owner.id})
         return others & (frozenset(state.dead) | (self._declared - state.living.keys()))
 
     def unknown(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven neither dead nor alive."""
         state = self._pieces.state
         others = frozenset(book.owner_ids() - {self.owner.id})
         return others - state.living.keys() - self.dead(book)
@@ -540,17 +533,14 @@ class KeeperLedger(OwnerLedger):
         return sight_of_process(owner.pid, owner.started)
 
     def give_sign(self) -> None:
-        """Notes that this owner lives and runs. See base.py."""
         if not self._closed and os.getpid() == self._pid:
             self._bell.tell(core.Sign(0))
 
     def silences(self, book: Book) -> dict[str, float]:
-        """The seconds since the last sign of each owner, by owner id. See base.py."""
         found = self._fetched("silences", float)
         return {id: seconds for id, seconds in found.items() if id in book.sections}
 
     def declare_dead(self, owners: Iterable[str]) -> None:
-        """Makes `dead` return these `owners` (ids), unless they are proven alive."""
         self._declared = self._declared.union(owners)
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
@@ -560,7 +550,6 @@ class KeeperLedger(OwnerLedger):
         return owner.user if owner and not known else known
 
     def ring(self, owners: Iterable[str]) -> None:
-        """Wakes the owners with these ids (`owners`). Never fails."""
         if self._closed or os.getpid() != self._pid:
             return
         ids = set(owners)
@@ -571,7 +560,6 @@ class KeeperLedger(OwnerLedger):
             self._bell.tell(core.Ring(0, others))
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """Returns True on a notification or an end of an owner in `ends`, False after `timeout` seconds."""
         self._require_open()
         return self._bell.wait(timeout, ends)
 
@@ -594,7 +582,6 @@ class KeeperLedger(OwnerLedger):
     # The end
 
     def close(self) -> None:
-        """Leaves the book. See base.py."""
         if self._closed or os.getpid() != self._pid:
             return
         with self._calling:

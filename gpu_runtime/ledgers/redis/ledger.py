@@ -34,7 +34,7 @@ from ...facts import Book, Owner, Ticket
 from ...units import show_bytes
 from .. import access
 from ..access import access_to, owners_in, split_redis_url
-from ..base import OwnerLedger, unusable
+from ..base import Ledger, unusable
 from ..invariants import refuse_unlawful
 from ..liveness import (
     Life,
@@ -59,7 +59,7 @@ _chance = random.SystemRandom()
 MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
 
 
-class RedisLedger(OwnerLedger):
+class RedisLedger(Ledger):
     """One owner's access to the page of its host in a Redis.
 
     Lock files and doorbells (the sockets that wake owners) are local files.
@@ -125,22 +125,17 @@ class RedisLedger(OwnerLedger):
         return self._store.read_all()
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> Owner:  # type: ignore[override]
         """The owner whose section and tickets this ledger writes."""
         return self._store.owner_file.owner
 
     # Reading and writing
 
     def read(self) -> Book:
-        """The current book. Raises LedgerUnavailable."""
         self._require_open()
         return self._decide_until_written(lambda book: (book, book))
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Writes the book that `decide` returns, and returns the second value of `decide`.
-
-        See base.py. Raises LedgerUnavailable, LedgerRefused.
-        """
         return self._decide_until_written(decide, may_glance=True)
 
     def _decide_until_written(
@@ -192,12 +187,10 @@ class RedisLedger(OwnerLedger):
     # Other owners
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven dead or were declared dead."""
         others = book.owner_ids() - {self.owner.id}
         return frozenset(id for id in others if self._life(book, id) is Life.DEAD)
 
     def unknown(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven neither dead nor alive."""
         others = book.owner_ids() - {self.owner.id}
         return frozenset(id for id in others if self._life(book, id) is Life.UNKNOWN)
 
@@ -214,11 +207,9 @@ class RedisLedger(OwnerLedger):
         return Sight.ALIVE if is_mine else sight_of(owner, self._lock_file(owner.id))
 
     def give_sign(self) -> None:
-        """Notes that this owner lives and runs. See base.py."""
         self._store.owner_file.sign()
 
     def silences(self, book: Book) -> dict[str, float]:
-        """The seconds since the last sign of each owner, by owner id. See base.py."""
         found, now = {}, time.time()
         for id in book.sections:
             with contextlib.suppress(OSError):  # the owner has just ended
@@ -226,7 +217,6 @@ class RedisLedger(OwnerLedger):
         return found
 
     def declare_dead(self, owners: Iterable[str]) -> None:
-        """Makes `dead` return these `owners` (ids), unless they are proven alive."""
         self._declared_dead = self._declared_dead.union(owners)
 
     @property
@@ -263,15 +253,10 @@ class RedisLedger(OwnerLedger):
         return proof.user
 
     def ring(self, owners: Iterable[str]) -> None:
-        """Wakes the owners with these ids (`owners`). Never fails."""
         if not self._closed and os.getpid() == self.owner.pid:
             self._bell.ring_others(owners)
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """Returns True on a notification, or when the process of an owner in `ends` ends.
-
-        Returns False after `timeout` seconds.
-        """
         self._require_open()
         return self._bell.wait(timeout, ends)
 
@@ -301,7 +286,7 @@ class RedisLedger(OwnerLedger):
         return f"{BESIDE}{self.directory.name}:{'answers' if kind == 'answer' else kind}"
 
     def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
-        """See OwnerLedger. A Redis cannot tell users apart: what is `private` is as safe as its password."""
+        """See Ledger. A Redis cannot tell users apart: what is `private` is as safe as its password."""
         self._require_open()
         content, key = encode(value), self._beside(kind)
         if len(content) > MOST_KEPT_BYTES:
