@@ -449,7 +449,7 @@ def _engines(taking: str) -> tuple[str, ...]:
     return tuple(name for name, engine in ENGINES.items() if taking in engine.takes)
 
 
-_TRANSFORMERS = ("transformers",)
+_TRANSFORMERS, PROGRAM = ("transformers",), ("program",)
 LLAMA = ("llama_cpp", *_engines("llama.cpp"))
 # A GGUF file has the dtypes of its weights, and llama.cpp and Ollama convert none.
 _CONVERTING = ("transformers", "torch", "fake", *_engines("dtype"))
@@ -533,6 +533,39 @@ _CACHE_DTYPE = Rule("the dtype of a cache, such as float16 or q8_0", DTYPE.read,
 _SEED = Rule("a whole number", whole(-1, 2**32 - 1))
 _ARGUMENTS = Rule("a list of words, such as ['--seed', '1']", words, _written_arguments)
 
+_PORT_PATH = re.compile(r"/[!-~]*")
+
+
+def _some_words(value: Any) -> list[str]:
+    found = words(value)
+    if not found or not found[0]:
+        raise ValueError
+    return found
+
+
+def _port_path(value: Any) -> str:
+    return _where(lambda path: _PORT_PATH.fullmatch(path))(value)
+
+
+def _how(value: Any) -> str | list[str]:
+    """A path on the port of a program, or a command."""
+    return _port_path(value) if isinstance(value, str) else _some_words(value)
+
+
+def _sleep(value: Any) -> bool | str | list[str]:
+    return value if value is True or value is False else _how(value)
+
+
+def _written_sleep(value: Any) -> bool | str | list[str]:
+    is_how = isinstance(value, list) or (isinstance(value, str) and value.startswith("/"))
+    return _HOW.convert(value) if is_how else TRUTH.in_file(value)
+
+
+_COMMAND = Rule("a list of words, such as ['server', '--port', '{port}']", _some_words)
+_HOW = Rule("a path on its port, such as '/sleep', or a command, such as ['sh', 'sleep.sh']", _how)
+_SLEEP = Rule(f"True, False, {_HOW.expected}", _sleep, _written_sleep)
+_HEALTH = Rule("a path on its port, such as '/health'", _port_path)
+
 # -- the table -----------------------------------------------------------------------------------
 
 GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
@@ -543,7 +576,7 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "path": _in_file(TEXT, "A file or directory, relative to the manifest's file.", "source"),
         "source": _in_file(TEXT, "The same as `path`, or a hub id."),
         "runtime": _in_file(_BACKEND, "The backend: transformers, llama_cpp, llama-server, vllm, sglang, ollama, "
-                            "diffusers, fake. An unknown backend is stored; the model then cannot be loaded.",
+                            "diffusers, program, fake. An unknown backend is stored; the model then cannot be loaded.",
                             "backend"),
         "backend": Field(TEXT._replace(written=_BACKEND), "The same as `runtime`.", default="auto"),
         "type": _in_file(_TYPE, "chat or llm, embedding, reranker, vision, diffusion or image, other.", "model_type"),
@@ -615,8 +648,15 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
     },
     "Engine": {
         "runtime_args": Field(_ARGUMENTS, "Arguments of an engine's command line.", tuple(ENGINES)),
-        "sleep": Field(TRUTH, "`false`: if its card is wanted, its engine ends instead of sleeping.",
-                       (*_engines("sleep"), "llama_cpp")),
+        "command": Field(_COMMAND, "`program`: its command line, with `{port}`.", PROGRAM),
+        "health": Field(_HEALTH, "`program`: the path that answers 200 once it is ready; `/health` by default.",
+                        PROGRAM),
+        "sleep": Field(_SLEEP, "`false`: if its card is wanted, its engine ends instead of sleeping. `program`: how it "
+                       "is put to sleep, as a path that gets a POST, or a command.", (*_engines("sleep"), "llama_cpp")),
+        "wake": Field(_HOW, "`program`: how it is woken, as `sleep`.", PROGRAM),
+        "asleep": Field(_HOW, "`program`: how it says whether it sleeps: a path that answers a GET with `true` or "
+                        "`false`, or an object with one such value; or a command, which ends with 0 while it sleeps, "
+                        "and else with 1.", PROGRAM),
         "attn_implementation": Field(WORD, "Passed to transformers.", _TRANSFORMERS, of_use=True),
         "task": Field(WORD, "Passed to transformers, if `type` does not determine it.", _TRANSFORMERS),
         "chat_template": Field(TEMPLATE, "A chat template, or a file with one, instead of the model's own."),
@@ -707,7 +747,33 @@ def read_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
             options.setdefault(usual_name, found)
         else:
             options[name] = found
+    mistaken, expected = program_mistake(backend, options)
+    if mistaken:
+        raise BadSetting(mistaken, given.get(mistaken), expected)
     return options
+
+
+def program_mistake(backend: str, given: Mapping[str, Any]) -> tuple[str, str]:
+    """The first of a program's fields that does not fit the others, and what it must be; else two empty texts.
+
+    `given` are the fields of a model, with their values.
+    """
+    how = given.get("sleep", False)
+    if backend not in PROGRAM:
+        for name in ("command", "health", "wake", "asleep"):
+            if name in given:
+                return name, "left out: only the backend program takes it"
+        if not isinstance(how, bool):
+            return "sleep", "true or false, unless the backend is program"
+    elif not given.get("command"):
+        return "command", f"given with the backend program: {_COMMAND.expected}"
+    elif how is True:
+        return "sleep", _HOW.expected
+    elif how and "wake" not in given:
+        return "wake", f"given with sleep: {_HOW.expected}"
+    elif not how and ("wake" in given or "asleep" in given):
+        return "sleep", f"given with wake and asleep: {_HOW.expected}"
+    return "", ""
 
 
 def embedded_tokens(options: Mapping[str, Any], context: int) -> int:

@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from .. import files
@@ -22,9 +23,11 @@ from ..arguments import (
     LAYERS,
     LLAMA,
     OPTIONS,
+    PROGRAM,
     PYTHON,
     TOKENS,
     WORD,
+    program_mistake,
     takes,
 )
 from ..backends.base import looks_like_hub_id
@@ -74,6 +77,10 @@ def problems(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         names = [name for name in values if meaning in (name, KNOWN[name].same_as)]
         if names[1:] and len({values[name] for name in names}) > 1:
             yield names[1], f"{' and '.join(names)} mean the same, and have different values"
+    backend = values.get("runtime") or values.get("backend") or ""
+    mistaken, expected = program_mistake(backend, values)
+    if mistaken:
+        yield mistaken, f"it must be {expected}"
     gpus, most = values.get("gpus"), values.get("max_tensor_parallel")
     if isinstance(gpus, int) and gpus > (most or gpus):
         yield "gpus", f"{gpus} GPUs are more than max_tensor_parallel allows"
@@ -183,15 +190,18 @@ def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
     source = values.get("source") or fields.get("id") or entry.name
     backend = _backend(values, settings, source)
     gpus = fields.get("gpus")
+    options = _options(values, settings, backend)
+    if backend in PROGRAM and (weak := files.weak_step(Path(entry.file))):
+        options["refused"] = f"its commands are in {entry.file}, and {weak}"
     own = {name: values[name] for name in KEYWORDS if name in values and name != "backend"}
     return ModelSpec(
         name=entry.name,
         backend=backend,
-        source="" if backend == "fake" else source,
+        source="" if backend in ("fake", *PROGRAM) else source,
         devices=gpus if isinstance(gpus, tuple) else (),
         placement=_placement(values, gpus if isinstance(gpus, int) else None),
         enabled=fields.get("enabled", True),
-        options=_options(values, settings, backend),
+        options=options,
         **own,
     )
 

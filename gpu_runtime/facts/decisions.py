@@ -130,6 +130,11 @@ class ModelSpec(Value):
         return lines(f"{self.name}: {self.backend}, {size}{rank}{kept}{source}")
 
     @property
+    def may_sleep(self) -> bool:
+        """Whether its engine may sleep if it can. A program can if the options say how."""
+        return bool(self.options.get("sleep", self.backend != "program"))
+
+    @property
     def key(self) -> str:
         """`type:name:quantization`, the name of a model in the HTTP API and the logs."""
         return f"{self.model_type}:{self.name}:{self.quantization or 'none'}"

@@ -27,4 +27,5 @@ ENGINES = {  # name of the backend -> its facts
     "sglang": Engine("Sglang", ("dtype", "trust_remote_code", "sleep"), 256, tensor_parallel=True),
     "ollama": Engine("Ollama", ("gpu_layers",)),
     "diffusers": Engine("Diffusers", ("dtype", "trust_remote_code", "allow_missing")),
+    "program": Engine("Program", ("sleep",)),
 }

@@ -461,7 +461,7 @@ def wanted_lease(
         wished=session.wished.get(spec.name, 0),
         keep=spec.keep,
         keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
-        movable=resident.backend.can_move and spec.options.get("sleep", True),
+        movable=resident.backend.can_move and spec.may_sleep,
         recent_uses=resident.recent_uses,
         reload_seconds=resident.lease.reload_seconds,
         restore_seconds=resident.lease.restore_seconds,

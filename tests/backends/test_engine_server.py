@@ -136,7 +136,7 @@ def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(backend, mo
 def test_the_health_check_of_each_llama_server(native, monkeypatch):
     """llama-server has a path for it. llama-cpp-python's server listens only once the model is loaded."""
     monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}" if native else None)
-    path = recipe("llama-server").health_path()
+    path = recipe("llama-server").health_path(None)
     assert path == ("/health" if native else "/openapi.json")
     if not native:
         pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")

@@ -1,14 +1,18 @@
 """Files that describe models: the formats of three other projects, and the limits of every field."""
 
+import json
 from contextlib import suppress
 
 import pytest
 
 from gpu_runtime.arguments import FIELDS, OPTIONS, read_options
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.catalog.documents import read
 from gpu_runtime.catalog.fields import CatalogEntry, notes, spec_of
 from gpu_runtime.catalog.files import API_VERSION, manifests
-from gpu_runtime.errors import BadDocument
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.errors import BadDocument, LoadFailed
+from gpu_runtime.facts import Share
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB, MIB
 
@@ -216,6 +220,16 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
         ("runtime_args: [--dtype]", "runtime_args", "--dtype needs a value"),
         ("gpu_fraction_factor: 0", "gpu_fraction_factor", "greater than 0"),
         ("fraction_largest_possible: 1.5", "fraction_largest_possible", "less than or equal to 1"),
+        ("sleep: perhaps", "sleep", "true or false"),
+        ("runtime: vllm, sleep: /sleep", "sleep", "unless the backend is program"),
+        ("runtime: vllm, wake: /wake", "wake", "only the backend program"),
+        ("command: [server]", "command", "only the backend program"),
+        ("runtime: program, command: []", "command", "a list of words"),
+        ("runtime: program, command: [s], sleep: true", "sleep", "a path on its port"),
+        ("runtime: program, command: [s], sleep: sleep", "sleep", "true or false"),
+        ("runtime: program, command: [s], sleep: /s, wake: http://h/w", "wake", "a path on its"),
+        ("runtime: program, command: [s], sleep: /s, wake: [], asleep: /a", "wake", "or a command"),
+        ("runtime: program, command: [s], health: ready", "health", "a path on its port"),
         ("memory: 10GB, size: 11GB", "size", "memory and size mean the same"),
         ("keep: true, pin: false", "pin", "keep and pin mean the same"),
         ("runtime: vllm, backend: ollama", "backend", "runtime and backend mean the same"),
@@ -227,6 +241,19 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
 def test_an_invalid_field_is_reported_with_file_line_and_field(fields, field, message):
     error = wrong(f"models:\n  other: {{memory: 1}}\n  m:\n    {{{fields}}}\n")
     assert (error.line, error.field) == (4, f"models.m.{field}") and message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ("runtime: program", "command"),
+        ("runtime: program, command: [s], sleep: /s", "wake"),
+        ("runtime: program, command: [s], asleep: /a", "sleep"),
+    ],
+)
+def test_what_a_program_lacks_is_named_with_the_line_of_the_model(fields, field):
+    error = wrong(f"models:\n  other: {{memory: 1}}\n  m:\n    {{{fields}}}\n")
+    assert (error.line, error.field) == (3, f"models.m.{field}") and "given with" in str(error)
 
 
 def test_all_errors_are_reported_at_once():
@@ -318,9 +345,40 @@ def test_an_option_in_a_file_is_the_option_of_register(name):
         with suppress(Exception):
             expected = rule.read(value)
             break
-    for backend in FIELDS[name].backends or ("fake", "vllm"):
+    backends = FIELDS[name].backends or ("fake", "vllm")
+    for backend in (one for one in backends if one != "program"):  # see the next test
         made = spec(f"backend: {backend}, {name}: {value}", gpu_trust_remote_code=True)
         assert made.options == read_options(backend, {name: value}) == {name: expected}
+
+
+def test_a_program_has_its_command_and_how_it_sleeps(tmp_path):
+    """A file and `register` give its backend the same options."""
+    fields = {
+        "command": ["server", "--port", "{port}"],
+        "health": "/ready",
+        "sleep": "/unload?all=1",
+        "wake": ["ctl", "load", "{port}"],
+        "asleep": "/state",
+    }
+    made = spec(f"runtime: program, memory: 1GiB, {json.dumps(fields)[1:-1]}")
+    assert made.options == read_options("program", fields) == fields
+    assert made.source == "" and made.may_sleep
+    assert not spec("runtime: program, command: [server]").may_sleep
+
+
+def test_a_program_in_a_file_that_others_can_change_is_not_started(tmp_path):
+    """Its command would run with the rights of whoever uses the model."""
+    file = tmp_path / "shared" / "models.yaml"
+    file.parent.mkdir()
+    text = "models:\n  m: {runtime: program, memory: 1GiB, command: ['true']}\n"
+    file.write_text(text)
+    [manifest] = manifests(read(text.encode(), str(file)), str(file))
+    entry = CatalogEntry("m", manifest.body, str(file))
+    assert "refused" not in spec_of(entry, Settings.load()).options
+    file.parent.chmod(0o777)
+    backend = open_backend("program", open_probe("sim:1GiB,host:1GiB"))
+    with pytest.raises(LoadFailed, match="can be changed by other users"):
+        backend.load(spec_of(entry, Settings.load()), (Share("sim:0", 1),))
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -171,7 +171,11 @@ def test_every_metric_of_a_fleet_is_listed_and_no_other():
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_names_a_setting_or_a_method_that_does_not_exist(name):
     """`GPU_AUTOLOAD` is read by the start-up file of a kernel; `GPU_TOKEN` is a name in an example."""
-    known = {row.name for row in Settings.load().sources()} | {"GPU_AUTOLOAD", "GPU_TOKEN"}
+    known = {row.name for row in Settings.load().sources()} | {
+        "GPU_AUTOLOAD",
+        "GPU_TOKEN",
+        "GPU_ENGINE_KEY",
+    }
     groups = "GPU|CPU|ENABLE|EVICTION|INFERENCE|FRACTION|DEVELOPMENT"
     named = set(re.findall(rf"\b(?:{groups})_[A-Z_]+\b", PAGES[name]))
     assert named - known == set()

@@ -3,8 +3,10 @@
 import logging
 import os
 import signal
+import sys
 import threading
 
+import psutil
 import pytest
 
 from gpu_runtime import Runtime, samples
@@ -16,10 +18,11 @@ from gpu_runtime.rendering import text
 from gpu_runtime.serving.api import openai
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.tasks import ServingConfig
-from gpu_runtime.units import GIB, show_seconds
+from gpu_runtime.units import GIB, MIB, show_seconds
 from tests.backends.test_engine_server import alive
 from tests.backends.test_engine_sleep import WEIGHTS, charged_in
 from tests.backends.test_engine_sleep import place as place
+from tests.backends.test_programs import PROGRAM
 from tests.clock import PATIENCE, until
 from tests.owner.conftest import alongside
 from tests.serving.app_client import Exchange
@@ -203,6 +206,59 @@ def test_on_a_card_the_driver_shows_what_an_engine_has_given_back(host, driver, 
             assert kernel.evaluate("rt.status().totals['unloads']") == 0
         finally:
             ended.set()
+
+
+PROGRAMS = """
+models:
+  a: &program
+    runtime: program
+    memory: 96MiB
+    command: [{python}, {program}, "{{port}}", "64", {fault}]
+    health: /ready
+    sleep: /sleep
+    wake: /wake
+    asleep: /state
+  b: *program
+"""
+
+
+@pytest.fixture
+def programs(keeper, tmp_path):
+    """A runtime with two programs of the catalogue. Its card has room for one."""
+    names = {"python": sys.executable, "program": PROGRAM, "fault": tmp_path / "fault"}
+    (tmp_path / "models.yaml").write_text(PROGRAMS.format(**names))
+    settings = {"eviction_grace_seconds": 0, "gpu_catalog": str(tmp_path / "models.yaml")}
+    with Runtime(devices="sim:128MiB,host:1GiB", ledger=keeper, **settings) as rt:
+        yield rt
+
+
+def test_programs_of_the_catalogue_take_turns_and_none_is_ended(programs):
+    """The RAM that each keeps is measured, and leased from its first sleep on."""
+    pids = {name: use(programs, name) for name in "ab"}
+    for name, other in ("ab", "ba", "ab"):
+        assert use(programs, name) == pids[name]
+        held = places(programs)
+        assert held[name] == {"sim:0": 96 * MIB}
+        assert abs(held[other][HOST] - psutil.Process(pids[other][1]).memory_info().rss) < 4 * MIB
+    totals = programs.status().totals
+    assert (totals["loads"], totals["restorations"], totals["unloads"]) == (2, 3, 0)
+    assert "asleep, idle" in text.status(programs.status())
+
+
+@pytest.mark.parametrize(("fault", "said"), [("500", "answered 500"), ("dies", "did not answer")])
+def test_a_program_that_does_not_wake_is_started_cold_and_says_so_once(
+    programs, tmp_path, caplog, fault, said
+):
+    first = use(programs, "a")
+    use(programs, "b")
+    programs.evict("b", drop=True)
+    (tmp_path / "fault").write_text(fault)
+    assert use(programs, "a") != first and not any(map(alive, first))
+    failed = next(event for event in programs.why("a") if event.action == "failed")
+    assert f"did not wake: it {said}" in failed.because
+    warned = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warned) == 1 and "did not wake" in warned[0].getMessage()
+    assert places(programs) == {"a": {"sim:0": 96 * MIB}}
 
 
 def test_a_measured_size_is_that_of_the_whole_engine(rt):

@@ -6,6 +6,7 @@ server, on a port that it claims. The recipe of each engine has the command that
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import http.client
@@ -15,8 +16,11 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+import psutil
 
 from ... import threads
 from ...compat import StrEnum
@@ -42,7 +46,7 @@ from ..processes.engine import (
     in_words,
 )
 from ..processes.orphan_guard import descendants
-from .recipe import LaunchOrder, Recipe, RequestFields, SendRequest, recipe
+from .recipe import LaunchOrder, Recipe, RequestFields, SendRequest, Turn, recipe
 
 if TYPE_CHECKING:
     from ...settings import Settings
@@ -309,12 +313,31 @@ class Server(RestartedEngine):
 
     def turn(self, verb: str) -> str:
         """As `Engine.turn`. It has as much time as its last start took, at least LEAST_TURN_SECONDS."""
-        send = self._sender(max(engine.LEAST_TURN_SECONDS, self._started_in))
-        return self.recipe.sleep(send) if verb == "sleep" else self.recipe.wake(send)
+        until = time.monotonic() + max(engine.LEAST_TURN_SECONDS, self._started_in)
+
+        def send(*request: Any) -> tuple[int, Any]:
+            return self._sender(max(POLL_SECONDS, until - time.monotonic()))(*request)
+
+        turn = Turn(self.launch_order(), send, partial(self._run, until), until)
+        return self.recipe.sleep(turn) if verb == "sleep" else self.recipe.wake(turn)
+
+    def _run(self, until: float, words: tuple[str, ...]) -> int | None:
+        """Runs the command `words`, which ends with this process, and writes to the server's log.
+
+        Returns its exit status; None if it has not ended at `until` (monotonic seconds).
+        """
+        environment = {**self._env, "GPU_ENGINE_KEY": self.launch_order().key}
+        child, line = guarded(words, self.log, environment, ())
+        try:
+            return child.end() if child.wait(max(0.0, until - time.monotonic())) else None
+        finally:
+            line.close()
+            child.wait(STOP_SECONDS)
+            child.end()
 
     def _answers_health_check(self) -> bool:
         send = self._sender(ANSWER_SECONDS, keyed=False)
-        status, _ = send("GET", self.recipe.health_path(), None)
+        status, _ = send("GET", self.recipe.health_path(self.spec), None)
         return status == READY_STATUS
 
     def _sender(self, seconds: float, keyed: bool = True) -> SendRequest:
@@ -609,7 +632,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     def _prepared(
         self, spec: ModelSpec, shares: Shares, report: Progress
     ) -> tuple[Server, Callable[[Served], Shares]]:
-        missing = self.recipe.missing()
+        missing = self.recipe.missing() or spec.options.get("refused", "")
         if missing:
             raise LoadFailed(
                 f"{spec.name} cannot be loaded by {self.name}: {missing}",
@@ -633,6 +656,16 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         """The bytes of its weights, which a sleeping server has in host memory."""
         found = self.evidence(spec)
         return found.weight_bytes or found.file_bytes or sum(one.bytes for one in handle.total)
+
+    def _measured_asleep(self, model: ServerHandle) -> int:
+        """The RAM of the server's processes, if its recipe says that it counts."""
+        if not self.recipe.MEASURED_ASLEEP:
+            return 0
+        sizes = []
+        for pid in model.pids[1:]:  # the first is that of the guard
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                sizes.append(psutil.Process(pid).memory_info().rss)
+        return sum(sizes)
 
     def _server(self, spec: ModelSpec, shares: Shares) -> Server:
         """A server for `spec`, not started yet. It sees only the cards of `shares` that it uses."""

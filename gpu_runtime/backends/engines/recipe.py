@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -68,6 +68,16 @@ class Command(NamedTuple):
     environment: dict[str, str] = {}
 
 
+class Turn(NamedTuple):
+    """An order to sleep or to wake, to the server of `order`, which has until `until` (monotonic seconds)."""
+
+    order: LaunchOrder
+    send: SendRequest  # carries the key
+    # Runs a command in the server's environment. Returns its exit status, None if it had to be ended.
+    run: Callable[[tuple[str, ...]], int | None]
+    until: float
+
+
 class Recipe:
     """How one engine is started for a lease, and how requests reach it. Each engine has a subclass."""
 
@@ -75,8 +85,9 @@ class Recipe:
     BASE = "/v1"  # the prefix of /chat/completions
     LAYOUT: str  # the default layout; "balanced" for tensor parallelism
     KEYED = True  # whether the server rejects requests without the key
+    MEASURED_ASLEEP = False  # whether the RAM of its processes is what it takes while it sleeps
 
-    def health_path(self) -> str:
+    def health_path(self, spec: ModelSpec) -> str:
         """A path that needs no key, at which the server answers 200 once it is ready.
 
         Engines that are ready before they have loaded the model do this in `prepare`.
@@ -151,24 +162,24 @@ class Recipe:
         """
         return False
 
-    def sleep(self, send: SendRequest) -> str:
+    def sleep(self, turn: Turn) -> str:
         """Puts the server to sleep: its weights go to host memory, its cache is lost.
 
-        Returns why it does not sleep; empty once it sleeps. `send` carries the key.
+        Returns why it does not sleep; empty once it sleeps.
         """
         raise NotImplementedError
 
-    def wake(self, send: SendRequest) -> str:
+    def wake(self, turn: Turn) -> str:
         """Wakes the server. Returns why it is not awake; empty once it can be used."""
         raise NotImplementedError
 
 
 def told(send: SendRequest, path: str, body: Any = None) -> str:
-    """Sends a POST to `path`. Returns what is wrong with the answer; empty for the status 200."""
+    """Sends a POST to `path`. Returns what is wrong with the answer; empty for a status from 200 to 299."""
     status, answer = send("POST", path, body)
     if not status:
         return f"it did not answer POST {path} in time"
-    return "" if status == 200 else f"it answered {status} to POST {path}: {answer}"[:300]
+    return "" if status // 100 == 2 else f"it answered {status} to POST {path}: {answer}"[:300]
 
 
 def utilization(order: LaunchOrder) -> float:
@@ -256,15 +267,19 @@ def user_arguments(order: LaunchOrder) -> tuple[str, ...]:
     The placeholders `{tensor_parallel}` (the number of cards), `{gpu_memory_utilization}` (the part
     of each card) and `{port}` are replaced.
     """
+    words = tuple(str(word) for word in order.spec.options.get("runtime_args", ()))
+    groups = (group for flag, _, group in group_flags(words) if flag not in RESERVED_FLAGS)
+    return filled(order, itertools.chain.from_iterable(groups))
+
+
+def filled(order: LaunchOrder, words: Iterable[str]) -> tuple[str, ...]:
+    """The `words` with the values of `order` in place of their placeholders."""
     values = {
         "tensor_parallel": str(len(order.shares)),
         "gpu_memory_utilization": f"{utilization(order):g}",
         "port": str(order.port),
     }
-    words = tuple(str(word) for word in order.spec.options.get("runtime_args", ()))
-    groups = (group for flag, _, group in group_flags(words) if flag not in RESERVED_FLAGS)
-    kept = itertools.chain.from_iterable(groups)
-    return tuple(_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in kept)
+    return tuple(_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in words)
 
 
 def has_flag(words: tuple[str, ...], *flags: str) -> bool:

@@ -1,4 +1,4 @@
-"""The recipes of all engines: llama.cpp's servers, vLLM, SGLang, Ollama and diffusers."""
+"""The recipes of all engines: llama.cpp's servers, vLLM, SGLang, Ollama, diffusers and any other program."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from .recipe import (
     Recipe,
     RequestFields,
     SendRequest,
+    Turn,
     fields_in_openapi,
+    filled,
     has_flag,
     told,
     user_arguments,
@@ -100,7 +103,7 @@ class LlamaServer(Recipe):
             "  Install one:  pip install 'gpu-console[llama]'"
         )
 
-    def health_path(self) -> str:
+    def health_path(self, spec: ModelSpec) -> str:
         """The path that shows whether the server is ready.
 
         llama-server answers 503 at `/health` while it loads; at other paths some versions answer
@@ -291,15 +294,15 @@ class Vllm(Recipe):
     def sleeps(self, device: str) -> bool:
         return device.startswith("cuda")
 
-    def sleep(self, send: SendRequest) -> str:
-        if why := told(send, "/sleep?level=1"):
+    def sleep(self, turn: Turn) -> str:
+        if why := told(turn.send, "/sleep?level=1"):
             return why
-        return "" if _vllm_sleeps(send) else "it says that it does not sleep"
+        return "" if _vllm_sleeps(turn.send) else "it says that it does not sleep"
 
-    def wake(self, send: SendRequest) -> str:
-        if why := told(send, "/wake_up"):
+    def wake(self, turn: Turn) -> str:
+        if why := told(turn.send, "/wake_up"):
             return why
-        return "it says that it still sleeps" if _vllm_sleeps(send) else ""
+        return "it says that it still sleeps" if _vllm_sleeps(turn.send) else ""
 
     def command(self, order: LaunchOrder) -> Command:
         """The command for `order`. A flag is left out if the user's own arguments set it."""
@@ -380,13 +383,13 @@ class Sglang(Recipe):
     def sleeps(self, device: str) -> bool:
         return device.startswith("cuda")
 
-    def sleep(self, send: SendRequest) -> str:
-        return told(send, "/release_memory_occupation", {})
+    def sleep(self, turn: Turn) -> str:
+        return told(turn.send, "/release_memory_occupation", {})
 
-    def wake(self, send: SendRequest) -> str:
-        if why := told(send, "/resume_memory_occupation", {}):
+    def wake(self, turn: Turn) -> str:
+        if why := told(turn.send, "/resume_memory_occupation", {}):
             return why
-        status, _ = send("GET", "/health_generate", None)  # computes a token
+        status, _ = turn.send("GET", "/health_generate", None)  # computes a token
         return "" if status == 200 else f"it answered {status or 'nothing'} to GET /health_generate"
 
     def command(self, order: LaunchOrder) -> Command:
@@ -452,7 +455,7 @@ class Ollama(Recipe):
     LAYOUT = "proportional"
     KEYED = False
 
-    def health_path(self) -> str:
+    def health_path(self, spec: ModelSpec) -> str:
         """A path at which the server answers once it runs. `prepare` then loads the model."""
         return "/api/version"
 
@@ -592,3 +595,87 @@ class Diffusers(Recipe):
             words += ["--balanced"]
         program = python_file(Path(__file__).with_name("diffusers_app.py"))
         return Command((*program, *words), {"GPU_ENGINE_KEY": order.key})
+
+
+# -- any other program: the model's fields have its command line, and how it sleeps and wakes
+
+NOT_STARTED = (126, 127)  # exit statuses of a command that could not be started
+LOOK_SECONDS = 0.05
+
+
+class Program(Recipe):
+    """Starts the command of the model."""
+
+    LAYOUT = "single"
+    MEASURED_ASLEEP = True
+
+    def missing(self) -> str:
+        return ""
+
+    def health_path(self, spec: ModelSpec) -> str:
+        return str(spec.options.get("health", "/health"))
+
+    def command(self, order: LaunchOrder) -> Command:
+        words = (*filled(order, order.spec.options["command"]), *user_arguments(order))
+        return Command(words, {"GPU_ENGINE_KEY": order.key})
+
+    def sleeps(self, device: str) -> bool:
+        """True, since each model's own fields decide it (`ModelSpec.may_sleep`)."""
+        return True
+
+    def sleep(self, turn: Turn) -> str:
+        return _told_program(turn, "sleep") or _until_asleep(turn, True)
+
+    def wake(self, turn: Turn) -> str:
+        if why := _told_program(turn, "wake") or _until_asleep(turn, False):
+            return why
+        path = self.health_path(turn.order.spec)
+        while (status := turn.send("GET", path, None)[0]) != 200:
+            if time.monotonic() >= turn.until:
+                return f"it answered {status or 'nothing'} to GET {path}"
+            time.sleep(LOOK_SECONDS)
+        return ""
+
+
+def _told_program(turn: Turn, verb: str) -> str:
+    """Tells a program to sleep or to wake. Returns why it was not told; empty if it was."""
+    how = turn.order.spec.options[verb]
+    if isinstance(how, str):
+        return told(turn.send, how)
+    status = turn.run(filled(turn.order, how))
+    if status is None:
+        return f"its command {how[0]} did not end in time"
+    return f"its command {how[0]} ended with code {status}" if status else ""
+
+
+def _until_asleep(turn: Turn, asleep: bool) -> str:
+    """Waits until a program says that it is `asleep`, or that it is not. Returns why it does not say so.
+
+    A program without such a field is taken at its word.
+    """
+    how = turn.order.spec.options.get("asleep")
+    while how is not None:
+        says = _says_asleep(turn, how)
+        if isinstance(says, str):
+            return says
+        if says == asleep:
+            break
+        if time.monotonic() >= turn.until:
+            return f"it says that it {'does not sleep' if asleep else 'still sleeps'}"
+        time.sleep(LOOK_SECONDS)
+    return ""
+
+
+def _says_asleep(turn: Turn, how: str | list[str]) -> bool | str:
+    """Whether a program says that it sleeps; a text, if that cannot be told from its answer."""
+    if not isinstance(how, str):
+        status = turn.run(filled(turn.order, how))
+        if status is None or status < 0 or status in NOT_STARTED:
+            return f"its command {how[0]} {'did not end in time' if status is None else 'failed'}"
+        return status == 0
+    status, answer = turn.send("GET", how, None)
+    values = list(answer.values()) if isinstance(answer, dict) else [answer]
+    truths = [value for value in values if isinstance(value, bool)]
+    if status == 200 and len(truths) == 1:
+        return truths[0]
+    return f"it answered {status or 'nothing'} to GET {how}, and not true or false: {answer}"[:300]

@@ -333,7 +333,7 @@ class EngineBackend(Backend, Generic[H, V]):
         handle = EngineHandle(engine, self._reused(into, spec.name))
         try:
             handle.loaded(start(handle.value), self.probe)
-            if self.can_move and spec.options.get("sleep", True):
+            if self.can_move and spec.may_sleep:
                 handle.most_asleep = self._bytes_asleep(spec, handle)
                 handle.shares = handle.own if handle.most_asleep else handle.shares
             return handle  # type: ignore[return-value]
@@ -355,6 +355,10 @@ class EngineBackend(Backend, Generic[H, V]):
 
     def _bytes_asleep(self, spec: ModelSpec, handle: EngineHandle[Any, Any]) -> int:
         """The bytes that the loaded model has in host memory while its engine sleeps. 0: it cannot sleep."""
+        return 0
+
+    def _measured_asleep(self, model: H) -> int:
+        """As `_bytes_asleep`, measured while the engine sleeps. 0: it stays as it was."""
         return 0
 
     def move(self, model: H, shares: Shares) -> None:
@@ -383,6 +387,11 @@ class EngineBackend(Backend, Generic[H, V]):
                 engine.fail(f"it did not {verb}: {why.rstrip('.')}")
             if to_host:
                 model.kept = self._kept(model)
+                if size := self._measured_asleep(model):
+                    model.most_asleep = size
+                    blocks.pop().free()
+                    asleep = sum(share.bytes for share in model.own)
+                    blocks.append(self.probe.place(HOST).allocate(asleep))
         except BaseException:
             model.end()
             for block in blocks:
