@@ -23,7 +23,8 @@ from ..facts import (
 )
 from ..owner.doctor import Report
 from ..safe_text import lines
-from . import allocator_map, html, text, views
+from . import allocator_map, answers, text, views
+from .answers import Part
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -36,14 +37,12 @@ EMPTY = {
 
 
 class Shown:
-    """A value with the functions that make its text and its HTML, and the attributes of the value."""
+    """A value with the function that paints it, and the attributes of the value."""
 
-    def __init__(
-        self, value: Any, text_of: Callable[[Any], str], html_of: Callable[[Any], str]
-    ) -> None:
-        """Displays the `value` by these functions, which are called only when it is displayed."""
+    def __init__(self, value: Any, paint: Callable[[Any], Part]) -> None:
+        """Displays the `value` by `paint`, which is called only when it is displayed."""
         self.value = value
-        self._text_of, self._html_of = text_of, html_of
+        self._paint = paint
 
     def __getattr__(self, name: str) -> Any:
         # A display hook looks for private methods. It must not find the private methods of the value.
@@ -55,10 +54,11 @@ class Shown:
         return iter(self.value)
 
     def __repr__(self) -> str:
-        return lines(self._text_of(self.value))
+        return lines(self._paint(self.value).text)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/plain": repr(self), "text/html": self._html_of(self.value)}
+        painted = self._paint(self.value)
+        return {"text/plain": lines(painted.text), "text/html": painted.html}
 
 
 class Json(str):
@@ -89,53 +89,44 @@ def shown(
     if isinstance(value, allocator_map.Mapped) and not value.maps:
         return hint(nothing("fragmentation", prompt))
     if isinstance(value, Plan) and around is not None:
-        text_of = partial(text.plan, snapshot=around, prompt=prompt)
-        return Shown(value, text_of, partial(html.plan, snapshot=around))
+        return Shown(value, partial(answers.plan, snapshot=around, prompt=prompt))
     if isinstance(value, Snapshot):
-        return Shown(value, partial(text.status, prompt=prompt), html.status)
-    for kind, functions in _BY_TYPE.items():
+        return Shown(value, partial(answers.status, prompt=prompt))
+    for kind, paint in _BY_TYPE.items():
         if isinstance(value, kind):
-            return Shown(value, *functions)
+            return Shown(value, paint)
     if verb == "status" and isinstance(value, tuple):  # one snapshot for each host
-        return Shown(
-            value,
-            lambda hosts: "\n\n".join(text.host(host, prompt) for host in hosts),
-            lambda hosts: "".join(map(html.host, hosts)),
-        )
+        return Shown(value, partial(answers.hosts, prompt=prompt))
     if verb == "fleet" and isinstance(value, tuple):
-        return Shown(value, html.fleet_text, html.fleet_html)
+        return Shown(value, answers.fleet)
     if verb == "why" and value and isinstance(value[0], Replayed):
-        return Shown(value, text.replays, html.replays)
+        return Shown(value, answers.replays)
     if verb == "why":
-        return Shown(
-            value,
-            lambda events: text.why(subject, events, prompt, around),
-            lambda events: html.why(subject, events, around),
-        )
-    if verb == "config" and isinstance(value, dict):
-        return Shown(value, text.preset, html.preset)
+        return Shown(value, lambda events: answers.why(subject, events, prompt, around))
     if verb == "config":
-        return Shown(value, text.config, html.config)
+        return Shown(value, answers.preset if isinstance(value, dict) else answers.config)
     return value
 
 
-_BY_TYPE: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {
-    Health: (text.health, html.health),
-    Outcome: (text.outcome, html.outcome),
-    OutOfMemoryStory: (text.story, html.story),
-    Schedule: (html.schedule_text, html.schedule_html),
-    Applied: (text.applied, html.applied),
-    allocator_map.Mapped: (allocator_map.as_text, allocator_map.as_html),
-    Report: (lambda report: report.text, lambda report: html.page(html.pre(report.text))),
+_BY_TYPE: dict[type, Callable[[Any], Part]] = {
+    Health: answers.health,
+    Outcome: answers.outcome,
+    OutOfMemoryStory: answers.story,
+    Schedule: answers.schedule,
+    Applied: answers.applied,
+    allocator_map.Mapped: lambda maps: Part(
+        allocator_map.as_text(maps), allocator_map.as_html(maps)
+    ),
+    Report: lambda report: answers.note(report.text),
 }
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
     """The `value` of a `verb` with the titles of maps from `rt`, and with tables in units for people."""
     if verb == "who":
-        return html.who(value)
+        return answers.showing(value, answers.who)
     if is_frame(value):
-        return html.for_people(value)
+        return answers.showing(value, answers.for_people)
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value
@@ -143,16 +134,12 @@ def with_titles(verb: str, value: Any, rt: Any) -> Any:
 
 def block_report(block: Any) -> Shown:
     """A report on `block`, a leased block of code: its peak memory, and its memory at the end."""
-    return Shown(
-        block,
-        text.block,
-        lambda used: html.page(html.line(html.esc(text.block(used)), soft=True)),
-    )
+    return Shown(block, answers.block)
 
 
 def story(found: OutOfMemoryStory) -> Shown:
     """The story of an out-of-memory error as it is shown below the error: at most ten lines."""
-    return Shown(found, partial(text.story, full=False), partial(html.story, full=False))
+    return Shown(found, partial(answers.story, full=False))
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:
@@ -162,12 +149,12 @@ def nothing(verb: str, prompt: str = "%gpu") -> str:
 
 def note(words: str) -> Shown:
     """The `words`, unchanged, in a fixed-width font."""
-    return Shown(words, str, lambda words: html.page(html.pre(words)))
+    return Shown(words, answers.note)
 
 
 def hint(sentence: str) -> Shown:
     """A `sentence` that ends with a command to type."""
-    return Shown(sentence, str, lambda line: html.page(html.line(html.with_code(line))))
+    return Shown(sentence, answers.hint)
 
 
 def is_frame(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Renders facts as aligned text, for a terminal and for the text output in a notebook's file.
+"""Paints bars and tables as aligned text, for a terminal and for the text output in a notebook's file.
 
 This module is pure. `cli.py` redraws the screen of `gpu status --watch`.
 """
@@ -11,23 +11,13 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpu_runtime.facts import (
-    Applied,
-    Event,
-    Health,
-    Outcome,
-    OutOfMemoryStory,
-    Plan,
-    Replayed,
-    Snapshot,
-    importance_name,
-)
+from gpu_runtime.facts import Snapshot, importance_name
 from gpu_runtime.units import show_bytes, show_seconds
 
 from . import views
-from .views import Bar, clean, clock
+from .views import Bar, clean
 
 BAR_CELLS = 32
 _LEASES = "█▓"  # neighbours alternate, so that their border is visible
@@ -39,93 +29,36 @@ LONGEST_LEGEND = 28  # characters of a model's name in a bar's legend
 MOST_LEGEND = 8  # entries of a bar's legend
 
 
-def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The devices, the holders, the queue and the last decision. Commands begin with `prompt`."""
-    sections = [
-        [views.device_title(snapshot), *views.alarms(snapshot)],
-        list(_devices(snapshot)),
-        _holders(snapshot, prompt),
-        _queue(snapshot),
-        _past(snapshot),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+class DeviceLine(NamedTuple):
+    """The line of one device: its name and bar, and what is after the bar, as one text and the last part alone."""
+
+    title: str
+    bar: Bar
+    figures: str
+    remarks: str
 
 
-def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` of one of several hosts, under the host's name."""
-    return f"── {views.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
-
-
-def _devices(snapshot: Snapshot, aligned: bool = True) -> Iterator[str]:
+def devices(snapshot: Snapshot, aligned: bool = True) -> Iterator[DeviceLine]:
     """The lines of the devices, whose figures may be `aligned`."""
-    id_width = max((len(view.device.id) for view in snapshot.devices), default=0)
     fills = [len(views.fill(view)) for view in snapshot.devices] if aligned else []
     fill_width, pressure_width = max(fills, default=0), 5 if aligned else 0
     for view, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
-        drawn, legend = draw(bar)
         remarks = ", ".join(views.remarks(snapshot, view))
         figures = f"{views.fill(view):>{fill_width}}  {view.pressure:>{pressure_width}.0%}"
-        yield f"{views.device_name(view.device.id):{id_width}}  {drawn}  {figures}  {remarks}".rstrip()
+        title = views.device_name(view.device.id)
+        yield DeviceLine(title, bar, f"{figures}  {remarks}", remarks)
+
+
+def bars(rows: Iterable[tuple[str, Bar, str]], before: str = "") -> list[str]:
+    """The `rows` of a title, a bar and figures as lines, with `before` before each title, and the legends below."""
+    rows, lines = list(rows), []
+    width = max((len(title) for title, *_ in rows), default=0)
+    for title, bar, figures in rows:
+        drawn, legend = draw(bar)
+        lines.append(f"{before}{title:{width}}  {drawn}  {clean(figures)}".rstrip())
         if legend:
-            yield f"{'':{id_width}}  {legend}"
-
-
-# The state is the last column, because its width changes with time.
-_HOLDERS = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")
-
-
-def _holders(snapshot: Snapshot, prompt: str) -> list[str]:
-    rows = views.holdings(snapshot)
-    if not any(row.kind in ("model", "block", "kernel", "stays") for row in rows):
-        hint = nothing_yet(prompt, registered=[spec.name for spec in snapshot.specs])
-        return [hint, *table(_cells(rows), _HOLDERS, right=(1,))] if rows else [hint]
-    lines = table(_cells(rows[: views.MOST_ROWS]), _HOLDERS, right=(1,))
-    if len(rows) > views.MOST_ROWS:
-        lines.append(f"and {len(rows) - views.MOST_ROWS} more:  {prompt} leases")
+            lines.append(f"{'':{len(before) + width}}  {legend}")
     return lines
-
-
-def _cells(rows: Iterable[views.Holding]) -> list[tuple[str, ...]]:
-    return [
-        (row.name, size(row.bytes), row.where, row.holder, ", ".join(row.marks), row.state)
-        for row in rows
-    ]
-
-
-def _queue(snapshot: Snapshot) -> list[str]:
-    queue = views.waiting(snapshot)
-    if not queue:
-        return []
-    lines = [f"  {n}. {clean(sentence)}" for n, sentence in enumerate(queue, 1)]
-    return [f"Waiting: {len(queue)}", *lines]
-
-
-def _past(snapshot: Snapshot) -> list[str]:
-    lines = []
-    if snapshot.events:
-        last = snapshot.events[-1]
-        subject = clean(views.event_subject(last, snapshot))
-        sentence = clean(views.event_sentence(last))
-        lines.append(f"Last decision  {clock(last.wall)}  {subject} {sentence}")
-    if any(snapshot.totals.values()):
-        lines.append(views.counters(snapshot))
-    if versions := views.versions(snapshot):
-        lines.append(versions)
-    return lines
-
-
-def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
-    """What `status` shows while nothing is loaded: a command with a `registered` model, if there is one."""
-    if registered:
-        return (
-            f"Nothing is loaded. Registered here: {clean(', '.join(registered))}. Load one:  "
-            f"{prompt} preload {clean(registered[0])}"
-        )
-    if prompt == "%gpu":
-        torch = "Tensors of plain torch code appear here by themselves. Load a model:"
-    else:
-        torch = "In a notebook, type  %load_ext gpu  and run torch code, or load a model:"
-    return f"Nothing is loaded yet. {torch}  %gpu load NAME PATH"
 
 
 def size(count: int | None) -> str:
@@ -277,157 +210,7 @@ def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> st
     return str(value)
 
 
-# -- answers -------------------------------------------------------------------------------------
-
-
-def health(found: Health) -> str:
-    """The health `found`, in one line."""
-    state = "healthy" if found.healthy else "NOT healthy"
-    fullest = f", {found.fullest}" if found.fullest else ""
-    return f"{state} · pressure {found.pressure}{fullest} · {found.message}"
-
-
-def outcome(done: Outcome) -> str:
-    """The outcome `done` of a verb in one line, with the bytes that moved and the seconds."""
-    because, moved = done.because.rstrip("."), show_bytes(done.bytes)
-    figures = [] if moved in because else [moved]
-    if done.bytes and done.seconds:
-        figures.append(show_seconds(done.seconds))
-    head = f"{done.verb} {done.name}".strip() + ("" if done.done else ", not done")
-    detail = f" ({', '.join(figures)})" if done.bytes and figures else ""
-    return clean(f"{head}: {because}{detail}")
-
-
-def applied(done: Applied) -> str:
-    """The result `done` of applying a file of models, with notes on fields that had no effect."""
-    return "\n".join([applied_head(done), *(f"  {clean(note)}" for note in done.notes)])
-
-
-def applied_head(done: Applied) -> str:
-    """The first line of `applied`: how many models of `done` are new, changed and unchanged."""
-    kinds = {"new": done.added, "changed": done.changed, "unchanged": done.unchanged}
-    parts = []
-    for kind, names in kinds.items():
-        if names:
-            listed = clean(", ".join(names))
-            parts.append(f"{len(names)} {kind} ({listed})")
-    return f"apply {clean(done.file)}: {', '.join(parts)}"
-
-
-def block(used: Any) -> str:
-    """The memory that the leased block of code `used` has used. None is shown as unknown, never as zero."""
-    leased = f"on {used.device.id}"
-    if used.bytes:
-        leased = f"{show_bytes(used.bytes)} reserved {leased}"
-    if used.peak_bytes is None and used.delta_bytes is None:
-        return f"{leased} · peak and delta unknown: only torch on a real card reports them"
-    sign = "+" if (used.delta_bytes or 0) > 0 else ""
-    return f"peak {size(used.peak_bytes)} · {leased} · delta {sign}{size(used.delta_bytes)}"
-
-
-def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The plan `found` for `snapshot`: its verdict, reason and steps, and the bars after them."""
-    lines = [
-        f"{clean(views.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
-        clean(found.because),
-        *_plan_needs(found),
-        *_plan_steps(found, snapshot),
-    ]
-    others = views.others_considered(found)
-    if others:
-        lines.append("Also considered:" if found.granted else "Considered:")
-        lines += [f"  {place} {clean(because)}" for place, because in others]
-    if found.steps or found.obstacle:
-        lines.append(f"Nothing was done. {views.how_to_do_it(found, prompt)}")
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def _plan_needs(found: Plan) -> list[str]:
-    needs = views.needs(found)
-    lines = [f"Needs {clean(needs)}{views.on_cards(found)}"] if needs else []
-    parts = views.parts(found)
-    if parts:
-        rows = table(parts, ("PART", "SIZE", "FROM"), right=(1,), longest=100)
-        lines += [f"  {row}" for row in rows]
-    return lines + [f"  {clean(note)}" for note in views.notes(found)]
-
-
-def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
-    sentences = [views.step_sentence(snapshot, step) for step in found.steps]
-    lines = [f"  {n}. {clean(sentence)}" for n, sentence in enumerate(sentences, 1)]
-    after = views.bars_after(snapshot, found.steps)
-    id_width = max((len(bar.device.id) for bar in after), default=0)
-    for bar in after:
-        drawn, legend = draw(bar)
-        lines += [
-            f"then  {views.device_name(bar.device.id):{id_width}}  {drawn}  {show_bytes(bar.used_bytes)}",
-            f"{'':{8 + id_width}}{legend}",
-        ]
-    return lines
-
-
-def why(
-    name: str, events: Sequence[Event], prompt: str = "%gpu", around: Snapshot | None = None
-) -> str:
-    """The `events` about the model `name` as sentences, the newest first. Without one, a hint.
-
-    The snapshot `around` names the processes, if the events are of several.
-    """
-    if not name:
-        return "\n".join([*_why_lines(events, around), why_hint(events, prompt)])
-    if not events:
-        command = f"{prompt} plan {clean(name)}"
-        return f"No decision about {clean(name)} is recorded. What would happen:  {command}"
-    return "\n".join(_why_lines(events, around))
-
-
-def _why_lines(events: Sequence[Event], around: Snapshot | None) -> list[str]:
-    return [
-        f"{clock(event.wall)}  {clean(title)} {clean(views.event_sentence(event))}"
-        for title, event in views.titled(events, around)
-    ]
-
-
-def why_hint(events: Sequence[Event], prompt: str = "%gpu") -> str:
-    """How to ask about one model, after the recent `events`. The command begins with `prompt`."""
-    what = "this notebook" if prompt == "%gpu" else "this host"
-    none = "" if events else f"No decision about {what} is recorded. "
-    return f"{none}About a model or a notebook:  {prompt} why NAME"
-
-
-def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions, and whether the scheduler decides the same now."""
-    return "\n".join(
-        f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
-        f"{'':10}{clean(one.result)}  (decision {one.id})"
-        for one in found
-    )
-
-
-def story(found: OutOfMemoryStory, full: bool = True) -> str:
-    """Why a cell ran out of memory: all that is known, or unless `full` at most ten lines."""
-    rows = found.rows(full)
-    return "\n".join(
-        [clean(found.headline), *(f"  {label:14}{clean(words)}" for label, words in rows)]
-    )
-
-
-CONFIG = ("SETTING", "VALUE", "SET BY", "MEANING")
-
-
-def config(rows: Sequence[Any]) -> str:
-    """The settings in `rows`: each with its value, its source and its meaning."""
-    cells = [
-        (row.name, row.value, "" if row.source == "default" else row.source, row.doc)
-        for row in rows
-    ]
-    return "\n".join(table(cells, CONFIG, longest=200))
-
-
-def preset(settings: Mapping[str, str]) -> str:
-    """The `settings` as lines for a shell."""
-    return "\n".join(f"export {name}={value}" for name, value in settings.items())
-
+# -- `gpu top` ------------------------------------------------------------------------------------
 
 BOLD, DIM, REVERSE, RED, ORANGE = "1", "2", "7", "31;1", "33"
 _LEAST_WIDTH = 20
@@ -467,7 +250,7 @@ def _lines(
     for request in _waiting(snapshot):
         yield ORANGE, f"! {request}"
     yield "", ""
-    for line in _devices(snapshot, aligned=False):
+    for line in bars(one[:3] for one in devices(snapshot, aligned=False)):
         yield "", line
     yield "", ""
     cells = [

@@ -90,6 +90,9 @@ class Bar(NamedTuple):
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
 
+OURS = ("model", "kernel", "block", "stays")  # the kinds of memory that a notebook's code holds
+
+
 class Holding(NamedTuple):
     """A row of the table of holders."""
 
@@ -98,7 +101,7 @@ class Holding(NamedTuple):
     where: str
     holder: str
     state: str
-    kind: str = "model"  # model, kernel, block, stays, residue, strangers
+    kind: str = "model"  # one of OURS; residue, strangers
     marks: tuple[str, ...] = ()
 
 

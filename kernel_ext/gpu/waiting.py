@@ -156,9 +156,9 @@ class WaitLine:
 
 def _summary(arrival: Any, waited: float) -> str:
     """The line that stays after the `arrival`; empty for a notebook's own memory, whose return has another line."""
-    from gpu_runtime.rendering import html
+    from gpu_runtime.rendering import answers
 
-    return "" if arrival.name == html.KERNEL else html.summary(arrival, waited)
+    return "" if arrival.name == answers.KERNEL else answers.summary(arrival, waited)
 
 
 class _Redrawing:
@@ -193,12 +193,12 @@ class _Redrawing:
 
     def draw(self) -> None:
         """Draws the progress as it is now."""
-        from gpu_runtime.rendering import html
+        from gpu_runtime.rendering import answers
 
         seconds = self._clock() - self._began + self._arrival.earlier_seconds
-        stop = html.STOP_IN_NOTEBOOK if self._notebook else html.STOP_IN_TERMINAL
-        picture = html.running_html(self._arrival, seconds, stop) if self._notebook else ""
-        self._line.show(html.running(self._arrival, seconds, stop), picture)
+        stop = answers.STOP_IN_NOTEBOOK if self._notebook else answers.STOP_IN_TERMINAL
+        shown = answers.running(self._arrival, seconds, stop)
+        self._line.show(shown.text, shown.html if self._notebook else "")
 
 
 class OthersWait:

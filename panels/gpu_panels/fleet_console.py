@@ -20,7 +20,8 @@ from gpu_runtime.errors import FleetUnavailable, NodeLost
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.fleet import cluster
 from gpu_runtime.fleet.hosts import FarRuntime
-from gpu_runtime.rendering import html
+from gpu_runtime.rendering import answers
+from gpu_runtime.rendering.html import esc
 from gpu_runtime.web.auth import Visitor
 
 from . import console, poller
@@ -239,7 +240,9 @@ class HostChooser:
         found = poller.latest("hosts", HostRuntime.overview, READ_SECONDS) or Overview()
         key = f"hosts {self._host} {title}"
         self.panel.show(
-            poller.once(key, found, lambda one: html.as_chooser(*one, chosen=self._host, tab=title))
+            poller.once(
+                key, found, lambda one: answers.as_chooser(*one, chosen=self._host, tab=title)
+            )
         )
 
 
@@ -252,7 +255,7 @@ def page_of(fleet: Any) -> Any:
         query = console.query_of_page()
         rt = hosts.runtime(query.get("host", ""))
         if rt is None:
-            return pn.pane.HTML(html.esc(html.NOTHING))
+            return pn.pane.HTML(esc(answers.NO_HOSTS))
         return console.page(visitor, poller.of(rt, rt.last_status), HostChooser(rt.host))
 
     return page

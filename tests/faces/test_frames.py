@@ -9,7 +9,7 @@ import pytest
 
 from gpu_runtime.facts import Event, Lease
 from gpu_runtime.owner import status
-from gpu_runtime.rendering import html, render
+from gpu_runtime.rendering import answers, render
 from gpu_runtime.tables import Table, table
 from gpu_runtime.units import GIB
 
@@ -51,25 +51,28 @@ def test_times_are_local_to_the_second_and_owners_are_short(models, monkeypatch)
 def test_a_terminal_names_the_owners_that_a_notebook_names(models):
     """The column OWNER of `gpu evictions` had pids only. An ended notebook is named by its events."""
     event = Event(1, 0.0, "kernel", "offloaded", "x", "y", owner="77.1.0", notebook="/w/old.ipynb")
-    frame = html.for_people(status.events([event]))
+    frame = answers.showing(status.events([event]), answers.for_people)
     for shown in (repr(frame), render.frame_text(frame)):
         assert "old.ipynb (pid 77), ended" in shown and "kernel" not in shown
 
 
 def test_unknown_values_are_no_numbers_and_an_empty_table_says_so():
-    frame = html.for_people(
+    frame = answers.showing(
         pandas.DataFrame({"bytes": [None], "idle_seconds": [None], "name": [None]}).astype(
             {"bytes": "Int64", "idle_seconds": "float64"}
-        )
+        ),
+        answers.for_people,
     )
     assert cells(frame)[1] == ["unknown"]
-    assert repr(html.for_people(pandas.DataFrame({"name": []}))) == "(no rows)"
+    assert repr(answers.showing(pandas.DataFrame({"name": []}), answers.for_people)) == "(no rows)"
 
 
 def test_the_middle_of_a_long_table_is_counted(models):
-    frame = html.for_people(pandas.DataFrame({"name": [f"<m{n}>" for n in range(100)]}))
+    frame = answers.showing(
+        pandas.DataFrame({"name": [f"<m{n}>" for n in range(100)]}), answers.for_people
+    )
     shown = repr(frame).splitlines()
-    assert len(shown) == 1 + html.MOST_SHOWN + 1 and "… 40 more rows …" in shown
+    assert len(shown) == 1 + answers.MOST_SHOWN + 1 and "… 40 more rows …" in shown
     assert shown[1] == "<m0>" and shown[-1] == "<m99>"
     page = frame._repr_html_()
     assert "… 40 more rows …" in page and "<m0>" not in page and "&lt;m0&gt;" in page

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.facts import CellModels, Health, Level, Outcome, Schedule, ScheduledModel
-from gpu_runtime.rendering import html, render, views
+from gpu_runtime.rendering import answers, html, render, views
 from gpu_runtime.units import GIB
 from tests.faces.samples import lease, snapshot
 from tests.worlds import Share
@@ -112,7 +112,7 @@ def test_style_rules_apply_in_their_own_scope_and_only_those_that_a_page_uses_ar
 def test_a_status_is_small(models):
     """A notebook's file keeps every output: at most 3 kB, and 0.3 kB for each model."""
     leases = [samples.lease(f"model-{n}", 1.0) for n in range(models)]
-    page = html.status(samples.snapshot(*leases))
+    page = answers.status(samples.snapshot(*leases)).html
     assert len(page.encode()) <= 3000 + 300 * models
 
 
@@ -167,7 +167,7 @@ FULL = Schedule(
 
 
 def test_each_model_has_its_first_use_its_place_and_its_state():
-    assert html.schedule_text(FULL).splitlines() == [
+    assert answers.schedule(FULL).text.splitlines() == [
         "MODEL  FIRST USE  WHERE  STATE", "a      cell 4     sim:0  used by the running cell",
         "b      cell 5     sim:0  loaded ahead", "c      cell 5     disk   being loaded ahead",
         "d      cell 6     sim:0  on its device",
@@ -177,9 +177,9 @@ def test_each_model_has_its_first_use_its_place_and_its_state():
 
 
 def test_without_cells_it_says_what_to_do_and_names_are_escaped():
-    assert html.schedule_text(Schedule()) == html.NO_CELL_WAITS
-    assert "GPU_PREFETCH=never" in html.schedule_text(Schedule("never"))
-    assert "<code>%gpu next</code>" in html.schedule_html(Schedule())
+    assert answers.schedule(Schedule()).text == answers.NO_CELL_WAITS
+    assert "GPU_PREFETCH=never" in answers.schedule(Schedule("never")).text
+    assert "<code>%gpu next</code>" in answers.schedule(Schedule()).html
     evil = Schedule(models=(ScheduledModel("<b>x", "cell 1", False, "disk", because="<i>"),))
     shown = render.shown("next", evil)
     assert set(shown._repr_mimebundle_()) == {"text/plain", "text/html"}
@@ -198,13 +198,12 @@ HOSTS = (on("box1", SPLIT, lease("qwen", 4), cards=2), on("a-long-name", cards=1
 
 
 def test_each_host_has_one_bar_and_a_model_on_two_cards_is_one_part():
-    first, legend, second = html.fleet_text(HOSTS).splitlines()
+    first, legend, second = answers.fleet(HOSTS).text.splitlines()
     assert first.startswith("box1         █") and "2 cards, simulated" in first
     assert "32.0 GiB of 48.0 GiB" in first
     assert legend.strip() == "█ llama 28.0 GiB  ▓ qwen 4.0 GiB"
     assert second.startswith("a-long-name  ·") and "0 B of 24.0 GiB" in second
-    assert "gpu fleet join" in html.fleet_text(())
-    assert "gpu fleet join" in html.fleet_html(())
+    assert all("gpu fleet join" in face for face in answers.fleet(()))
     shown = render.shown("fleet", HOSTS)
     assert "box1" in repr(shown) and "box1" in shown._repr_mimebundle_()["text/html"]
 
@@ -212,21 +211,21 @@ def test_each_host_has_one_bar_and_a_model_on_two_cards_is_one_part():
 def test_names_from_outside_are_escaped():
     """A host names itself, so its name may be any text."""
     hostile = on("<script>alert(1)</script>\x1b[31m")
-    assert "<script>" not in html.fleet_html((hostile,))
-    assert "\x1b" not in html.fleet_text((hostile,))
+    assert "<script>" not in answers.fleet((hostile,)).html
+    assert "\x1b" not in answers.fleet((hostile,)).text
     hostile = on('"><script>alert(1)</script>&')
-    assert "<script>" not in html.as_chooser((hostile,), {}, chosen="")
+    assert "<script>" not in answers.as_chooser((hostile,), {}, chosen="")
 
 
 def test_a_chooser_links_each_host_with_its_problems_and_greys_the_last_figures_of_a_silent_one():
     """A link to a host keeps the tab in front."""
-    page = html.as_chooser(HOSTS, {"a-long-name": 0.0}, chosen="box1", tab="What if")
+    page = answers.as_chooser(HOSTS, {"a-long-name": 0.0}, chosen="box1", tab="What if")
     first, second = re.findall("<tr>.*?</tr>", page)
     assert '<a href="?host=box1&amp;tab=What+if" aria-current="page">box1</a>' in first
     assert "32.0 GiB of 48.0 GiB" in first and "g-old" not in first
     assert "aria-current" not in second and second.count("g-old") == 2
     assert f"no answer since {views.clock(0.0)}" in second
-    assert "problem" not in html.as_chooser(HOSTS, {}, chosen="box1")
+    assert "problem" not in answers.as_chooser(HOSTS, {}, chosen="box1")
     devices = tuple(replace(one, blind="lost") for one in HOSTS[0].devices)
     blind = replace(HOSTS[0], devices=devices)
-    assert "<b>3 problems</b>" in html.as_chooser((blind,), {}, chosen="box1")
+    assert "<b>3 problems</b>" in answers.as_chooser((blind,), {}, chosen="box1")

@@ -24,7 +24,7 @@ from gpu_runtime.facts import (
     World,
     cards_label,
 )
-from gpu_runtime.rendering import html, text, views
+from gpu_runtime.rendering import answers, views
 from gpu_runtime.scheduler.plan import plan
 from tests.core.test_layers import ROOT, sources
 
@@ -60,7 +60,7 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
     lease = Lease(BOB.id, "qwen", **{"shares": (Share("sim:0", 8),), **LEASES[state]})
     world, section = world_of(lease)
     assert views.holdings(world)[0].state == state
-    assert state in text.status(world) and state in html.status(world)
+    assert all(state in face for face in answers.status(world))
     assert state in devices.lease_tooltip(world, section, lease, lease.bytes, lease.phase.value)
     cell = cells.state_cell(lease, NOW).text
     assert cell == state or cell == state.partition(",")[0] or cell == state.partition(" ")[0]

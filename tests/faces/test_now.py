@@ -31,7 +31,7 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
 )
-from gpu_runtime.rendering import text
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import GIB, MIB
 
 from . import pasts, samples
@@ -208,7 +208,7 @@ def test_a_card_over_its_budget_is_marked(more):
     full = replace(view, claimed_bytes=view.limit_bytes + more, room_bytes=-more)
     seen = replace(samples.busy, devices=(full, *samples.busy.devices[1:]))
     assert rows(seen)["sim:0"].is_over is (more > 0)
-    assert ("over its budget" in text.status(seen)) is (more > 0)
+    assert ("over its budget" in answers.status(seen).text) is (more > 0)
 
 
 def moment(ago, gib, device="sim:0"):

@@ -5,7 +5,7 @@ from gpu_panels.data.rows import models
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, Move, Phase, Share
-from gpu_runtime.rendering import render, text
+from gpu_runtime.rendering import answers, render
 from gpu_runtime.serving.api import memory
 from gpu_runtime.units import GIB
 
@@ -21,7 +21,7 @@ WORDS = "24.0 of 40.0 GiB on sim:0, 16.0 GiB in RAM"
 
 def test_every_face_says_how_many_bytes_are_where():
     """The console offers both ways. The question before an eviction names only the bytes on the card."""
-    assert WORDS in text.status(SHOWN) and WORDS in str(SHOWN)
+    assert WORDS in answers.status(SHOWN).text and WORDS in str(SHOWN)
     [found] = render.status(SHOWN)["leases"]
     assert found["shares"] == {"sim:0": 24 * GIB, HOST: 16 * GIB}
     [row] = memory.models(SHOWN)

@@ -25,7 +25,7 @@ from gpu_runtime.facts import (
     parse_importance,
 )
 from gpu_runtime.owner.status import health
-from gpu_runtime.rendering import html, render, text, views
+from gpu_runtime.rendering import answers, render, text, views
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import preset
 
@@ -49,7 +49,7 @@ llama      8.0 GiB  RAM    this process                                in RAM, i
 
 Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
-    assert text.status(samples.busy) == expected
+    assert answers.status(samples.busy).text == expected
 
 
 def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
@@ -69,7 +69,7 @@ MODEL               SIZE  WHERE   HELD BY                         STATE
 qwen            14.0 GiB  cuda:0  this process                    idle 12 s
 llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
 other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed"""
-    assert text.status(samples.overdraft) == expected
+    assert answers.status(samples.overdraft).text == expected
 
 
 def test_status_lists_the_queue_and_leases_above_the_cap():
@@ -78,11 +78,14 @@ def test_status_lists_the_queue_and_leases_above_the_cap():
 : 2
   1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
   2. this process requested: evict reranker of analysis.ipynb (pid 4121), bob, 3.0 s ago"""
-    assert text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0] == expected
+    assert (
+        answers.status(samples.waiting).text.partition("Waiting")[2].partition("\n\n")[0]
+        == expected
+    )
     code = replace(samples.waiting.tickets[0], name="kernel", arrived=samples.NOW - 12)
     [waits] = views.waiting(replace(samples.waiting, tickets=(code,)))
     assert waits.startswith("analysis.ipynb (pid 4121), bob, 8.0 GiB on sim:0, waiting 12 s")
-    shown = text.status(snapshot(lease("qwen", 14, importance=OVER_CAP)))
+    shown = answers.status(snapshot(lease("qwen", 14, importance=OVER_CAP))).text
     [row] = [line for line in shown.splitlines() if line.startswith("qwen")]
     assert "above the cap" in row
     with pytest.raises(BadSetting):
@@ -97,12 +100,12 @@ def test_status_lists_the_queue_and_leases_above_the_cap():
      "or load a model:  %gpu load NAME PATH"),
 ])  # fmt: skip
 def test_an_empty_status_says_what_to_type(seen, prompt, hint):
-    assert text.status(seen, prompt).splitlines()[-1] == hint
+    assert answers.status(seen, prompt).text.splitlines()[-1] == hint
 
 
 def test_unknown_is_never_shown_as_zero():
     """If the driver does not answer, no figure of the card is known."""
-    assert "not measured" in text.status(samples.unmeasured)
+    assert "not measured" in answers.status(samples.unmeasured).text
     assert text.cell("free_bytes", float("nan")) == text.size(None) == "unknown"
     assert text.cell("celsius", None) == "" and text.cell("free_bytes", 0) == "0 B"
 
@@ -124,7 +127,7 @@ then  RAM    ████▓▓▓▓▓▓▓·····│··········�
 Also considered:
   sim:1 2.0 GiB free of 12.0 GiB needed
 Nothing was done. Do it:  %gpu preload gemma"""
-    assert text.plan(samples.fits, samples.busy) == expected
+    assert answers.plan(samples.fits, samples.busy).text == expected
 
 
 @pytest.mark.parametrize(("command", "in_notebook", "in_terminal"), [
@@ -135,8 +138,8 @@ Nothing was done. Do it:  %gpu preload gemma"""
 def test_a_plan_says_how_to_do_it(command, in_notebook, in_terminal):
     """A model that is not registered cannot be preloaded by name, and a command cannot hold it."""
     planned = replace(samples.fits, command=command)
-    assert text.plan(planned, samples.busy).endswith(in_notebook)
-    assert text.plan(planned, samples.busy, "gpu").endswith(in_terminal)
+    assert answers.plan(planned, samples.busy).text.endswith(in_notebook)
+    assert answers.plan(planned, samples.busy, "gpu").text.endswith(in_terminal)
 
 
 def test_a_refusal_is_a_plan_too():
@@ -144,9 +147,11 @@ def test_a_refusal_is_a_plan_too():
 gemma does not fit, even after a wait · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
 Needs 40.0 GiB (declared)"""
-    assert text.plan(samples.refused, samples.busy) == expected
+    assert answers.plan(samples.refused, samples.busy).text == expected
     blocked = replace(samples.refused, obstacle="the file is cut")
-    assert text.plan(blocked, samples.busy).endswith("would not be loaded: the file is cut.")
+    assert answers.plan(blocked, samples.busy).text.endswith(
+        "would not be loaded: the file is cut."
+    )
     bobs = Move(f"{samples.BOB.id}/reranker", (Share("sim:0", GIB),), (Share(HOST, GIB),))
     step = views.step_sentence(samples.busy, bobs)
     assert step.startswith("move reranker (1.0 GiB) of analysis.ipynb (pid 4121), bob from sim:0")
@@ -167,7 +172,7 @@ def test_the_versions_of_the_processes_are_shown_if_they_differ():
     names = "; ".join(f"analysis.ipynb (pid {pid}), bob" for pid in (1, 2, 3))
     expected = f"Versions: 0.3.0 in this process · 0.4.0\ufffd in {names} and 2 more"
     assert views.versions(seen(me, *newer)) == expected
-    assert expected in text.status(seen(me, *newer)) and expected in html.status(seen(me, *newer))
+    assert all(expected in face for face in answers.status(seen(me, *newer)))
 
 
 def test_a_decision_is_shown_with_its_process_if_there_are_several():
@@ -175,19 +180,22 @@ def test_a_decision_is_shown_with_its_process_if_there_are_several():
     expected = """\
 12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 12:02:06  llama was offloaded from sim:0, freeing 8.0 GiB: qwen needs room."""
-    assert text.why("qwen", samples.EVENTS[:0:-1]) == expected
+    assert answers.why("qwen", samples.EVENTS[:0:-1]).text == expected
     grant = samples.event(5, "gemma", "granted", "gemma needs 2.0 GiB.", 2)
-    shown = text.why("", (grant, *samples.EVENTS[::-1]))
+    shown = answers.why("", (grant, *samples.EVENTS[::-1])).text
     assert "gemma was granted 2.0 GiB on sim:0: gemma needs" in shown, "it is not loaded yet"
     mine, bobs = (replace(samples.EVENTS[0], owner=id) for id in (samples.ME.id, samples.BOB.id))
     code = replace(bobs, model="kernel", notebook="/w/analysis.ipynb")
-    lines = text.why("llama", [mine, bobs, code], around=samples.busy).splitlines()
+    lines = answers.why("llama", [mine, bobs, code], around=samples.busy).text.splitlines()
     assert [line.partition(" was")[0][10:] for line in lines] == [
         "llama of this process", "llama of analysis.ipynb (pid 4121), bob", "analysis.ipynb",
     ]  # fmt: skip
     twice = [bobs, replace(bobs, seq=9)]
-    assert "llama of analysis.ipynb" not in text.why("llama", twice, around=samples.busy)
-    assert "<b>llama of this process</b>" in html.why("llama", [mine, bobs], samples.busy)
+    assert "llama of analysis.ipynb" not in answers.why("llama", twice, around=samples.busy).text
+    assert (
+        "<b>llama of this process</b>"
+        in answers.why("llama", [mine, bobs], around=samples.busy).html
+    )
 
 
 def test_an_outcome_and_the_health_are_one_line():
@@ -196,19 +204,19 @@ def test_an_outcome_and_the_health_are_one_line():
     evicted = Outcome("evict", "qwen", True, because, 14 * GIB, "host", 0.8)
     loaded = Outcome("load", "qwen", True, "qwen is on sim:0", 14 * GIB, "sim:0", 2.5)
     refused = Outcome("evict", "qwen", False, "pid 7 was asked")
-    assert [text.outcome(one) for one in (evicted, loaded, refused)] == [
+    assert [answers.outcome(one).text for one in (evicted, loaded, refused)] == [
         "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)",
         "load qwen: qwen is on sim:0 (14.0 GiB, 2.5 s)",
         "evict qwen, not done: pid 7 was asked",
     ]
     bad = Health(False, Level.CRITICAL, None, "x")
     fine = Health(True, Level.MODERATE, 42.0, "Memory usage moderate", "sim:1 79 %")
-    assert text.health(bad) == "NOT healthy · pressure CRITICAL · x"
+    assert answers.health(bad).text == "NOT healthy · pressure CRITICAL · x"
     said = "healthy · pressure MODERATE, sim:1 79 % · Memory usage moderate"
-    assert text.health(fine) == said
-    line = text.health(health(samples.busy))
+    assert answers.health(fine).text == said
+    line = answers.health(health(samples.busy)).text
     [shown] = re.findall(r"sim:0 (\d+ %)", line)
-    assert shown.replace(" ", "") in text.status(samples.busy)
+    assert shown.replace(" ", "") in answers.status(samples.busy).text
 
 
 def test_an_event_without_a_model_names_its_process():
@@ -222,9 +230,9 @@ def test_an_event_without_a_model_names_its_process():
         (replace(stepped_aside, action="adopted"), "got 8.0 GiB on sim:0."),
         (replace(stepped_aside, action="grown"), "was granted 8.0 GiB more on sim:0."),
     ):
-        shown = replace(samples.busy, events=(event,))
-        assert f"analysis.ipynb (pid 4121), bob {sentence}" in text.status(shown)
-        assert "<b>analysis.ipynb (pid 4121), bob</b>" in html.status(shown)
+        shown = answers.status(replace(samples.busy, events=(event,)))
+        assert f"analysis.ipynb (pid 4121), bob {sentence}" in shown.text
+        assert "<b>analysis.ipynb (pid 4121), bob</b>" in shown.html
 
 
 def test_settings_are_lines_for_a_shell_or_with_their_source():
@@ -232,8 +240,8 @@ def test_settings_are_lines_for_a_shell_or_with_their_source():
 export GPU_MEMORY_MAX_PERCENT=0.85
 export ENABLE_CPU_OFFLOAD=true
 export EVICTION_IDLE_THRESHOLD_SECONDS=60"""
-    assert text.preset(preset("8GB")) == expected
-    lines = text.config(Settings.load(gpu_policy="cost_aware").sources()).splitlines()
+    assert answers.preset(preset("8GB")).text == expected
+    lines = answers.config(Settings.load(gpu_policy="cost_aware").sources()).text.splitlines()
     line = next(line for line in lines if line.startswith("GPU_POLICY"))
     assert line.split()[:3] == ["GPU_POLICY", "cost_aware", "argument"]
 
@@ -266,7 +274,7 @@ def test_no_text_face_can_control_the_terminal():
         *(str(value) for value in (found, event, done, health)),
         *(render.as_json(value) for value in (found, event, done)),
         waiting.sentence(_spoiled("qwen"), wait, 2.0),
-        text.status(samples.hostile),
+        answers.status(samples.hostile).text,
     ):
         assert shown.replace("\n", "").isprintable(), shown
     assert json.loads(render.as_json(done))["name"] == _spoiled("qwen")
@@ -289,7 +297,7 @@ def test_wide_letters_and_small_leases_do_not_break_the_columns():
 
 def test_more_rows_than_fit_are_counted_and_an_arriving_lease_is_at_its_device():
     for count in (views.MOST_ROWS, views.MOST_ROWS + 1):
-        shown = text.status(snapshot(*(lease(f"m{n:02}", 0.1) for n in range(count))))
+        shown = answers.status(snapshot(*(lease(f"m{n:02}", 0.1) for n in range(count)))).text
         assert ("and 1 more:  %gpu leases" in shown) is (count > views.MOST_ROWS)
         assert "m19 " in shown and "more:" not in shown.replace("and 1 more:", "")
     arriving = replace(
@@ -313,8 +321,8 @@ def test_an_event_without_bytes_or_device_is_still_a_phrase(action, device):
 @pytest.mark.parametrize(("seconds", "quiet"), [(9.9, ""), (10.0, ""), (10.1, ", quiet for 10 s")])
 def test_a_host_is_quiet_only_after_a_while_without_an_update(seconds, quiet):
     seen = replace(samples.busy, host="box7", seen_seconds=seconds)
-    assert text.host(seen).startswith(f"── box7{quiet} ──\n")
-    assert text.host(samples.busy).startswith("── box (this host) ──")
+    assert answers.host(seen).text.startswith(f"── box7{quiet} ──\n")
+    assert answers.host(samples.busy).text.startswith("── box (this host) ──")
 
 
 @pytest.mark.parametrize(("peak", "delta", "words"), [
@@ -325,7 +333,7 @@ def test_a_host_is_quiet_only_after_a_while_without_an_update(seconds, quiet):
 def test_the_memory_that_a_block_used_is_shown_as_far_as_it_is_known(peak, delta, words):
     device = samples.busy.devices[0].device
     used = SimpleNamespace(device=device, bytes=GIB, peak_bytes=peak, delta_bytes=delta)
-    assert words in text.block(used)
+    assert words in answers.block(used).text
 
 
 def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
@@ -345,10 +353,11 @@ def test_the_bars_after_a_plan_conserve_bytes(steps, more):
 
 def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     seen = samples.drained
-    line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
+    shown = answers.status(seen)
+    line = next(line for line in shown.text.splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
     assert "measured" not in line, "the driver and the book agree"
-    assert "drained by ann since" in html.status(seen)
+    assert "drained by ann since" in shown.html
     assert render.status(seen)["devices"][1]["drained_by"] == "ann"
     event = Event(9, samples.busy.wall, "giant", "refused", "request", "giant needs 50.0 GiB")
     owner = next(iter(samples.busy.sections))

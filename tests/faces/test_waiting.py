@@ -16,7 +16,7 @@ import gpu_runtime
 from gpu_runtime import Busy, LoadFailed, Runtime, verbs
 from gpu_runtime.facts import HOST, Candidate, Share, Ticket, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
-from gpu_runtime.rendering import html
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import GIB, show_bytes
 from tests.clock import until
 
@@ -176,8 +176,8 @@ def test_a_return_is_drawn_as_a_whole(line, shown):
     """Three quarters of the model may have returned while room was made for the rest."""
     arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0)
     words = f"restoring qwen  {'█' * 8}{'·' * 24}  4.0 GiB · 6.0 s left"
-    assert html.running(arrival, 2.0, "") == words
-    assert html.seconds_left(arrival, 9.0) is None  # it takes longer this time
+    assert answers.running(arrival, 2.0, "").text == words
+    assert answers.seconds_left(arrival, 9.0) is None  # it takes longer this time
     arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0, earlier_seconds=6.0)
     line.arrival(arrival)
     line._redrawing.draw()

@@ -20,7 +20,7 @@ from IPython.utils.capture import capture_output
 import gpu_runtime
 from gpu_runtime import errors, names
 from gpu_runtime.names import registered
-from gpu_runtime.rendering import html
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import MIB
 from tests.clock import PATIENCE, finished
 from tests.owner.kernels import Quiet
@@ -200,7 +200,7 @@ def test_tensors_on_several_cards_are_listed_by_card(notebook, monkeypatch):
         frame = cards.who()
         rows = sorted(zip(frame["name"], frame["device"], frame["bytes"], strict=True))
         assert rows == [("both", "simgpu:0,1", 2 * MIB), ("one", "simgpu:1", MIB)]
-        assert "simgpu:0,1" in repr(html.who(frame))
+        assert "simgpu:0,1" in repr(answers.showing(frame, answers.who))
         assert simgpu.used_bytes(0) == MIB
         assert cards.free("both").because == "1.0 MiB came free; one still refers to its memory"
         assert simgpu.used_bytes(0) == 0
@@ -282,9 +282,9 @@ def test_nothing_is_said_to_be_explained_if_all_of_it_is_parked():
     words = "held explained graph cached unknown unseen".split()
     sums = {f"{word}_bytes": 0 for word in words} | dict.fromkeys(("process", "stays", "note"), "")
     sums |= {"left_out": 0, "whole": True, "parked_bytes": 600 * MIB, "staying": ()}
-    assert html.sentences(sums) == ["600 MiB is parked in RAM, until a cell needs it."]
+    assert answers.sentences(sums) == ["600 MiB is parked in RAM, until a cell needs it."]
     sums |= {"held_bytes": MIB, "explained_bytes": MIB}
-    assert html.sentences(sums)[0] == "explained 1.0 MiB of 1.0 MiB."
+    assert answers.sentences(sums)[0] == "explained 1.0 MiB of 1.0 MiB."
 
 
 def test_who_as_json_has_rows_sums_and_what_stays(notebook):

@@ -11,7 +11,7 @@ from gpu_runtime.backends.pytorch.host_copies import digest, every_key
 from gpu_runtime.backends.pytorch.search import Limit
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import holdings
-from gpu_runtime.rendering import html
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import MIB
 from tests import tiny_models
 
@@ -53,7 +53,11 @@ def test_who_shows_what_free_frees_of_parked_variables(started):
         rows = frame.set_index("name").loc[["mine", "one", "other"]]
         assert [*rows["device"]] == [HOST] * 3
         assert [*rows["alone_bytes"]] == [8 * MIB, 0, 0]
-        [line] = [one for one in repr(html.who(frame)).splitlines() if one.startswith("mine")]
+        [line] = [
+            one
+            for one in repr(answers.showing(frame, answers.who)).splitlines()
+            if one.startswith("mine")
+        ]
         assert "8.0 MiB of RAM" in line
         assert rt.free("mine").bytes == 8 * MIB
         assert own(rt) == {HOST: 4 * MIB}

@@ -33,7 +33,7 @@ from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import acquire, holdings, maintenance, operations
-from gpu_runtime.rendering import html, views
+from gpu_runtime.rendering import answers, views
 from gpu_runtime.telemetry import hours
 from gpu_runtime.telemetry.hours import IN_USE, Hour, Hours, Key
 from gpu_runtime.units import MIB, show_bytes, show_seconds
@@ -1063,7 +1063,7 @@ def test_what_stays_has_a_row_and_a_name_everywhere(started, variables):
     table = rt.who()
     [x] = [row for row in table.to_dict("records") if row["name"] == "x"]
     assert (x["stays"], x["stays_bytes"]) == (FOREIGN, 16 * MIB)
-    text = repr(html.who(table))
+    text = repr(answers.showing(table, answers.who))
     assert "Tensor; 16.0 MiB stays" in text and f"16.0 MiB stays on sim:0: {FOREIGN}." in text
 
 

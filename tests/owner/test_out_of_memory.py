@@ -17,7 +17,7 @@ from gpu_runtime import GpuError
 from gpu_runtime.backends.pytorch import memory_history
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner.cell_room import Fit, Runs, numbers_in
-from gpu_runtime.rendering import html, text
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import MIB
 from tests import simgpu
 
@@ -223,10 +223,10 @@ def test_a_story_has_at_most_ten_lines_and_why_oom_has_the_rest(card, notebook):
     run(kernel, "on(8)", notebook)
     run(kernel, "on(9)", notebook)
     story = run(kernel, "on(100)", notebook)
-    assert len(text.story(story, full=False).splitlines()) <= 10
+    assert len(answers.story(story, full=False).text.splitlines()) <= 10
     assert "9 more" in row(story, "this notebook") and "x11" in row(story, "this notebook", True)
-    assert "%gpu why --oom" in html.story(story, full=False)
-    assert "<b>Out of memory on simgpu:0" in html.story(story)
+    assert "%gpu why --oom" in answers.story(story, full=False).html
+    assert "<b>Out of memory on simgpu:0" in answers.story(story).html
 
 
 def test_memory_of_the_host_that_ran_out_tells_no_story_of_a_card(card):

@@ -11,7 +11,7 @@ from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessStat
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner import requests
 from gpu_runtime.owner.requests import HUNG_SECONDS, explained, presence, presences
-from gpu_runtime.rendering import render, text
+from gpu_runtime.rendering import answers, render
 from tests.clock import until
 
 from .conftest import alongside, fakes
@@ -103,7 +103,7 @@ def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
         raised.value
     )
     seen = b.status()
-    assert f"{label}, writing a core dump" in text.status(seen)
+    assert f"{label}, writing a core dump" in answers.status(seen).text
     [lease] = render.status(seen)["leases"]
     assert lease["owner_state"] == "writing a core dump"
 

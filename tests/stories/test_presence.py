@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime import Busy, GpuError, NotAllowed, Runtime, StillInUse
 from gpu_runtime.facts import ProcessState, problems
-from gpu_runtime.rendering import text
+from gpu_runtime.rendering import answers
 from tests.clock import PATIENCE, until
 from tests.owner.conftest import alongside, fakes
 
@@ -41,7 +41,7 @@ def stop(console: Runtime, kernel: Kernel) -> None:
     """Stops the process. The status notices it without any request of another process."""
     kernel.signal(signal.SIGSTOP)
     until(lambda: state(console, kernel) is ProcessState.STOPPED)
-    assert ", stopped" in text.status(console.status())
+    assert ", stopped" in answers.status(console.status()).text
 
 
 def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
@@ -50,7 +50,9 @@ def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
     kernel.process.kill()
     kernel.process.await_death()  # a zombie is dead too
     assert state(console, kernel) is ProcessState.ENDED
-    assert f"pid {kernel.process.pid}, ended" in text.status(console.status()).replace(")", "")
+    assert f"pid {kernel.process.pid}, ended" in answers.status(console.status()).text.replace(
+        ")", ""
+    )
 
 
 def test_who_needs_a_stopped_process_learns_why_and_what_to_type(kernel, console):
@@ -89,7 +91,9 @@ def test_a_stopped_process_is_shown_as_stopped_until_it_is_continued(kernel, con
     done = console.resume(target.removesuffix("/"))
     assert done.done and done.because == f"pid {pid} runs again"
     until(lambda: state(console, kernel) is ProcessState.RUNNING)
-    assert ", stopped" not in text.status(console.status()) and not problems(console.status())
+    assert ", stopped" not in answers.status(console.status()).text and not problems(
+        console.status()
+    )
     [event] = [event for event in console.status().events if event.action == "resume"]
     assert event.because == done.because
     with pytest.raises(GpuError, match="no process '99999999' shares this ledger"):
@@ -150,7 +154,7 @@ def test_who_waits_for_a_process_that_writes_its_core_dump_learns_why(kernel, co
         until(lambda: told)
         kernel.signal(signal.SIGABRT)
         until(lambda: state(console, kernel) is ProcessState.DUMPING)
-        assert "writing a core dump" in text.status(console.status())
+        assert "writing a core dump" in answers.status(console.status()).text
         until(lambda: any("while it writes a core dump" in one for one in told))
         assert not granted, "it still holds its memory"
         kernel.process.wait(PATIENCE)

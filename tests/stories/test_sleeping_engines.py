@@ -14,7 +14,7 @@ from gpu_runtime.backends.engines import backend as engines
 from gpu_runtime.backends.engines.recipes import Vllm
 from gpu_runtime.facts import HOST, Evidence
 from gpu_runtime.owner import registry
-from gpu_runtime.rendering import text
+from gpu_runtime.rendering import answers
 from gpu_runtime.serving.api import openai
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.tasks import ServingConfig
@@ -83,7 +83,7 @@ def test_an_engine_that_sleeps_is_called_asleep_and_why_compares_its_seconds(rt)
     for name in "aba":
         use(rt, name)
     use(rt, "b")
-    assert "asleep, idle" in text.status(rt.status())
+    assert "asleep, idle" in answers.status(rt.status()).text
     first = rt.why("a")[0]
     lease = rt.status().lease(*registry.resolve(rt._session, "a"))
     assert first.action == "asleep" and 0 < lease.restore_seconds < lease.reload_seconds
@@ -242,7 +242,7 @@ def test_programs_of_the_catalogue_take_turns_and_none_is_ended(programs):
         assert abs(held[other][HOST] - psutil.Process(pids[other][1]).memory_info().rss) < 4 * MIB
     totals = programs.status().totals
     assert (totals["loads"], totals["restorations"], totals["unloads"]) == (2, 3, 0)
-    assert "asleep, idle" in text.status(programs.status())
+    assert "asleep, idle" in answers.status(programs.status()).text
 
 
 @pytest.mark.parametrize(("fault", "said"), [("500", "answered 500"), ("dies", "did not answer")])

@@ -29,7 +29,7 @@ from gpu_runtime.facts import (
     cards_label,
     problems,
 )
-from gpu_runtime.rendering import html
+from gpu_runtime.rendering import answers
 from gpu_runtime.rendering.text import shorten
 from gpu_runtime.rendering.views import (
     OWN_CODE,
@@ -858,7 +858,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
         Cell(show_bytes(size), size),
         Cell(show_bytes(alone), alone),
         Cell(clean(record["cell"]), kind="soft"),
-        Cell(html.what(record), kind="soft"),
+        Cell(answers.what(record), kind="soft"),
     )
 
 
@@ -869,7 +869,7 @@ def variables(answer: Variables, row: str) -> dict[str, Any]:
     if answer.frame is not None:
         known = {**answer.frame.attrs, "process": ""}  # the title names the process already
         none = [] if len(answer.frame) else [NO_VARIABLES]
-        lines = [(line, "soft") for line in (*none, *html.sentences(known))]
+        lines = [(line, "soft") for line in (*none, *answers.sentences(known))]
     return {
         "id": row,
         "title": f"Variables of {clean(answer.label)}{asking}",
