@@ -108,7 +108,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     1. The lease is settled on its device already → Grant, no steps
     2. The lease is arriving on its device or leaving it → Wait
     3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted
-    4. It fits into the free bytes that no elder (a request ahead in the queue) needs → Grant: Load,
+    4. It fits into the free bytes that no request ahead in the queue needs → Grant: Load,
        or Move back from host. But if the page is full: Wait while a lease leaves it, else Refuse
     5. It fits once idle leases have left → Wait. Own leases leave now, and leases of other owners
        are recalled. If a part of the model can return from host meanwhile → Grant of this part
@@ -171,7 +171,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     leaves = (one for one in context.leases if one.phase is Phase.LEAVING and one.bytes_on(card))
     leaving = next(leaves, None)
     busy = leaving or next((one for one in givers if _is_busy(one, request, world)), None)
-    if context.blocking_elders or busy:
+    if context.blocking or busy:
         why = "Another request is ahead"
         if busy:
             holder = lease_title(busy, book.owner(busy.owner))
@@ -859,11 +859,11 @@ def _splits_within(
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The `candidates`. The reasons also name the bytes that are reserved for elders.
+    """The `candidates`. The reasons also name the bytes that are reserved for requests ahead.
 
-    Only the reasons of candidates without room change. An elder is a request ahead in the queue.
+    Only the reasons of candidates without room change.
     """
-    if not context.blocking_elders:
+    if not context.blocking:
         return candidates
     found = []
     for candidate in candidates:
@@ -913,7 +913,7 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     The Wait's field `retry_at` is the earliest time at which the verdict may change without an
     event: a lease on any of the `candidates` becomes evictable, or a new measurement exists.
     """
-    world, ahead = context.world, len(context.elders)
+    world, ahead = context.world, len(context.ahead)
     if context.twin:
         wanted = context.request.lease
         words = "the notebook's memory" if wanted.kind == "kernel" else wanted.name
@@ -998,23 +998,23 @@ def _leases_in_the_way(context: Context, candidates: tuple[Candidate, ...]) -> _
 def _first_by_past_use(context: Context) -> str:
     """That another user is first because of fewer card-hours, with both figures; empty if nobody is."""
     book, request, world = context.book, context.request, context.world
-    for elder in context.elders:
-        if ahead_by_past_use(book, elder, request, world):
-            first, second = book.owner(elder.owner), book.owner(request.lease.owner)
+    for ticket in context.ahead:
+        if ahead_by_past_use(book, ticket, request, world):
+            first, second = book.owner(ticket.owner), book.owner(request.lease.owner)
             users = [one.user if one else "another user" for one in (first, second)]
             return (
-                f"{users[0]} is first, with {elder.past_use} card-hours in the last day; "
+                f"{users[0]} is first, with {ticket.past_use} card-hours in the last day; "
                 f"{users[1]} has had {past_use_of(book, request, world)} ({FAIR})"
             )
     return ""
 
 
 def reserved_for_elders(context: Context, shares: Shares) -> str:
-    """A sentence about free bytes that are reserved for elders; empty if no bytes are reserved.
+    """A sentence about free bytes that are reserved for requests ahead; empty if no bytes are reserved.
 
-    `shares` name the cards. `context` holds the elders (requests ahead in the queue) and the room.
+    `shares` name the cards. `context` holds the requests ahead and the room.
     """
-    if not context.blocking_elders:
+    if not context.blocking:
         return ""
     cards = {share.device for share in shares}
     now, later = (
@@ -1025,9 +1025,7 @@ def reserved_for_elders(context: Context, shares: Shares) -> str:
     if reserved <= 0:
         return ""
     first = [
-        ticket
-        for ticket in context.blocking_elders
-        if any(share.device in cards for share in ticket.need)
+        ticket for ticket in context.blocking if any(share.device in cards for share in ticket.need)
     ]
     if not first:
         return ""

@@ -420,14 +420,14 @@ def _may_cut(idle: Iterable[Lease], world: World) -> bool:
 
 
 def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
-    """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
+    """Leases that may leave now and that no request ahead in the queue has recalled.
 
-    A lease in parts (partly on a card, partly in host memory) stays if this request or an elder
+    A lease in parts (partly on a card, partly in host memory) stays if this request or one ahead
     waits for the lease's return. The loop is plain because it runs often.
     """
     request, world, recalled = context.request, context.world, context.recalled
     asker, importance = request.lease.owner, request.lease.importance
-    returning = {(ticket.owner, ticket.name) for ticket in context.blocking_elders}
+    returning = {(ticket.owner, ticket.name) for ticket in context.blocking}
     if context.held:
         returning.add((asker, request.lease.name))
     own_code = request.lease.kind == "block"

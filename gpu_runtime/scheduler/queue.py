@@ -71,7 +71,7 @@ def shares_by_past_use(book: Book) -> bool:
     return all(ticket.past_use is not None for ticket in book.tickets if ticket.verb == "use")
 
 
-def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
+def requests_ahead(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
     """The tickets ahead of this `request` in the queue.
 
     A ticket that was not refreshed lately is skipped, because its process is stopped.
@@ -126,7 +126,7 @@ def past_use_of(book: Book, request: Request, world: World) -> float | None:
 
 
 def ahead_by_past_use(book: Book, ticket: Ticket, request: Request, world: World) -> bool:
-    """Whether the `ticket`, one of the `elders` of `request`, is ahead since its user has had fewer card-hours."""
+    """Whether the `ticket`, one of `requests_ahead`, is ahead since its user has had fewer card-hours."""
     own, importance = past_use_of(book, request, world), request.lease.importance
     if own is None or ticket.past_use is None or ticket.past_use >= own:
         return False
@@ -194,19 +194,19 @@ def awake(ticket: Ticket, world: World) -> bool:
     return world.now - ticket.refreshed <= world.rules.refresh_seconds
 
 
-def may_pass(book: Book, elder: Ticket, request: Request, world: World) -> bool:
-    """Whether the `request` may take room before this `elder`, a request ahead in the queue.
+def may_pass(book: Book, ahead: Ticket, request: Request, world: World) -> bool:
+    """Whether the `request` may take room before the request `ahead` of it in the queue.
 
-    In two cases the elder cannot use the room now, so the request may take it. In the first case, a
-    model in use blocks the elder. After 30 s in this state, no request may pass the elder any more.
-    In the second case, the requesting thread itself holds leases on a card that the elder needs.
+    In two cases the one ahead cannot use the room now, so the request may take it. In the first
+    case, a model in use blocks it. After 30 s in this state, no request may pass it any more. In
+    the second case, the requesting thread itself holds leases on a card that it needs.
     """
-    blocked_since = elder.blocked_since
+    blocked_since = ahead.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:
         return True
     if not request.held:
         return False
-    needed_devices = {share.device for share in elder.need}
+    needed_devices = {share.device for share in ahead.need}
     for lease_id in request.held:
         lease = book.find(lease_id)
         if lease and any(share.device in needed_devices for share in lease.shares):
@@ -223,8 +223,7 @@ Bytes = Mapping[str, int]  # by device id
 class Context(NamedTuple):
     """The inputs of one decision: book, request, world, free bytes, requests ahead, and limits.
 
-    An elder is a request ahead in the queue. A lease is in parts if some of its bytes are on a card
-    and the rest in host memory.
+    A lease is in parts if some of its bytes are on a card and the rest in host memory.
     """
 
     book: Book
@@ -232,15 +231,15 @@ class Context(NamedTuple):
     world: World
     leases: tuple[Lease, ...]
     room_now: Bytes
-    # Free bytes once the blocking elders are served, and all leaving and recalled leases have left.
+    # Free bytes once the `blocking` requests are served, and all leaving and recalled leases have left.
     # Bytes that were freed after the last sample count as free.
     room_later: Bytes
     leaving: Mapping[str, Lease]  # device -> a lease that is leaving it
     blind: Mapping[str, str]  # device -> why no grant can be made on it
-    elders: tuple[Ticket, ...]  # requests ahead in the queue
-    blocking_elders: tuple[Ticket, ...]  # the elders that this request must not pass
-    twin: Ticket | None  # the blocking elder of the same process for the same model, if any
-    recalled: frozenset[str]  # ids of the leases that the blocking elders have recalled
+    ahead: tuple[Ticket, ...]  # the requests ahead in the queue
+    blocking: tuple[Ticket, ...]  # those of them that this request must not pass
+    twin: Ticket | None  # the one of them of the same process for the same model, if any
+    recalled: frozenset[str]  # ids of the leases that they have recalled
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left
     silent: frozenset[str]  # ids of recalled idle leases whose owner does not answer
@@ -260,7 +259,7 @@ class Context(NamedTuple):
         """
         leases = tuple(book.leases())
         room_now, blind = room_and_blind(book, world)
-        ahead = elders(book, request, world)
+        ahead = requests_ahead(book, request, world)
         blocking = ahead
         if request.held or any([ticket.blocked_since for ticket in ahead]):
             blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
@@ -280,8 +279,8 @@ class Context(NamedTuple):
             room_later=room_later,
             leaving=leaving,
             blind=blind,
-            elders=ahead,
-            blocking_elders=blocking,
+            ahead=ahead,
+            blocking=blocking,
             twin=_twin(blocking, request),
             recalled=recalled,
             own_left=own_left,
@@ -300,7 +299,7 @@ class Context(NamedTuple):
         return self.book.lease(self.request.lease.owner, self.request.lease.name)
 
     def free(self) -> dict[str, int]:
-        """Bytes that the request may use on each card, without the bytes promised to elders.
+        """Bytes that the request may use on each card, without the bytes promised to requests ahead.
 
         Bytes that the requested lease has on a card already are part of the result.
         """
@@ -345,8 +344,8 @@ def _later(
 ) -> tuple[dict[str, int], dict[str, Lease]]:
     """Two dictionaries by device: the free bytes after all decided steps, and a lease that leaves.
 
-    `blocking` are the tickets of the elders. `freed` is the result of `freed_since`. `returning` is
-    the id of the requested lease if the lease is in parts. If an elder has recalled this lease, the
+    `blocking` are requests ahead. `freed` is the result of `freed_since`. `returning` is the id of
+    the requested lease if the lease is in parts. If a request ahead has recalled this lease, the
     bytes of the lease do not count as free.
     """
     room = dict(room_now)

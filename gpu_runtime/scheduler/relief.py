@@ -496,10 +496,7 @@ def _shares(
 
 
 def _free_bytes(card: str, context: Context) -> int:
-    """Bytes that a move may use on this card: free, within the cap, and not reserved for elders.
-
-    An elder is a request ahead in the queue.
-    """
+    """Bytes that a move may use on this card: free, within the cap, and not reserved for requests ahead."""
     return min(
         context.room_now.get(card, 0),
         context.room_later.get(card, 0),

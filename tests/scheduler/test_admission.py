@@ -1,4 +1,4 @@
-"""The decision tree of `admit`, branch by branch. An elder is a request that is ahead in the queue."""
+"""The decision tree of `admit`, branch by branch."""
 
 import pytest
 from msgspec.structs import replace
@@ -65,7 +65,7 @@ def test_a_model_on_its_device_is_granted_without_a_step_and_before_any_elder():
         page,
         Grant(qwen, (), "qwen is on sim:0 already"),
     )
-    # A request for a model that is loaded already takes no room from the elder, the request ahead
+    # A request for a model that is loaded already takes no room from the request ahead
     # of it.
     page = book(lease("qwen", sim0=8), tickets=[ticket("big", by=2, sim0=20, importance="urgent")])
     after, verdict = decide(page, request("qwen", 8), world(sim0=20))
@@ -244,9 +244,9 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
 
 def test_what_elders_need_is_set_aside():
     """Otherwise a stream of small requests would starve a large one."""
-    elder = ticket("big", by=2, sim0=14)
+    first = ticket("big", by=2, sim0=14)
     elsewhere = ticket("other", by=4, sim1=20)
-    page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder, elsewhere])
+    page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[first, elsewhere])
     small = request("small", 4, devices=("sim:0",))
     _, verdict = decide(page, small, world(sim0=20, sim1=20))
     assert isinstance(verdict, Wait) and verdict.ahead == 2
@@ -257,7 +257,7 @@ def test_what_elders_need_is_set_aside():
     # all other requests see these bytes as free
     assert there.because.endswith("10.0 GiB is reserved for big, which is ahead in the queue")
     _, verdict = decide(
-        book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]),
+        book(lease("busy", by=3, sim0=1, pins=1), tickets=[first]),
         request("small", 4),
         world(sim0=20),
     )

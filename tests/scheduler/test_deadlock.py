@@ -183,19 +183,19 @@ def test_a_stopped_process_is_skipped_not_deleted():
 
 
 def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
-    """The elder (the request ahead) cannot use the room yet, but passing requests must not delay it for ever."""
+    """The request ahead cannot use the room yet, but passing requests must not delay it for ever."""
     busy = lease("busy", by=3, sim0=10, pins=1)
 
     def passes(seconds):
-        elder = ticket("big", by=2, sim0=18, blocked_since=NOW - seconds)
-        page = book(busy, tickets=[elder])
+        first = ticket("big", by=2, sim0=18, blocked_since=NOW - seconds)
+        page = book(busy, tickets=[first])
         return isinstance(decide(page, request("small", 4), world(sim0=20))[1], Grant)
 
     assert [passes(seconds) for seconds in (1, 29.9, 30, 100)] == [True, True, False, False]
 
 
 def test_a_thread_that_holds_the_model_an_elder_waits_for_may_pass():
-    """The elder needs that model's bytes, so each would wait for the other."""
+    """The request ahead needs that model's bytes, so each would wait for the other."""
     mine = lease("mine", sim0=4, pins=1)
     page = book(mine, tickets=[ticket("big", by=2, sim0=18)])
     assert isinstance(decide(page, request("more", 4, held=(mine.id,)), world(sim0=20))[1], Grant)

@@ -87,8 +87,8 @@ STAYS = {
         "hopeless",
         "qwen needs 6.0 GiB; sim:1 has 5.0 GiB free",
     ),
-    "an elder's room": (
-        book(QWEN, tickets=[ticket("elder", sim1=3)]),
+    "the room of a request ahead": (
+        book(QWEN, tickets=[ticket("first", sim1=3)]),
         "hopeless",
         "sim:1 has 5.0 GiB free",
     ),

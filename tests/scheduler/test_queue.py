@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Rules
-from gpu_runtime.scheduler.queue import aged, elders, load_seconds, queue
+from gpu_runtime.scheduler.queue import aged, load_seconds, queue, requests_ahead
 from tests.worlds import NOW, book, decide, lease, owner, request, ticket, world
 
 THERE = world(sim0=20, host=20)
@@ -45,13 +45,13 @@ def test_the_load_that_serves_most_users_of_one_process_for_each_second_is_first
 
 def test_a_request_stands_where_its_ticket_would():
     """Both requests are for the model b. A request without a ticket counts among the users of its model, too."""
-    elder = ticket("a", seconds=10.0, arrived=NOW - 9)
-    page = book(owners=(1, 2), tickets=[elder])
-    assert elders(page, request("b", 8, arrived=NOW), THERE) == ()
-    assert elders(page, request("b", 12, arrived=NOW), THERE) == (elder,)
+    first = ticket("a", seconds=10.0, arrived=NOW - 9)
+    page = book(owners=(1, 2), tickets=[first])
+    assert requests_ahead(page, request("b", 8, arrived=NOW), THERE) == ()
+    assert requests_ahead(page, request("b", 12, arrived=NOW), THERE) == (first,)
     waiting = ticket("b", key="first", seconds=12.0, arrived=NOW - 1)
-    both = book(owners=(1, 2), tickets=[elder, waiting])
-    assert elders(both, request("b", 12, arrived=NOW), THERE) == (waiting,)
+    both = book(owners=(1, 2), tickets=[first, waiting])
+    assert requests_ahead(both, request("b", 12, arrived=NOW), THERE) == (waiting,)
 
 
 def test_a_restore_takes_less_than_a_load():
@@ -69,7 +69,7 @@ def test_a_restore_takes_less_than_a_load():
     st.lists(WAITING, max_size=12), WAITING, st.booleans(), st.sampled_from([0.0, 1.0, 30.0, 190.0])
 )
 def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket, later):
-    """`elders` compares each ticket with the request, the queue sorts all: the same order."""
+    """`requests_ahead` compares each ticket with the request, the queue sorts all: the same order."""
     tickets = [
         ticket(name, by=by, key=f"t{n}", arrived=NOW - age, seconds=seconds, importance=importance)
         for n, (name, by, age, seconds, importance) in enumerate(waiting)
@@ -85,7 +85,7 @@ def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket
     there = replace(world(sim0=20, now=NOW + later), rules=replace(Rules(), refresh_seconds=1e9))
     order = queue(page if has_ticket else page.with_ticket(own), there)
     ahead = order[: order.index(own)]
-    assert {one.key for one in elders(page, wanted, there)} == {one.key for one in ahead}
+    assert {one.key for one in requests_ahead(page, wanted, there)} == {one.key for one in ahead}
 
 
 # -- GPU_FAIRNESS: fewer card-hours first
@@ -154,7 +154,7 @@ def test_the_elders_are_those_of_the_queue_and_without_the_setting_those_without
     wanted = request(name, 9, by=by, key="ours", arrived=NOW - age, importance=importance)
     plain = book(owners=(1, 2), tickets=tickets_of(drawn, with_hours=False))
     with_hours = book(owners=(1, 2), tickets=tickets_of(drawn))
-    keys = lambda page, there: {one.key for one in elders(page, wanted, there)}
+    keys = lambda page, there: {one.key for one in requests_ahead(page, wanted, there)}
     before = keys(plain, fair(None))
     assert keys(with_hours, fair(None)) == before
     assert keys(plain, fair(past_use)) == before
@@ -181,7 +181,7 @@ def test_all_processes_see_one_order_whichever_of_them_have_the_setting(drawn, r
             arrived=one.arrived, importance=one.importance,
         )  # fmt: skip
         there = fair(None if one.past_use is None else read_since)
-        ahead = {other.key for other in elders(page, wanted, there)}
+        ahead = {other.key for other in requests_ahead(page, wanted, there)}
         assert ahead == {*order[: order.index(one.key)]}
 
 

@@ -211,10 +211,10 @@ def test_no_piece_moves_while_the_other_notebook_runs_or_another_request_is_ahea
     theirs = both.lease(2)
     _, verdict = admit(both.book, both.request(1), both.world, lru)
     assert verdict.recalls == {theirs.id: 5}
-    elder = ticket("big", by=2, refreshed=both.world.now, importance="urgent")
-    elder = replace(elder, need=(Share(CARD, 10),))
+    first = ticket("big", by=2, refreshed=both.world.now, importance="urgent")
+    first = replace(first, need=(Share(CARD, 10),))
     in_use = replace(theirs, pins=1)
-    page = both.book.with_ticket(elder) if ahead else both.book.with_lease(in_use)
+    page = both.book.with_ticket(first) if ahead else both.book.with_lease(in_use)
     _, verdict = admit(page, both.request(1), both.world, lru)
     assert isinstance(verdict, Wait) and (verdict.recalls, verdict.steps) == ({}, ())
     assert verdict.blockers == (() if ahead else (theirs.id,))
