@@ -18,6 +18,7 @@ Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocatio
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -536,11 +537,7 @@ _ARGUMENTS = Rule("a list of words, such as ['--seed', '1']", words, _written_ar
 _PORT_PATH = re.compile(r"/[!-~]*")
 
 
-def _some_words(value: Any) -> list[str]:
-    found = words(value)
-    if not found or not found[0]:
-        raise ValueError
-    return found
+_some_words = _where(lambda found: found and found[0], words)
 
 
 def _port_path(value: Any) -> str:
@@ -557,13 +554,17 @@ def _sleep(value: Any) -> bool | str | list[str]:
 
 
 def _written_sleep(value: Any) -> bool | str | list[str]:
-    is_how = isinstance(value, list) or (isinstance(value, str) and value.startswith("/"))
-    return _HOW.convert(value) if is_how else TRUTH.in_file(value)
+    with contextlib.suppress(ValueError):  # it may still say how
+        return TRUTH.in_file(value)
+    return _SLEEP.convert(value)
 
 
-_COMMAND = Rule("a list of words, such as ['server', '--port', '{port}']", _some_words)
+_COMMAND = Rule(
+    "a list of words with {port}, such as ['server', '--port', '{port}']",
+    _where(lambda found: "{port}" in " ".join(found[1:]), _some_words),
+)
 _HOW = Rule("a path on its port, such as '/sleep', or a command, such as ['sh', 'sleep.sh']", _how)
-_SLEEP = Rule(f"True, False, {_HOW.expected}", _sleep, _written_sleep)
+_SLEEP = Rule(f"true or false; of a program, {_HOW.expected}", _sleep, _written_sleep)
 _HEALTH = Rule("a path on its port, such as '/health'", _port_path)
 
 # -- the table -----------------------------------------------------------------------------------

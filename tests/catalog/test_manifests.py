@@ -16,6 +16,7 @@ from gpu_runtime.facts import Share
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB, MIB
 
+SERVER = "runtime: program, command: [s, '{port}']"
 # Examples from Helix ("Multi-GPU Scheduling"), Kitchen Brigade ("GPU Allocation Semantics") and Model Boss.
 HELIX = """\
 # Single-GPU Model (helix model apply -f) - supports Model, Agent, or AIApp kinds
@@ -223,13 +224,15 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
         ("sleep: perhaps", "sleep", "true or false"),
         ("runtime: vllm, sleep: /sleep", "sleep", "unless the backend is program"),
         ("runtime: vllm, wake: /wake", "wake", "only the backend program"),
-        ("command: [server]", "command", "only the backend program"),
+        ("command: [s, '{port}']", "command", "only the backend program"),
         ("runtime: program, command: []", "command", "a list of words"),
-        ("runtime: program, command: [s], sleep: true", "sleep", "a path on its port"),
-        ("runtime: program, command: [s], sleep: sleep", "sleep", "true or false"),
-        ("runtime: program, command: [s], sleep: /s, wake: http://h/w", "wake", "a path on its"),
-        ("runtime: program, command: [s], sleep: /s, wake: [], asleep: /a", "wake", "or a command"),
-        ("runtime: program, command: [s], health: ready", "health", "a path on its port"),
+        ("runtime: program, command: [server, '8000']", "command", "with {port}"),
+        ("runtime: program, command: '{port}'", "command", "a list of words"),
+        (f"{SERVER}, sleep: true", "sleep", "a path on its port"),
+        (f"{SERVER}, sleep: sleep", "sleep", "true or false"),
+        (f"{SERVER}, sleep: /s, wake: http://h/w", "wake", "a path on its"),
+        (f"{SERVER}, sleep: /s, wake: [], asleep: /a", "wake", "or a command"),
+        (f"{SERVER}, health: ready", "health", "a path on its port"),
         ("memory: 10GB, size: 11GB", "size", "memory and size mean the same"),
         ("keep: true, pin: false", "pin", "keep and pin mean the same"),
         ("runtime: vllm, backend: ollama", "backend", "runtime and backend mean the same"),
@@ -247,8 +250,8 @@ def test_an_invalid_field_is_reported_with_file_line_and_field(fields, field, me
     ("fields", "field"),
     [
         ("runtime: program", "command"),
-        ("runtime: program, command: [s], sleep: /s", "wake"),
-        ("runtime: program, command: [s], asleep: /a", "sleep"),
+        (f"{SERVER}, sleep: /s", "wake"),
+        (f"{SERVER}, asleep: /a", "sleep"),
     ],
 )
 def test_what_a_program_lacks_is_named_with_the_line_of_the_model(fields, field):
@@ -363,14 +366,14 @@ def test_a_program_has_its_command_and_how_it_sleeps(tmp_path):
     made = spec(f"runtime: program, memory: 1GiB, {json.dumps(fields)[1:-1]}")
     assert made.options == read_options("program", fields) == fields
     assert made.source == "" and made.may_sleep
-    assert not spec("runtime: program, command: [server]").may_sleep
+    assert not spec(SERVER).may_sleep
 
 
 def test_a_program_in_a_file_that_others_can_change_is_not_started(tmp_path):
     """Its command would run with the rights of whoever uses the model."""
     file = tmp_path / "shared" / "models.yaml"
     file.parent.mkdir()
-    text = "models:\n  m: {runtime: program, memory: 1GiB, command: ['true']}\n"
+    text = "models:\n  m: {runtime: program, memory: 1GiB, command: [s, '{port}']}\n"
     file.write_text(text)
     [manifest] = manifests(read(text.encode(), str(file)), str(file))
     entry = CatalogEntry("m", manifest.body, str(file))
