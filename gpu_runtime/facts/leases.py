@@ -495,7 +495,7 @@ class Ticket(Value):
 
     key: str
     owner: str
-    # "use" for a waiting request. An order is one of evict, shed, restore, preload, move, pin,
+    # "use" for a waiting request. An order is one of evict, shed, preload, move, pin,
     # unpin, defrag, who, cancel.
     verb: str
     name: str  # use: the model. An order: the id of the lease, or `OWNER_ID/` for the whole process

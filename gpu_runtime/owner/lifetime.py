@@ -24,7 +24,6 @@ from ..ledgers import host_config, open_ledger
 from ..ledgers.access import default_url, journals_in, shared_url, slug_of
 from ..notebook import notebook_path
 from ..scheduler import transitions
-from ..scheduler import transitions as books
 from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements, measurements_in
@@ -144,7 +143,7 @@ def _release(owner: Owner, leases: list[Lease], book: Book, world: World) -> tup
 
 def _resign(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
     book, _ = _release(owner, leases, book, world)
-    return books.resign(book, owner.id), None
+    return transitions.resign(book, owner.id), None
 
 
 def closed_error(session: Session) -> LedgerUnavailable:

@@ -353,7 +353,7 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.verb == "hibernate" and session.kernel is not None:
         return session.kernel.hibernate(by=order.who or order.by or order.asker)
     target = LeaseId(session.me, order.name)
-    if order.verb in ("preload", "restore"):
+    if order.verb == "preload":
         return operations.preload(session, target, timeout=ASK_SECONDS)
     if order.verb == "move":
         resident = session.residents[order.name]

@@ -49,7 +49,6 @@ from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
 from ..notebook import activity
 from ..scheduler import capacity, transitions
-from ..scheduler import transitions as books
 from ..scheduler.policies import policy
 from ..scheduler.recall import Ask
 from ..scheduler.transitions import Truth
@@ -320,7 +319,7 @@ class Session:
     ) -> T:
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
             self._require_equal_names(book)
-            base = transitions.measure(books.publish(book, self.truth(), world), world)
+            base = transitions.measure(transitions.publish(book, self.truth(), world), world)
             after, answer = decision(base, world)
             return after, (answer, book, after)
 
@@ -402,7 +401,7 @@ class Session:
         """Writes one event on a lease into the book."""
         self.decide(
             lambda book, world: (
-                books.note(book, world, lease, action, reason, because, **more),
+                transitions.note(book, world, lease, action, reason, because, **more),
                 None,
             ),
             fresh=fresh,
@@ -423,7 +422,7 @@ class Session:
         """Removes owners that are proven dead from the book. Returns the number of dead owners."""
         dead = self.ledger.dead(self.ledger.read())
         if dead:
-            self.decide(lambda book, world: (books.reap(book, dead, world), None))
+            self.decide(lambda book, world: (transitions.reap(book, dead, world), None))
         return len(dead)
 
     # -- reading
@@ -445,7 +444,7 @@ class Session:
         """
         book, world = self.read_book(), self.world()
         if self.residents or self.blocks or self.me in book.sections:
-            book = books.publish(book, self.truth(), world)
+            book = transitions.publish(book, self.truth(), world)
         elif book.sections and book.devices:
             world = replace(world, devices=book.devices, limits={**world.limits, **book.limits})
         return book, world

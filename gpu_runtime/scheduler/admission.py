@@ -867,7 +867,7 @@ def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple
         return candidates
     found = []
     for candidate in candidates:
-        reserved = "" if candidate.fits else reserved_for_elders(context, candidate.shares)
+        reserved = "" if candidate.fits else reserved_ahead(context, candidate.shares)
         if reserved:
             candidate = replace(candidate, because=f"{candidate.because}; {reserved}")
         found.append(candidate)
@@ -922,7 +922,7 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     nearest = candidates[0].shares
     found = _leases_in_the_way(context, candidates)
     sentences, retry = found.sentences, found.retry
-    reserved = reserved_for_elders(context, nearest)
+    reserved = reserved_ahead(context, nearest)
     if reserved:
         sentences.insert(0, reserved)
     if world.rules.cap is not None and (beyond := caps.beyond_quota(world.rules.cap)):
@@ -1009,7 +1009,7 @@ def _first_by_past_use(context: Context) -> str:
     return ""
 
 
-def reserved_for_elders(context: Context, shares: Shares) -> str:
+def reserved_ahead(context: Context, shares: Shares) -> str:
     """A sentence about free bytes that are reserved for requests ahead; empty if no bytes are reserved.
 
     `shares` name the cards. `context` holds the requests ahead and the room.

@@ -75,7 +75,6 @@ from .victims import (
 ASKS = (
     "evict",
     "shed",
-    "restore",
     "preload",
     "move",
     "pin",
@@ -90,7 +89,6 @@ OWN_MEMORY = {
     "evict": "to move its own memory to RAM",
     "hibernate": "to move its own memory to its disk",
     "preload": "to bring its own memory back",
-    "restore": "to bring its own memory back",
 }
 
 
@@ -155,7 +153,7 @@ def _begun(book: Book, asked: Ask, section: Section | None, name: str) -> str:
     """The words that say what the owner does for the request; empty if it does not show that yet."""
     if section is None:
         return ""
-    if asked.verb in ("preload", "restore"):
+    if asked.verb == "preload":
         for ticket in book.tickets:
             if (ticket.verb, ticket.owner, ticket.name) == ("use", section.owner.id, name):
                 return f"and waits for room: {ticket.because}".rstrip(": .")
@@ -227,7 +225,7 @@ def _known_result(
 ) -> Verdict | None:
     """The verdict that follows from the book alone; None if the owner has to act first."""
     lease = section.lease(name)
-    if asked.verb in ("preload", "restore"):
+    if asked.verb == "preload":
         return _result_of_load(lease, section.owner)
     if asked.verb in ("defrag", "who", "hibernate"):
         return None
@@ -685,7 +683,7 @@ def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bo
     lease = section.lease(name)
     if lease is not None and lease.phase is not Phase.SETTLED:
         return True
-    if ticket.verb in ("preload", "restore"):
+    if ticket.verb == "preload":
         waits_for_room = any(
             other.owner == section.owner.id and other.name == name for other in seen.tickets
         )

@@ -242,7 +242,7 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
     assert verdict.lease.shares == whole(HOST, 6), "and lies there until it has moved"
 
 
-def test_what_elders_need_is_set_aside():
+def test_what_requests_ahead_need_is_set_aside():
     """Otherwise a stream of small requests would starve a large one."""
     first = ticket("big", by=2, sim0=14)
     elsewhere = ticket("other", by=4, sim1=20)

@@ -59,7 +59,7 @@ RANGES: dict[str, Any] = {
     "more": [0, 0, 6],
     "keep_alive": [0.0, 0.0, 60.0],
     "less": range(3),
-    "verb": ["evict", "evict", "pin", "unpin", "restore"],
+    "verb": ["evict", "evict", "pin", "unpin", "preload"],
     "seconds": [0.1, 1.0, 2.5, 5.0, 31.0, 130.0],
     "sure": [True, False],
     "one": [True, False],

@@ -68,7 +68,7 @@ def test_a_restore_takes_less_than_a_load():
 @given(
     st.lists(WAITING, max_size=12), WAITING, st.booleans(), st.sampled_from([0.0, 1.0, 30.0, 190.0])
 )
-def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket, later):
+def test_the_requests_ahead_are_those_of_the_queue(waiting, ours, has_ticket, later):
     """`requests_ahead` compares each ticket with the request, the queue sorts all: the same order."""
     tickets = [
         ticket(name, by=by, key=f"t{n}", arrived=NOW - age, seconds=seconds, importance=importance)
@@ -146,7 +146,7 @@ def test_importance_decides_first_and_then_the_card_hours_until_ageing_has_raise
 
 
 @given(FAIR, st.tuples(WAITING, HOURS), st.booleans())
-def test_the_elders_are_those_of_the_queue_and_without_the_setting_those_without_card_hours(
+def test_the_requests_ahead_are_those_of_the_queue_and_without_the_setting_those_without_card_hours(
     drawn, ours, stated
 ):
     """A process without the setting neither gains nor loses, whatever others state; nor does one with it among such."""

@@ -221,16 +221,15 @@ def test_a_model_without_a_lease_can_be_loaded_and_not_pinned():
     arriving = lease("qwen", host=8, phase=Phase.ARRIVING, target=target, pins=1)
     leaving = lease("qwen", sim0=8, phase=Phase.LEAVING, key="x")
     for moving in (arriving, leaving):
-        assert isinstance(asking(two(moving), "restore")[1], Wait)
+        assert isinstance(asking(two(moving), "preload")[1], Wait)
 
 
-@pytest.mark.parametrize("verb", ["preload", "restore"])
-def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
-    page, verdict = asking(two(), verb)
+def test_a_model_is_loaded_by_a_process_that_has_registered_it():
+    page, verdict = asking(two(), "preload")
     assert isinstance(verdict, Wait)
-    assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen", who="pid 2", asker="2.1.0"),)
+    assert obeying(page)[2] == (Order("2:preload", "preload", "qwen", who="pid 2", asker="2.1.0"),)
     there = two(lease("qwen", sim0=8), tickets=page.tickets)
-    assert asking(there, verb)[1].because == "qwen is on sim:0"
+    assert asking(there, "preload")[1].because == "qwen is on sim:0"
 
 
 def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
@@ -400,7 +399,7 @@ def test_only_an_earlier_wait_of_the_owner_keeps_the_request(arrived, by, done):
     [
         ("preload", {"tickets": [ticket("qwen", by=1, because="in use")]}, "in use"),
         ("evict", {"phase": Phase.LEAVING}, "and is moving it"),
-        ("restore", {"phase": Phase.ARRIVING}, "and is moving it"),
+        ("preload", {"phase": Phase.ARRIVING}, "and is moving it"),
     ],
 )
 def test_an_owner_that_has_begun_is_not_silent(verb, there, begun):
