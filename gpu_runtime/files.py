@@ -280,7 +280,7 @@ def json_object(path: str | os.PathLike[str], most: int = MOST_JSON) -> dict[str
         raise BadFile(path, "its JSON cannot be read") from None
     if not isinstance(value, dict):
         raise BadFile(path, "its JSON is not an object")
-    if _is_deep(value):
+    if is_deep(value):
         raise BadFile(path, _TOO_DEEP)
     return value
 
@@ -288,7 +288,7 @@ def json_object(path: str | os.PathLike[str], most: int = MOST_JSON) -> dict[str
 _TOO_DEEP = f"its JSON is nested more than {DEEPEST} levels deep"
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
     """Whether lists and objects in `value` are nested too deep, without recursion."""
     level = [value]
     for _ in range(DEEPEST):

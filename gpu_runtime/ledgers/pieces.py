@@ -30,7 +30,7 @@ from ..facts import encode as encode_as_json
 MOST_PART_BYTES = 960 << 10
 # Larger facts of all owners are written without what this version does not know: somebody has filled them.
 MOST_KEPT_FACTS = 256 << 10
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 SHARED, STATE = "shared", "state"  # keys of pieces; every other key is an owner's id
 _UNENCODABLE = (TypeError, ValueError, OverflowError)
 

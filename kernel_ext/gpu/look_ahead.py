@@ -206,7 +206,7 @@ def code_cells(path: str) -> list[WaitingCell]:
             if cell["cell_type"] == "code" and code.strip():
                 found.append(WaitingCell(str(cell.get("id") or ""), code))
         return found
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []  # the file cannot be read, or is no notebook
 
 

@@ -27,6 +27,13 @@ from jupyter_client.session import Session
 CELLS = [WaitingCell(f"id{n}", f"x = {n}") for n in range(4)]
 
 
+def test_a_file_that_nests_too_deep_is_no_notebook(tmp_path):
+    """Each cell that began printed a RecursionError."""
+    path = tmp_path / "a.ipynb"
+    path.write_text('{"cells": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert code_cells(str(path)) == []
+
+
 def test_code_cells_of_a_file_that_are_not_empty(tmp_path):
     """A program that runs a notebook never sends empty cells, so they are not counted."""
     path = tmp_path / "n.ipynb"

@@ -261,6 +261,10 @@ HOSTILE = {
     "a frame of 2 GiB": struct.pack("<I", 2 << 30),
     "no greeting": frame(core.encode(Leave(1))),
     "another version": frame(core.encode(Hello(1, 99, "", owner(1)))),
+    "a field of a later version that nests": frame(
+        b"\x94\xa4Pass\x01" + b"\x91" * 20_000 + b"\xc0"
+    ),
+    "a kind of a later version that nests": frame(b"\x93\xa4Next\x01" + b"\x91" * 20_000 + b"\xc0"),
 }
 
 
@@ -270,10 +274,36 @@ def test_a_hostile_client_harms_nobody(here, kind):
     hostile = socket.socket(socket.AF_UNIX)
     with socket_path(one.directory, SOCKET) as path:
         hostile.connect(path)
+    keeper = keeper_of(one)
     hostile.sendall(HOSTILE[kind])
     assert count(one) == 1
     hostile.close()
     assert count(one) == 2
+    assert keeper_of(one) == keeper, "it ended, and another one was started"
+
+
+def deep(levels: int) -> bytes:
+    """A part with a section that has a field of a later version."""
+    return b"\x91\x82\xa5later" + b"\x91" * levels + b"\xc0\xa5owner" + core.encode(owner(1))
+
+
+def test_what_others_could_not_read_is_refused_or_left_out(here):
+    """A member wrote what nests so deep that a status of another member raised RecursionError."""
+    one, two = here(), here()
+    put(two, "qwen")
+    keeper = keeper_of(one)
+    for levels in (core.DEEPEST + 1, 500):
+        for more in (
+            {"part": msgspec.Raw(deep(levels))},
+            {"shared": msgspec.Raw(deep(levels)[1:])},
+        ):
+            mine = msgspec.Raw(core.encode(Part(Section(one.owner), (), 1)))
+            reply = one._ask(replace(Put(0, one._current().revision, mine), **more))
+            assert isinstance(reply, core.Refused) and "nested" in reply.why, (levels, more, reply)
+    for kind in ("names", "maps"):
+        one._ask(Keep(0, kind, b"\x91" * 20_000))
+    assert (two.names(), two.maps(), names(two)) == ({}, {}, ["qwen"])
+    assert keeper_of(two) == keeper
 
 
 def test_nobody_writes_in_anothers_name(here):

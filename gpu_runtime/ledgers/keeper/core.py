@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ...compat import dataclass_transform
 from ...errors import LedgerRefused
 from ...facts import Book, Owner
+from ...files import DEEPEST, is_deep
 from ...version import VERSION
 from ..invariants import refuse_unlawful
 from ..pieces import (
@@ -29,6 +30,7 @@ from ..pieces import (
     Shared,
     State,
     book_of,
+    decode,
     decode_part,
     decode_shared,
     encode,
@@ -177,7 +179,7 @@ def of_later_version(content: bytes) -> Refused | None:
     """The reply to a request of a kind that this version does not know; None if it is no such request."""
     try:
         head = _decode_head(content)
-    except msgspec.MsgspecError:  # it is garbage
+    except UNREADABLE:  # it is garbage
         return None
     if head.kind in _KINDS:
         return None
@@ -193,6 +195,15 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 _NO_PIECE = Piece(0, b"")
+TOO_DEEP = f"fields of a later version are nested more than {DEEPEST} levels deep"
+
+
+def _has_deep_fields(content: msgspec.Raw, read: Part | Shared) -> bool:
+    """Whether `content`, which was `read`, has more, and this more is nested too deep to be skipped.
+
+    A reader deep in calls of its own can skip fewer levels than the keeper.
+    """
+    return len(encode(read)) != len(content) and is_deep(decode(content))
 
 
 def _kept_bytes(keep: Keep) -> int:
@@ -387,6 +398,8 @@ class Keeper:
             if len(put.shared) > MOST_PART_BYTES:
                 raise ValueError(f"the facts of all owners take {len(bytes(put.shared))} bytes")
             mine = decode_part(put.part)
+            if _has_deep_fields(put.part, mine):
+                raise ValueError(TOO_DEEP)
             releases = self._only_releases(me, mine, put)
             is_current = self._oldest_page(me, releases) <= put.revision <= self.known.revision
             if not is_current or (not releases and self._must_wait(connection, now)):
@@ -481,6 +494,8 @@ class Keeper:
             del parts[me]
         changed_facts = put.shared != NOTHING
         shared = decode_shared(put.shared) if changed_facts else known.shared
+        if changed_facts and _has_deep_fields(put.shared, shared):
+            raise ValueError(TOO_DEEP)
         state = known.state
         if put.queue is not None or removed:
             waiting = {ticket.key for part in parts.values() for ticket in part.tickets}

@@ -577,7 +577,11 @@ class KeeperLedger(Ledger):
 
     def _fetched(self, kind: str, type: type[T], owner: str = "") -> dict[str, T]:
         reply = self._ask_again(core.Fetch(0, kind, owner))
-        return {id: decode(content, type=type) for id, content in reply.contents.items()}
+        fetched = {}
+        for id, content in reply.contents.items():
+            with contextlib.suppress(*UNREADABLE):  # another version wrote it, or a hostile owner
+                fetched[id] = decode(content, type=type)
+        return fetched
 
     # The end
 

@@ -34,7 +34,7 @@ from ...facts import SCHEMA, Owner
 from ...version import VERSION
 from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
 from ..liveness import Life, boot_id, life_of_process, name_of, namespaces, start_ticks
-from ..pieces import Page, encode
+from ..pieces import UNREADABLE, Page, encode
 from . import shared_book
 from .core import (
     PROTOCOL,
@@ -262,7 +262,7 @@ class Server:
         try:
             for content in frames_in(connection.received):
                 self._receive(connection, content)
-        except (msgspec.MsgspecError, ValueError, UnicodeDecodeError):  # garbage
+        except (ValueError, *UNREADABLE):  # garbage
             self._close(connection)
 
     def _receive(self, connection: _Connection, content: bytes) -> None:

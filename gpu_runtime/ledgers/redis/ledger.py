@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from ...errors import LedgerRefused, LedgerUnavailable
@@ -48,7 +47,7 @@ from ..liveness import (
     testimony,
 )
 from ..notify import Doorbell
-from ..pieces import Part, decode, encode
+from ..pieces import UNREADABLE, Part, decode, encode
 from .connection import BESIDE, KEPT_SECONDS, NOT_A_PAGE, HostPage, Page, RedisConnection
 from .page import DamagedBook, LostRace, RedisBook, in_roster
 
@@ -309,7 +308,9 @@ class RedisLedger(Ledger):
         for field, content in zip(words[::2], words[1::2], strict=True):
             id = field.decode(errors="replace").split(" ")[0]
             if owner or self._may_live(id):
-                with contextlib.suppress(msgspec.MsgspecError):  # another version wrote it
+                with contextlib.suppress(
+                    *UNREADABLE
+                ):  # another version wrote it, or a hostile owner
                     fetched[id] = decode(content, type=type)
         return fetched
 
