@@ -17,11 +17,11 @@ import pytest
 # `tests.clock` measures the machine, once for all.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 LIBRARIES = """
-    bokeh.models fastapi.testclient hypothesis.stateful IPython.core.interactiveshell mcp.server msgspec openai panel
-    pandas psutil torch tests.clock
+    bokeh.models fastapi.testclient gpu_runtime.serving.api.app hypothesis.stateful IPython.core.interactiveshell
+    mcp.server msgspec openai panel pandas psutil torch torch._dynamo transformers tests.clock
 """.split()
 # Each takes about a third of the time.
-PARTS = (["tests/backends", "tests/serving"], ["tests/owner"], ["tests"])
+PARTS = (["tests/backends", "tests/serving", "tests/ledgers"], ["tests/owner", "tests/scheduler"], ["tests"])
 ARGUMENTS = [
     "-q", "-m", "not processes and not thorough and not soak", "--hypothesis-profile=quick",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",

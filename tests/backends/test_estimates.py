@@ -23,6 +23,8 @@ from gpu_runtime.units import MIB
 from tests import tiny_models
 from tests.worlds import footprint
 
+pytestmark = pytest.mark.thorough
+
 TOKENS, WINDOW = 96, 32
 SHAPE = dict(vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=6)
 SHAPE |= dict(num_attention_heads=8, num_key_value_heads=2)
@@ -103,7 +105,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "shape", "eager"),
     [
@@ -237,7 +238,6 @@ CHECKPOINTS = {  # what a person loads -> how it is made, and its options
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_what_is_planned_is_loaded_within_seven_per_cent(tmp_path, kind):
     """The plan of a path, the admission of a registered model and the catalogue have one figure."""

@@ -17,6 +17,8 @@ from gpu_runtime.units import MIB
 from tests import simgpu
 from tests.backends.test_kernel_memory import Kernel, floats
 
+pytestmark = pytest.mark.thorough
+
 Park = Callable[[], None]
 
 
@@ -213,7 +215,6 @@ def trained(kind: str, amp: bool, again: bool, park: Park) -> list[torch.Tensor]
     return [tensor.detach().clone() for tensor in found]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind, amp, again", RUNS)
 def test_training_that_is_parked_three_times_a_step_is_the_same_to_the_bit(
     monkeypatch, kind, amp, again

@@ -18,6 +18,8 @@ from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import HOST, ModelSpec, Share, Shares
 from tests import simgpu, tiny_models
 
+pytestmark = pytest.mark.thorough
+
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 
@@ -56,7 +58,7 @@ def boxed(kind: str) -> Box:
     return Box(probe, kind, probe.used())
 
 
-@pytest.fixture(params=["sim", pytest.param("simgpu", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["sim", "simgpu"])
 def box(request) -> Box:
     return boxed(request.param)
 
@@ -452,13 +454,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=() if name == "llama" else pytest.mark.thorough)
-        for name in ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_before_the_load_are_those_of_the_loaded_model(box, tmp_path, architecture):
     """They are known from the header's names, or from the module without data, and divide the loaded module."""
     import transformers

@@ -15,6 +15,8 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests import simgpu
 
+pytestmark = pytest.mark.thorough
+
 CARD, OTHER = "sim:0", "sim:1"
 
 

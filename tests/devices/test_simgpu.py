@@ -37,6 +37,7 @@ def card_tensor(value: float, card: int = 0) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.thorough
 def test_work_is_done_when_somebody_waits_for_it(late):
     x = card_tensor(1.0)
     y = x + 1

@@ -202,6 +202,7 @@ def test_hooks_that_are_registered_while_it_is_away_run(governed, away, hook):
         assert module(IDS).logits.any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("away", ["offloaded", "dropped"])
 def test_a_model_that_is_away_is_saved_whole_also_over_its_own_source(
     governed, directory, tmp_path, away

@@ -22,6 +22,8 @@ from tests.clock import PATIENCE
 
 from .conftest import alongside, together
 
+pytestmark = pytest.mark.thorough
+
 BOX = {
     "devices": "sim:40GiB,host:256GiB",
     "eviction_grace_seconds": 0,
@@ -237,7 +239,6 @@ def test_the_end_of_a_leaving_model_is_no_failed_move(runtime, caplog, end):
     assert "AttributeError" not in caplog.text and "did not leave" not in caplog.text
 
 
-@pytest.mark.thorough
 def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, monkeypatch):
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
     monkeypatch.setattr(release, "STAGE_BYTES", 1)

@@ -8,6 +8,8 @@ from tests import tiny_models
 from .conftest import fakes
 from .conftest import where as places
 
+pytestmark = pytest.mark.thorough
+
 
 def where(rt):
     """The places of the models that are not on disk."""

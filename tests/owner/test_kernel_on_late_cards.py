@@ -16,6 +16,8 @@ from tests.clock import PATIENCE
 
 from .kernels import FLOATS, cell, own
 
+pytestmark = pytest.mark.thorough
+
 SEGMENT_BYTES = 16 * MIB
 
 

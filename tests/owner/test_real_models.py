@@ -20,6 +20,8 @@ from tests.clock import PATIENCE
 
 from .conftest import claims, together, where
 
+pytestmark = pytest.mark.thorough
+
 IDS = torch.arange(3, 20).unsqueeze(0)
 
 

@@ -27,6 +27,8 @@ from tests.serving.harness import Harness, answer_text, harness, refusal, stream
 from tests.serving.loops import until
 from tests.serving.test_fields import VALUES, fields_for
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Any]:

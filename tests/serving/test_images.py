@@ -14,6 +14,8 @@ from gpu_runtime.serving.requests import Refused  # noqa: E402
 from tests import tiny_models  # noqa: E402
 from tests.serving.harness import answer_text, harness, refusal, stream_text  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 
 def url(color: str, form: str = "PNG", size: tuple[int, int] = (50, 40)) -> str:
     out = io.BytesIO()

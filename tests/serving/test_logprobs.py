@@ -17,6 +17,8 @@ from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.harness import refusal
 from tests.serving.test_engines import both, sources, with_models  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = {"max_tokens": 8, "temperature": 0}
 
 

@@ -12,6 +12,8 @@ from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text, refusal, stream_text
 from tests.serving.test_engines import forcing, sources, with_models  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.thorough
+
 NAMED = {"name": {"enum": ["Bern", "Zürich"]}}
 PLACE = {"type": "object", "properties": NAMED, "required": ["name"]}
 TREE = {
