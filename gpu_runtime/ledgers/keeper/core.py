@@ -43,7 +43,7 @@ ALONE_SECONDS = 0.2  # nobody writes before a connection that has waited for so 
 # Of all owners' parts; the rest of a page is for its index, and for owners that come and end.
 MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
 MOST_KEPT_BYTES = 4 << 20  # of one owner's maps, names and answers
-KEPT_BYTES = 256  # that each of them takes beside its content and names
+KEPT_BYTES = 4096  # that each of them counts beside its content and names
 NOTHING = msgspec.Raw(b"\xc0")
 # What a keeper finds out about an owner, whatever the owner says.
 PROVEN = ("boot", "pid", "started", "serial", "user", "inode", "namespaces")
