@@ -21,7 +21,11 @@ LIBRARIES = """
     mcp.server msgspec openai panel pandas psutil torch torch._dynamo transformers tests.clock
 """.split()
 # Each takes about a third of the time.
-PARTS = (["tests/backends", "tests/serving", "tests/ledgers"], ["tests/owner", "tests/scheduler"], ["tests"])
+PARTS = (
+    ["tests/backends", "tests/serving", "tests/ledgers"],
+    ["tests/owner", "tests/scheduler"],
+    ["tests"],
+)
 ARGUMENTS = [
     "-q", "-m", "not processes and not thorough and not soak", "--hypothesis-profile=quick",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",
