@@ -121,8 +121,9 @@ class Top:
                 act = self._rt.evict if one.card_bytes else self._rt.preload
                 return act(LeaseId(one.id, KERNEL), timeout=ANSWER_SECONDS).because
             done = [
-                self._rt.evict(LeaseId(one.id, name), timeout=ANSWER_SECONDS).because
-                for name in one.models
+                self._rt.evict(LeaseId(one.id, lease.name), timeout=ANSWER_SECONDS).because
+                for lease in one.section.leases
+                if lease.kind == "model" and lease.on_device
             ]
             return "; ".join(done) or f"{one.name} has no model on a card"
         except GpuError as error:

@@ -31,6 +31,7 @@ from gpu_runtime.facts import (
     Share,
     Snapshot,
     Step,
+    Stranger,
     Ticket,
     away_word,
     ended_label,
@@ -116,7 +117,8 @@ class Process(NamedTuple):
     idle_seconds: float  # since its last cell; 0: a cell runs, or it has run none
     card_bytes: int
     host_bytes: int
-    models: tuple[str, ...]  # on a card
+    section: Section
+    ticket: Ticket | None  # its first request for room that waits
 
 
 def clean(text: object) -> str:
@@ -322,33 +324,43 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
         return min(places, default=NOT_LISTED), -lease.bytes, lease.name
 
     leases = sorted(snapshot.leases(), key=by_device_and_size)
+    others = sorted(strangers(snapshot), key=lambda one: order.get(one.device, NOT_LISTED))
     return [
         *(_holding(snapshot, lease) for lease in leases),
         *_residues(snapshot),
-        *_strangers(snapshot),
+        *(
+            Holding(
+                STRANGERS,
+                one.bytes,
+                one.device,
+                clean(one.label) if one.pid else "unknown",
+                "not governed",
+                "strangers",
+            )
+            for one in others
+        ),
     ]
 
 
 def processes(snapshot: Snapshot) -> list[Process]:
     """Each notebook of the `snapshot`, and each other process that holds memory or waits for it."""
-    waits = {ticket.owner: ticket for ticket in snapshot.tickets if ticket.verb == "use"}
+    waits = {ticket.owner: ticket for ticket in reversed(snapshot.tickets) if ticket.verb == "use"}
     found = []
     for id, section in snapshot.sections.items():
-        claims, owner = section.claims(), section.owner
-        if claims or id in waits or owner.notebook:
+        claims, owner, ticket = section.claims(), section.owner, waits.get(id)
+        if claims or ticket or owner.notebook:
             found.append(
                 Process(
                     id,
                     clean(owner.title) or f"pid {owner.pid}",
                     clean(owner.user),
                     owner.pid,
-                    _process_state(snapshot, section, waits.get(id)),
+                    _process_state(snapshot, section, ticket),
                     snapshot.now - section.idle_since if section.idle_since else 0.0,
                     sum(size for device, size in claims.items() if device != HOST),
                     claims.get(HOST, 0),
-                    tuple(
-                        one.name for one in section.leases if one.kind == "model" and one.on_device
-                    ),
+                    section,
+                    ticket,
                 )
             )
     return found
@@ -399,17 +411,15 @@ def _residues(snapshot: Snapshot) -> Iterator[Holding]:
                     yield Holding(RESIDUE, cache, device, owner, "", "residue")
 
 
-def _strangers(snapshot: Snapshot) -> Iterator[Holding]:
-    for view in cards(snapshot):
-        known = [one for one in snapshot.strangers if one.device == view.device.id]
-        for one in known:
-            yield _stranger(one.bytes, one.device, clean(one.label))
-        if not known and strangers_bytes(view):
-            yield _stranger(strangers_bytes(view), view.device.id, "unknown")
-
-
-def _stranger(size: int | None, device: str, program: str) -> Holding:
-    return Holding(STRANGERS, size, device, program, "not governed", "strangers")
+def strangers(snapshot: Snapshot) -> list[Stranger]:
+    """The programs that hold memory of cards without a lease. One without a pid stands for all unknown ones."""
+    known = {one.device for one in snapshot.strangers}
+    unknown = (
+        Stranger(view.device.id, 0, size)
+        for view in cards(snapshot)
+        if view.device.id not in known and (size := strangers_bytes(view))
+    )
+    return [*snapshot.strangers, *unknown]
 
 
 def _where(lease: Lease) -> str:

@@ -19,6 +19,7 @@ from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,
+    AllocatorMap,
     Event,
     History,
     ModelSpec,
@@ -34,10 +35,9 @@ from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters, versions
 from gpu_runtime.units import parse_room
 
 from .actions import Actions
-from .data import hours, serving_rows, whatif
+from .data import fragmentation, hours, serving_rows, whatif
 from .data.cells import Column, Row, as_json, encoded, lease_styles
 from .data.devices import Rows, device_rows, past_rows
-from .data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
 from .data.members import may_act_on
 from .data.rows import (
     LEASES,
@@ -54,7 +54,6 @@ from .data.rows import (
 )
 from .data.timeline import Range, csv_of, lines, merged, timeline
 from .data.whatif import PlanAnswer
-from .palette import EDGE
 from .poller import Poller
 from .widgets import MOST_SECONDS, Devices, Prose, Table, Timeline
 
@@ -474,8 +473,6 @@ class TimelineTab(Tab):
 # -- Fragmentation: a table of the processes' allocators, and the map of one of these allocators
 
 MAP_SECONDS = 0.5  # between two checks for new maps; unchanged maps are not read again
-CSS = f""".title{{font-weight:600;font-size:15px;margin-top:10px}} div{{font-size:14px;line-height:1.6}}
-.hint{{border-left:4px solid {EDGE};padding:2px 12px;margin:6px 0;opacity:.85}}"""
 MAP_HINT = (
     "An allocator takes memory from the card in segments and cuts them into blocks. It returns a "
     "segment only when no block in it is in use, so one small tensor can keep a large segment. "
@@ -488,12 +485,12 @@ class MapFetcher:
     """Fetches the maps of all allocators. As long as no map changes, it returns the same object."""
 
     def __init__(self) -> None:
-        self._last = FetchedMaps()
+        self._last: tuple[AllocatorMap, ...] = ()
 
-    def __call__(self, rt: Any) -> FetchedMaps:
+    def __call__(self, rt: Any) -> tuple[AllocatorMap, ...]:
         maps = rt.allocator_maps()
-        if maps != self._last.maps:
-            self._last = FetchedMaps(maps)
+        if maps != self._last:
+            self._last = maps
         return self._last
 
 
@@ -505,37 +502,33 @@ class FragmentationTab(Tab):
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
         self._chosen = ""  # id of a row; if it is empty or unknown, the first row's map is drawn
-        self.table = Table(COLUMNS, self._pressed, empty="Reading …", key="fragmentation")
-        self._head, self._map, self._hint = _text(), _text(), _text()
-        self._hint.object = f'<div class="hint">{esc(MAP_HINT)}</div>'
-        self._below = pn.Column(sizing_mode="stretch_width")
+        columns = fragmentation.COLUMNS
+        self.table = Table(columns, self._pressed, empty="Reading …", key="fragmentation")
+        hint = Prose(f'<div class="note">{esc(MAP_HINT)}</div>', margin=(2, 10))
+        self._head, self._map = Prose(margin=(2, 10)), Prose(margin=(2, 10))
+        self._below = pn.Column(
+            self._head, self._map, hint, visible=False, sizing_mode="stretch_width"
+        )
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        fetched = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
-        if fetched is None:
+        maps = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
+        if maps is None:
             return
-        chosen = self._chosen_of(fetched.memories(snapshot))
-        self.table.empty = EMPTY
-        rows = fetched.rows(snapshot, self.actions.may_act, chosen.id if chosen else "")
-        self.table.show(rows)
-        self._draw(fetched, chosen, snapshot)
-
-    def _chosen_of(self, memories: tuple[ProcessMemory, ...]) -> ProcessMemory | None:
-        for memory in memories:
-            if memory.id == self._chosen:
-                return memory
-        return memories[0] if memories else None
-
-    def _draw(self, fetched: FetchedMaps, chosen: ProcessMemory | None, snapshot: Snapshot) -> None:
-        drawing = fetched.drawing(chosen.map) if chosen and chosen.map else ""
+        memories = fragmentation.process_memories(maps, snapshot)
+        chosen = next((one for one in memories if one.id == self._chosen), None)
+        chosen = chosen or next(iter(memories), None)
+        self.table.empty = fragmentation.EMPTY
+        may_act, id = self.actions.may_act, chosen.id if chosen else ""
+        self.table.show(encoded(fragmentation.rows(memories, snapshot, may_act, id)))
+        drawings = self.poller.once("drawings", maps, lambda _: dict[str, str]())  # by id, for all
         if chosen is not None:
-            self._head.object = report(chosen, snapshot)
-            self._map.object = drawing
-        drawn = [self._map] if drawing else []
-        parts = [self._head, *drawn, self._hint] if chosen else []
-        if list(self._below) != parts:
-            self._below[:] = parts
+            if chosen.map and id not in drawings:
+                drawings[id] = fragmentation.drawing(chosen.map)
+            self._head.show(fragmentation.report(chosen, snapshot))
+            self._map.show(drawings.get(id, ""))
+            self._map.visible = bool(drawings.get(id))
+        self._below.visible = chosen is not None
 
     def _pressed(self, verb: str, id: str) -> None:
         """Handles a press in the row `id`, which the browser sends and which is checked here."""
@@ -550,10 +543,6 @@ class FragmentationTab(Tab):
             self.update(snapshot)
         elif verb == "defrag":
             self.actions.propose("defrag", f"{owner}/")
-
-
-def _text() -> pn.pane.HTML:
-    return pn.pane.HTML("", stylesheets=[CSS], margin=(2, 10), sizing_mode="stretch_width")
 
 
 # -- Hours: how the cards were used over days, by whom, and who waited for whom

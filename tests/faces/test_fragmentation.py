@@ -1,6 +1,5 @@
 """The tab Fragmentation: its table, its report, its picture, and the actions of its buttons."""
 
-import itertools
 import json
 
 import pytest
@@ -8,12 +7,12 @@ from gpu_panels.data import fragmentation
 from gpu_panels.data.fragmentation import (
     COLUMNS,
     EMPTY,
-    FetchedMaps,
+    drawing,
     process_memories,
     report,
     rows,
 )
-from gpu_panels.poller import PollResult
+from gpu_panels.poller import Poller, PollResult
 from gpu_panels.tabs import FragmentationTab, MapFetcher
 from msgspec.structs import replace
 
@@ -95,21 +94,22 @@ def test_the_report_describes_the_map_and_escapes_names():
 
 def test_each_piece_of_a_drawing_shows_what_it_is_and_the_drawing_is_bounded():
     """The text of a piece is shown when the mouse points at the piece. It is escaped."""
-    html = FetchedMaps((adapters,)).drawing(adapters)
+    html = drawing(adapters)
     assert html.count("<title>") == len(picture(adapters, 240).pieces)
     assert "allocated" in html and "inactive, in a segment in use" in html
     odd = replace(adapters, segments=(replace(adapters.segments[0], kind="<b>"),))
-    assert "\ufffd" not in html and "<b>" not in FetchedMaps((odd,)).drawing(odd)
+    assert "\ufffd" not in html and "<b>" not in drawing(odd)
     fragmented = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
     [map] = bounded([fragmented])
-    assert len(FetchedMaps((map,)).drawing(map)) < 1.5 * MIB
+    assert len(drawing(map)) < 1.5 * MIB
 
 
-class FakePoller:
+class FakePoller(Poller):
     """A poller that has these maps."""
 
     def __init__(self, maps, snapshot=here):
-        self.maps, self.result = maps if maps is None else FetchedMaps(maps), PollResult(snapshot)
+        super().__init__(None)
+        self.maps, self.result = maps, PollResult(snapshot)
 
     def latest(self, key, fetch, every):
         return self.maps
@@ -138,12 +138,12 @@ def shown(made) -> list[str]:
 def test_the_worst_map_is_drawn_until_another_is_chosen():
     made = tab((adapters, mine))
     assert shown(made) == [f"{samples.ME.id}/sim:0", f"{samples.BOB.id}/sim:0"]
-    assert "train.ipynb" in made._head.object
+    assert "train.ipynb" in made._head.html
     made._pressed("show", f"{samples.BOB.id}/sim:0")
-    assert "analysis.ipynb" in made._head.object and made._map in list(made._below)
-    made.poller.maps = FetchedMaps((mine,))  # bob's map is gone, and with it its picture
+    assert "analysis.ipynb" in made._head.html and made._map.visible
+    made.poller.maps = (mine,)  # bob's map is gone, and with it its picture
     made.update(here)
-    assert "has published no map" in made._head.object and made._map not in list(made._below)
+    assert "has published no map" in made._head.html and not made._map.visible
 
 
 @pytest.mark.parametrize("id", ["", "/", "1.2.3/sim:0", "nobody", f"{samples.BOB.id}/sim:0"])
@@ -161,24 +161,17 @@ def test_an_empty_table_shows_that_maps_are_being_read_or_what_to_do():
     assert tab(None).table.empty == "Reading …"
     made = FragmentationTab(FakePoller((), samples.empty), FakeActions())
     made.update(samples.empty)
-    assert made.table.empty == EMPTY and shown(made) == [] and list(made._below) == []
+    assert made.table.empty == EMPTY and shown(made) == [] and not made._below.visible
 
 
-def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
+def test_unchanged_maps_are_the_same_object_and_drawn_once(monkeypatch):
     fetch, rt = MapFetcher(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
-    fetched = fetch(rt)
-    first = fetched.rows(here, True, ""), fetched.drawing(mine)
-    monkeypatch.setattr(fragmentation, "rows", pytest.fail)
-    monkeypatch.setattr(fragmentation.allocator_map, "as_svg", pytest.fail)
-    assert fetch(rt) is fetched and (fetched.rows(here, True, ""), fetched.drawing(mine)) == first
-
-
-def test_what_is_computed_once_is_so_for_each_snapshot_visitor_choice_and_map():
-    """The free memory in a newer snapshot may differ. A viewer's table has no Compact."""
-    other = replace(mine, device="sim:1", segments=mine.segments[:1])
-    fetched = FetchedMaps((mine, other))
-    fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
-    choices = ("", f"{samples.ME.id}/sim:0")
-    asked = [*itertools.product((here, fuller), (True, False), choices)]
-    assert len({fetched.rows(*one) for one in asked}) == len(asked)
-    assert fetched.drawing(mine) != fetched.drawing(other)
+    assert fetch(rt) is fetch(rt)
+    made = tab((mine, adapters))
+    other = FragmentationTab(made.poller, FakeActions())
+    monkeypatch.setattr(fragmentation, "drawing", lambda map: 1 / 0)
+    other.update(here)  # another session
+    assert other._map.html == made._map.html != ""
+    made.poller.maps = (mine,)
+    with pytest.raises(ZeroDivisionError):
+        made.update(here)

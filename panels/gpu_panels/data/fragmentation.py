@@ -11,7 +11,7 @@ from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
 
-from .cells import UNKNOWN, Button, Cell, Column, Row, bytes_cell, encoded, if_awake, owner_cell
+from .cells import UNKNOWN, Button, Cell, Column, Row, bytes_cell, if_awake, owner_cell
 
 COLUMNS = (
     Column("Process"),
@@ -161,35 +161,7 @@ def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
     return f"{title}<div>{esc(text)}</div>"
 
 
-class FetchedMaps:
-    """The most recently fetched maps. Their rows and drawings are made once for all sessions."""
-
-    def __init__(self, maps: tuple[AllocatorMap, ...] = ()) -> None:
-        self.maps = maps
-        self._drawings: dict[tuple[str, str], str] = {}
-        self._snapshot: Snapshot | None = None  # the snapshot of the next two attributes
-        self._memories: tuple[ProcessMemory, ...] = ()
-        self._rows: dict[tuple[bool, str], str] = {}
-
-    def memories(self, snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-        """Every process of `snapshot` that has memory on a card."""
-        if snapshot is not self._snapshot:
-            self._memories = process_memories(self.maps, snapshot)
-            self._rows, self._snapshot = {}, snapshot
-        return self._memories
-
-    def rows(self, snapshot: Snapshot, may_act: bool, chosen: str) -> str:
-        """The table as JSON for the browser. The function `rows` describes `may_act` and `chosen`."""
-        memories = self.memories(snapshot)
-        key = (may_act, chosen)
-        if key not in self._rows:
-            self._rows[key] = encoded(rows(memories, snapshot, may_act, chosen))
-        return self._rows[key]
-
-    def drawing(self, map: AllocatorMap) -> str:
-        """The picture and the legend of `map`, one of the fetched maps, as HTML."""
-        key = map.owner, map.device
-        if key not in self._drawings:
-            svg = allocator_map.as_svg(map, allocator_map.sentences(map), titles=True)
-            self._drawings[key] = f"{svg}<div>{allocator_map.keys(map)}</div>" if svg else ""
-        return self._drawings[key]
+def drawing(map: AllocatorMap) -> str:
+    """The picture and the legend of `map` as HTML; empty for an empty map."""
+    svg = allocator_map.as_svg(map, allocator_map.sentences(map), titles=True)
+    return f"{svg}<div>{allocator_map.keys(map)}</div>" if svg else ""

@@ -34,10 +34,13 @@ from gpu_runtime.rendering.text import shorten
 from gpu_runtime.rendering.views import (
     OWN_CODE,
     RESIDUE,
+    STRANGERS,
+    Process,
     clean,
     clock,
     device_name,
-    strangers_bytes,
+    processes,
+    strangers,
 )
 from gpu_runtime.units import show_bytes
 
@@ -190,30 +193,19 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
 
     First those that do not answer or whose load failed, then those that hold most of the cards.
     """
-    waits = {ticket.owner: ticket for ticket in reversed(snapshot.tickets) if ticket.verb == "use"}
     found = []
-    for section in snapshot.sections.values():
-        claims = section.claims()
-        on_cards = sum(size for device, size in claims.items() if device != HOST)
-        ticket = waits.get(section.owner.id)
-        if claims or ticket or section.owner.notebook:
-            row = _notebook_row(section, ticket, on_cards, claims.get(HOST, 0), snapshot)
-            is_calm = "alarm" not in row.cells[2].kind
-            found.append(((is_calm, -on_cards), row))
+    for one in processes(snapshot):
+        row = _notebook_row(one, snapshot)
+        is_calm = "alarm" not in row.cells[2].kind
+        found.append(((is_calm, -one.card_bytes), row))
     held: dict[tuple[int, str, str], int] = {}
     for one in snapshot.strangers:
         key = one.pid, one.command, one.user
         held[key] = held.get(key, 0) + (one.bytes or 0)  # the driver may give no number
     for (pid, command, user), size in held.items():
-        name = Cell(
-            clean(command) or "unknown program",
-            hint=f"pid {pid}",
-            kind="alarm",
-        )
-        who = Cell(clean(user)) if user else UNKNOWN
         cells = (
-            name,
-            who,
+            Cell(clean(command) or "unknown program", hint=f"pid {pid}", kind="alarm"),
+            Cell(clean(user)) if user else UNKNOWN,
             Cell("on its own", hint="It does not use gpu-console, so nothing can move its memory"),
             NOTHING,
             bytes_cell(size or None, UNKNOWN),
@@ -225,10 +217,8 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
     return tuple(row for _, row in found)
 
 
-def _notebook_row(
-    section: Section, ticket: Ticket | None, on_cards: int, in_ram: int, snapshot: Snapshot
-) -> Row:
-    owner, own = section.owner, section.lease(KERNEL)
+def _notebook_row(one: Process, snapshot: Snapshot) -> Row:
+    section, owner, own = one.section, one.section.owner, one.section.lease(KERNEL)
     models = sorted(
         (lease for lease in section.leases if lease is not own), key=lambda lease: -lease.bytes
     )
@@ -238,14 +228,14 @@ def _notebook_row(
     names += [f"{OWN_CODE}{_in_brackets(own)}"] if own else []
     cells = (
         notebook_cell(owner, snapshot)._replace(kind="strong"),
-        Cell(clean(owner.user)),
-        _activity_cell(section, ticket, on_cards, snapshot),
+        Cell(one.user),
+        _activity_cell(one, snapshot),
         _last_cell(section, snapshot.now),
-        bytes_cell(on_cards or None, NOTHING),
-        bytes_cell(in_ram or None, NOTHING),
+        bytes_cell(one.card_bytes or None, NOTHING),
+        bytes_cell(one.host_bytes or None, NOTHING),
         Cell(", ".join(names), kind="soft"),
     )
-    button = _what_to_press(section, ticket, snapshot)
+    button = _what_to_press(section, one.ticket, snapshot)
     return Row(owner.id, cells, (button,) if button else ())
 
 
@@ -257,10 +247,9 @@ def _in_brackets(lease: Lease) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def _activity_cell(
-    section: Section, ticket: Ticket | None, on_cards: int, snapshot: Snapshot
-) -> Cell:
+def _activity_cell(one: Process, snapshot: Snapshot) -> Cell:
     """What the process does: it waits, does not answer, runs a cell, is parked, or is idle."""
+    section, ticket = one.section, one.ticket
     kernel = kernel_cell(section, snapshot.now, snapshot.presences.get(section.owner.id))
     if kernel.kind == "alarm":
         return kernel
@@ -277,7 +266,7 @@ def _activity_cell(
     if section.busy_since or pins:
         return Cell("runs", 0, f"uses {clean(pins[0].name)}" if pins else "", "strong")
     own = section.lease(KERNEL)
-    if own is not None and own.on_host and not on_cards:
+    if own is not None and own.on_host and not one.card_bytes:
         return kernel_state(own, snapshot)
     return Cell("idle")
 
@@ -564,16 +553,13 @@ def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
     is_mine = owner == snapshot.owner
     spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
     declared = snapshot.declared.get(owner.id, {}).get(name)
-    size = declared.bytes if declared else 0
-    cells = (
+    importance = importance_cell(declared.importance) if declared else NOTHING
+    cells = _on_disk(
         Cell(clean(name)),
-        Cell("disk"),
-        Cell(show_bytes(size), size) if size else UNKNOWN,
-        Cell("not loaded", kind="soft"),
-        NOTHING,
-        NOTHING,
-        importance_cell(declared.importance) if declared else NOTHING,
-        _keep_cell(bool(spec and spec.keep)),
+        declared.bytes if declared else 0,
+        "not loaded",
+        importance,
+        bool(spec and spec.keep),
         owner_cell(owner, snapshot),
     )
     preload = if_awake((Button("preload", "Preload"),), owner.id, snapshot)
@@ -583,18 +569,24 @@ def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
 def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
     """The row of a model of the catalogue, or of a model that is registered here but is not in the book yet."""
     why_not = "" if spec.enabled else "Its catalogue entry has enabled: false"
-    cells = (
+    cells = _on_disk(
         Cell(clean(spec.name), hint=clean(spec.source)),
-        Cell("disk"),
-        Cell(show_bytes(spec.size), spec.size) if spec.size else UNKNOWN,
-        Cell(state if spec.enabled else "disabled", kind="soft"),
-        NOTHING,
-        NOTHING,
+        spec.size,
+        state if spec.enabled else "disabled",
         importance_cell(spec.importance),
-        _keep_cell(spec.keep),
+        spec.keep,
         Cell(owner, kind="soft"),
     )
     return Row(id, cells, (Button("preload", "Preload", why_not),))
+
+
+def _on_disk(
+    name: Cell, size: int | None, state: str, importance: Cell, keep: bool, owner: Cell
+) -> tuple[Cell, ...]:
+    """The cells of a model that is not loaded."""
+    size_cell = bytes_cell(size or None, UNKNOWN)
+    state_cell, kept = Cell(state, kind="soft"), _keep_cell(keep)
+    return name, Cell("disk"), size_cell, state_cell, NOTHING, NOTHING, importance, kept, owner
 
 
 def model_kind(lease: Lease) -> str:
@@ -634,9 +626,7 @@ def leases(
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
             rows += _share_rows(lease, section.owner, process, snapshot, styles or {})
         rows += _residue_rows(section, process)
-    rows += [_stranger_row(stranger) for stranger in snapshot.strangers]
-    rows += _unknown_stranger_rows(snapshot)
-    return tuple(rows)
+    return (*rows, *map(_stranger_row, strangers(snapshot)))
 
 
 def _largest_first(section: Section) -> tuple[int, str]:
@@ -754,43 +744,23 @@ def _beyond_leases(name: str, device: str, size: int, state: Cell) -> tuple[Cell
 
 
 def _stranger_row(stranger: Stranger) -> Row:
-    program = clean(stranger.command) or "unknown program"
-    process = (
-        Cell(program, hint="It does not use gpu-console", kind="alarm"),
+    program, hint = clean(stranger.command) or "unknown program", "It does not use gpu-console"
+    device, pid = stranger.device, stranger.pid
+    if not pid:
+        program, hint = STRANGERS, "The driver does not report which process holds it"
+    why = "It does not use gpu-console: nothing was agreed for its memory"
+    cells = (
+        Cell(program, hint=hint, kind="alarm"),
         Cell(clean(stranger.user)) if stranger.user else UNKNOWN,
-        Cell(str(stranger.pid), stranger.pid),
+        Cell(str(pid), pid) if pid else UNKNOWN,
         NOTHING,
-    )
-    id = f"stranger/{stranger.device}/{stranger.pid}"
-    return Row(id, process + _unleased_cells(stranger.device, stranger.bytes))
-
-
-def _unknown_stranger_rows(snapshot: Snapshot) -> Iterator[Row]:
-    """A row for each device that has unleased memory in use, if no process is known to use this memory."""
-    known = {stranger.device for stranger in snapshot.strangers}
-    for view in snapshot.devices:
-        if view.device.is_host or view.device.id in known:
-            continue
-        size = strangers_bytes(view)
-        if size:
-            hint = "The driver does not report which process holds it"
-            process = (Cell("other programs", hint=hint, kind="alarm"), UNKNOWN, UNKNOWN, NOTHING)
-            device = view.device.id
-            yield Row(f"stranger/{device}", process + _unleased_cells(device, size))
-
-
-def _unleased_cells(device: str, size: int | None) -> tuple[Cell, ...]:
-    return (
-        Cell(
-            "on its own",
-            kind="soft",
-            hint="It does not use gpu-console: nothing was agreed for its memory",
-        ),
+        Cell("on its own", kind="soft", hint=why),
         Cell(device),
         NOTHING,
-        bytes_cell(size, UNKNOWN),
+        bytes_cell(stranger.bytes, UNKNOWN),
         NOTHING,
     )
+    return Row(f"stranger/{device}/{pid}" if pid else f"stranger/{device}", cells)
 
 
 _UNUSUAL_HINTS = {
