@@ -136,7 +136,7 @@ class _Builder:
     """Converts YAML nodes to values, and records their lines."""
 
     def __init__(self, file: str) -> None:
-        self.file, self.count = file, 0
+        self.file, self.count, self.merges = file, 0, 0
         self.lines: dict[Path, int] = {}
 
     def begin(self, loader: Any) -> None:
@@ -185,11 +185,15 @@ class _Builder:
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
         """The fields of `node`, the value of `<<`: a mapping, or a list, whose first mappings count."""
         merged: dict[str, Any] = {}
+        self.merges += 1
+        if self.merges > DEEPEST:  # possible if a mapping merges itself
+            raise self._wrong(line, path, _TOO_DEEP)
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)
             if not isinstance(fields, dict):
                 raise self._wrong(line, path, "<< needs a mapping, or a list of them")
             merged = {**fields, **merged}
+        self.merges -= 1
         return merged
 
     def scalar(self, node: Any, path: Path) -> Any:

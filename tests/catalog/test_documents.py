@@ -83,6 +83,7 @@ def test_deep_nesting_is_refused_and_does_not_crash(text):
 
 def test_an_alias_to_a_value_around_it_is_refused():
     assert "deeper than" in str(wrong("a: &a [*a]\n"))
+    assert "deeper than" in str(wrong("a: &a\n  <<: *a\n")), "found by tests/core/test_fuzz.py"
 
 
 @pytest.mark.parametrize(
