@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,30 @@ def _rates(what: str, mine: float, bare: float, worked: float) -> Iterator[Row]:
     )
 
 
+def encrypted() -> Iterator[Row]:
+    """An encrypted file of 1 GiB against a plain one. They are measured alternately."""
+    import torch
+
+    from gpu_runtime.backends.pytorch.park_file import ParkFile
+
+    directory = Path(os.environ.get("GPU_PARK_DIR", "/var/tmp"))
+    source = torch.randint(0, 256, (GIB,), dtype=torch.uint8)
+    files: dict[bool, ParkFile] = {}
+
+    def write(secret: bool) -> None:
+        files[secret] = ParkFile(directory, GIB, encrypted=secret)
+        files[secret].write(lambda at, buffer: buffer.copy_(source[at : at + len(buffer)]))
+
+    def read(secret: bool) -> None:
+        files.pop(secret).read(lambda at, buffer: None)
+
+    acts = [partial(act, secret) for secret in (False, True) for act in (write, read)]
+    plain_out, plain_back, out, back = medians(6, *acts, warm=1)
+    what = "an encrypted file of 1 GiB, {}, against a plain one"
+    yield Row.against(what.format("written, read back and compared"), out, plain_out, 1.25, "s", 2)
+    yield Row.against(what.format("read and compared"), back, plain_back, 1.25, "s", 2)
+
+
 # -- a notebook that waits -------------------------------------------------------------------------
 
 
@@ -410,4 +435,5 @@ def rows() -> Iterator[Row]:
     yield small_storages()
     yield from swap()
     yield from disk()
+    yield from encrypted()
     yield recall()
