@@ -39,6 +39,7 @@ class Ledger(ABC):
 
     FEW, BETWEEN_SECONDS = 256, 0.25
     again_seconds = float("inf")  # after so long, the same list of names is kept again
+    names_the_dead = True  # whether `dead` looks at no process
     open_here: ClassVar[weakref.WeakSet[Ledger]] = weakref.WeakSet()  # see `close_in_child`
 
     url: str

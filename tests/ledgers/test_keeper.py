@@ -370,6 +370,16 @@ def test_a_death_wakes_who_waits_for_room():
     assert keeper.known.state.dead == (owner(2).id, owner(3).id), "both, until they are removed"
 
 
+def test_a_death_wakes_an_owner_that_can_remove_it():
+    """A runtime that was only opened has no monitor: the dead one stayed in the book until others looked by chance."""
+    keeper = keeper_of(3)
+    for number in range(3):
+        keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
+    for number in (1, 2):
+        write(keeper, number, Part(Section(owner(number)), (), 1))
+    assert keeper.died([owner(2).id]) == [(11, core.Rung(0))], "the first one has no section"
+
+
 def test_a_death_ends_what_was_kept_by_it_and_for_it():
     keeper = keeper_of(3)
     for number in range(3):

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import TICKS_A_SECOND
+from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import drain, maintenance
 from gpu_runtime.owner.monitor import promptly
@@ -105,9 +106,20 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
     assert crowd[5].tick() == LONG
 
 
+def test_whoever_the_keeper_wakes_removes_the_dead(crowd):
+    """The keeper wakes one owner of all. One that looked at two others only slept on, for up to 12 s."""
+    row = sorted(crowd[0]._session.ledger.read().sections)
+    by_id = {rt._session.me: rt for rt in crowd}
+    for dead, looker in ((10, 30), (11, 3), (12, 13)):
+        by_id[row[dead]]._session.ledger.close()
+        by_id[row[looker]].tick()
+        assert row[dead] not in by_id[row[looker]]._session.ledger.read().sections
+
+
 @pytest.mark.parametrize("dead", [6, 40])
-def test_every_death_is_noticed_by_somebody(crowd, dead):
-    """The owner before the dead one in the list notices at its next tick, the others later."""
+def test_every_death_is_noticed_by_somebody(crowd, dead, monkeypatch):
+    """In a Redis the owner before the dead one in the list notices at its next tick, the others later."""
+    monkeypatch.setattr(MemoryLedger, "names_the_dead", False)
     crowd[dead]._session.ledger.close()  # ends without removing its section
     gone = crowd[dead]._session.me
     book = crowd[0]._session.ledger.read()
@@ -117,7 +129,8 @@ def test_every_death_is_noticed_by_somebody(crowd, dead):
     assert gone not in crowd[0]._session.ledger.read().sections
 
 
-def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crowd):
+def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crowd, monkeypatch):
+    monkeypatch.setattr(MemoryLedger, "names_the_dead", False)
     row = sorted(crowd[0]._session.ledger.read().sections)
     by_id = {rt._session.me: rt for rt in crowd}
     by_id[row[10]]._session.ledger.close()

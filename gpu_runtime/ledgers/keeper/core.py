@@ -317,7 +317,8 @@ class Keeper:
     def died(self, ids: Iterable[str]) -> Answers:
         """These owners have ended. Whoever waits for room is woken, because their bytes may be free.
 
-        If nobody waits, one owner is woken, which removes them from the book.
+        If nobody waits, one owner with a section is woken, which removes them from the book. An owner
+        without a section has perhaps no monitor.
         """
         state = self.known.state
         gone = [id for id in ids if id in state.living]
@@ -336,7 +337,8 @@ class Keeper:
         waiting = {ticket.owner for ticket in self.known.book.tickets}
         bells = [bell for bell, id in self._bells.items() if id in waiting - set(gone)]
         if not bells and dead:
-            bells = [bell for bell, id in self._bells.items() if id in living][:1]
+            able = living.keys() & self.known.book.sections.keys() or living.keys()
+            bells = [bell for bell, id in self._bells.items() if id in able][:1]
         return [(bell, Rung(0)) for bell in bells]
 
     # Messages

@@ -66,6 +66,7 @@ class RedisLedger(Ledger):
 
     _declared_dead: frozenset[str] = frozenset()
     again_seconds = 10.0  # a Redis may lose the names
+    names_the_dead = False  # each process has a file, which it locks
 
     def __init__(
         self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
