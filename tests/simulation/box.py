@@ -15,10 +15,9 @@ from gpu_runtime.backends import fake
 from gpu_runtime.backends.fake import FakeBackend, FakeModel
 from gpu_runtime.devices import allocators
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.ledgers import base
+from gpu_runtime.ledgers import base, notify
 from gpu_runtime.ledgers.keeper import core, ledger, shared_book
 from gpu_runtime.ledgers.liveness import describe_self
-from gpu_runtime.ledgers.notify import _Waiter
 from gpu_runtime.ledgers.pieces import Pieces, encode
 from gpu_runtime.owner import lifetime
 
@@ -116,10 +115,21 @@ class Wire:
         return 0 if self.is_open() else -1
 
 
+class Waiter(notify._Waiter):
+    """A waiting thread. The kernel of the system sees no process of the box, so none is watched."""
+
+    woken = False
+
+    def wake(self) -> None:
+        self.woken = True
+
+    def watch(self, owners: object) -> None: ...
+
+
 class KeeperBell(ledger._KeeperBell):
     """The bell of an owner, which waits on the simulated wire."""
 
-    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+    def _sleep(self, waiter: Any, seconds: float) -> bool:
         wire: Any = self._wire
         if wire is None or not wire.is_open():
             seconds = min(seconds, ledger.BELL_SECONDS)
@@ -127,19 +137,19 @@ class KeeperBell(ledger._KeeperBell):
                 self.ring()
                 return True
             wire = None
-        rung = waiter.poll().poll
         machine = Box.active.machine
-        machine.pause(lambda: rung(0) or (wire and (wire.inbox or not wire.is_open())), seconds)
+        machine.pause(
+            lambda: waiter.woken or (wire and (wire.inbox or not wire.is_open())), seconds
+        )
         if wire is not None and wire.inbox and not wire.readable():
             machine.pause(wire.readable, wire.inbox[0][0] - machine.now)
-        woken = rung(0)
-        waiter.reset(woken)
+        woken, waiter.woken = waiter.woken, False
         if wire is not None and (not wire.is_open() or wire.drain()):
             if not wire.is_open():
                 wire.close()
             self._wake_all_but(waiter)
             return True
-        return bool(woken)
+        return woken
 
 
 class KeeperLedger(ledger.KeeperLedger):
@@ -237,7 +247,7 @@ class KeeperServer:
                     self._receive(number, core.decode_request(self.inbox[number].popleft()[1]))
             self._send(self.core.tick(now))
             self.publish()
-            machine.pause(lambda: machine.now >= self.due(), self.due() - now)
+            machine.pause(None, self.due() - now)
 
     def due(self) -> float:
         """When the keeper has something to do."""
@@ -338,9 +348,11 @@ class Box:
         self.troubled_until = 0.0  # connections that were cut are opened again
         self._died_at: dict[int, float] = {}
         self.precious: dict[Any, tuple[Kernel, str]] = {}  # hooks of models without a source
+        self.numbers = itertools.count(1)  # of the models
         self.slow = 0.0  # how often a message is late
         Box.active = self
         ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
+        notify._Waiter = Waiter  # type: ignore[misc]
         lifetime.open_ledger = KeeperLedger
         threads._set_async_error = machine.raise_in
         fake.FakeBackend = Weightless  # type: ignore[misc]
@@ -446,8 +458,7 @@ class Box:
         now: list[Any] = [self.keeper, self.keeper and self.keeper.written]
         for kernel in self.kernels:
             if kernel.rt is not None:
-                for device in self.limits:
-                    memory = kernel.rt.probe.place(device)
+                for memory in kernel.rt.probe._memories.values():
                     now += (memory._state, len(memory._freed))
         before, self._seen = self._seen, now
         return len(now) != len(before) or not all(map(operator.is_, now, before))

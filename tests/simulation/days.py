@@ -17,6 +17,7 @@ from .machine import Machine, Stuck
 REST_SECONDS = 30.0  # in which threads without work end, and the last fact is published
 MOST = admission.MOST_LEASES, admission.MOST_WAITING
 QUIET_SECONDS = 400.0  # in which every request ends, once nobody asks for more
+PACES = (2.0, 2.0, 20.0, 600.0)  # seconds
 SIZES = ("1GiB", "2GiB", "3GiB", "5GiB", "8GiB")
 
 
@@ -43,13 +44,16 @@ class Day:
         self, seed: int, seconds: float, trace: Callable[[str], None] | None, limits: Limits
     ) -> None:
         self.machine = Machine(seed)
-        self.seconds, self.limits = seconds, limits
+        self.limits = limits
         self.lines: list[str] = []
         self.box = Box(self.machine, self._devices(), trace or self.lines.append)
         small = self.machine.random.random() < 0.1  # a page that is soon full
         admission.MOST_LEASES, admission.MOST_WAITING = (8, 12) if small else MOST
-        self.laws = Laws(self.box)
         self.random = self.machine.random
+        # A user waits so long between two requests. A day with few of them lasts for hours.
+        self.pace = self.random.choice(PACES)
+        self.seconds = seconds * self.pace / PACES[0]
+        self.laws = Laws(self.box, slow=self.pace > PACES[0])
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
         self.precious = self.random.choice((0.0, 0.0, 0.1))
@@ -183,7 +187,7 @@ class Day:
         machine, random = self.machine, self.random
         machine.pause(lambda: kernel.rt is not None, None)
         while not self.over:
-            machine.pause(None, random.expovariate(0.5))
+            machine.pause(lambda: self.over, random.expovariate(1 / self.pace))
             if self.over:
                 return
             act = random.choice(RARE if random.random() < 0.02 else ACTIONS)
@@ -211,7 +215,7 @@ class Day:
     def _a_model(self, kernel: Kernel) -> str:
         if kernel.models and self.random.random() < 0.7:
             return self.random.choice(kernel.models)
-        name = f"m{self.box._pids}.{len(kernel.models)}"
+        name = f"m{next(self.box.numbers)}"
         random = self.random
         options: dict[str, Any] = {"size": random.choice(SIZES)}
         if random.random() < 0.3:
@@ -323,7 +327,7 @@ class Day:
         calm = random.random() < 0.3
         while not self.over:
             before = self.machine.now
-            self.machine.pause(None, random.expovariate(0.2))
+            self.machine.pause(lambda: self.over, random.expovariate(0.4 / self.pace))
             self.owner_seconds += (self.machine.now - before) * len(box.kernels)
             if calm or self.over:
                 continue
@@ -332,10 +336,7 @@ class Day:
             if fault == "keeper":
                 box.kill_keeper(torn=random.random() < 0.5)
             elif fault == "kernel" and len(box.kernels) > 1:
-                victim = random.choice(box.kernels)
-                if victim.rt is not None:
-                    self._forget_calls(victim)
-                    box.kill(victim)
+                self._kill(random.choice(box.kernels))
             elif fault == "new kernel" and len(box.kernels) < self.limits.kernels:
                 self._open_kernel()
             elif fault == "stop keeper" and box.keeper is not None:
@@ -351,8 +352,21 @@ class Day:
                 self.laws.jumped()
             elif fault == "interrupt":
                 self._interrupt()
+            elif fault == "impatience":
+                for _ in range(random.randint(2, 6)):
+                    self._interrupt()
+                    self.machine.pause(None, random.choice((0.0, 0.0, 0.01, 0.3)))
+            elif fault == "both" and len(box.kernels) > 1:  # as when memory is short
+                self._kill(random.choice(box.kernels))
+                self.machine.pause(None, random.choice((0.0, 0.005, 0.02)))
+                box.kill_keeper()
             elif fault == "collect":
                 gc.collect()
+
+    def _kill(self, victim: Kernel) -> None:
+        if victim.rt is not None:
+            self._forget_calls(victim)
+            self.box.kill(victim)
 
     def _interrupt(self) -> None:
         """The stop button: a thread that waits in a call gets a KeyboardInterrupt."""
@@ -412,6 +426,7 @@ FAULTS = (
     "cut",
     "suspend",
     "interrupt",
-    "interrupt",
+    "impatience",
+    "both",
     "collect",
 )

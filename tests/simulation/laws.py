@@ -1,12 +1,15 @@
 """What must hold on the simulated box: after every step, while requests wait, at rest, and at the end."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
+from gpu_runtime.errors import LedgerRefused
 from gpu_runtime.facts import Grant, Phase, Refuse, World
-from gpu_runtime.owner import acquire, requests
+from gpu_runtime.ledgers.keeper import ledger as clients
+from gpu_runtime.owner import acquire, maintenance, requests
 from gpu_runtime.owner.resident import Place
 from gpu_runtime.scheduler import recall, transitions
 from gpu_runtime.scheduler.admission import admit
@@ -17,21 +20,46 @@ from .box import Box, Kernel
 LOOK_SECONDS = 0.25  # how often the waiting requests are decided again
 # What can be granted is granted within this time, and what others need leaves. With slow messages it takes longer.
 GRANTED_SECONDS, SLOWLY_SECONDS = 2.5, 8.0
-# How often a waiting request looks by itself. Most days it is seldom, so that a wake-up that was lost shows.
+# How often a waiting request and a monitor look by themselves. Most days it is seldom: a wake-up that was lost shows.
 LOOKS_SECONDS = (1.0, 30.0, 30.0)
+carry_out_order, refuse_unlawful = maintenance.carry_out_order, clients.refuse_unlawful
+
+
+class Log(logging.Handler):
+    """The log of all processes. An error with a traceback is one that nobody expected."""
+
+    broken: Any = print
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            Log.broken(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+log = logging.getLogger("gpu_runtime")
+log.addHandler(Log())
+log.propagate = False
 
 
 class Laws:
     """The laws of one day. The first one that is broken is in `problem`."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: Box, slow: bool) -> None:
+        """With `slow`, nobody looks often, so that hours pass quickly."""
         self.box, self.problem = box, ""
         self._asked: dict[str, tuple[Kernel, Any, Any, Any]] = {}  # by key: the newest decision
-        self._could: dict[str, float] = {}  # since when a waiting request could be granted
+        self._could: dict[str, float] = {}  # since when what must happen could have happened
         self._looked_at = 0.0
         self._totals: dict[str, int] = {}
+        self._before = box.book()
+        self._carried_out: set[tuple[str, str]] = set()  # orders that threads carry out now
         acquire.admit = self._admit
-        requests.POLL_SECONDS = box.machine.random.choice(LOOKS_SECONDS)
+        clients.refuse_unlawful = self._refuse_unlawful
+        maintenance.carry_out_order = self._carry_out_order
+        Log.broken = self._broken
+        looks = LOOKS_SECONDS[-1] if slow else box.machine.random.choice(LOOKS_SECONDS)
+        requests.POLL_SECONDS = maintenance.POLL_SECONDS = looks
+        maintenance.DOZE_SECONDS = max(12.0, 2 * looks)
+        maintenance.TICKS_A_SECOND = 6 if looks == 1 else 1e-3
 
     def _admit(self, book: Any, request: Any, world: Any, rank: Any) -> Any:
         """The product's `admit`, whose arguments and verdicts are noted."""
@@ -43,12 +71,29 @@ class Laws:
                 self._asked[request.key] = kernel, request, world, rank
         return after, verdict
 
+    def _refuse_unlawful(self, *write: Any, unsent: bool = False) -> None:
+        """No owner decides what may not be written."""
+        try:
+            refuse_unlawful(*write, unsent=unsent)
+        except LedgerRefused as error:
+            self._broken(str(error))
+            raise
+
+    def _carry_out_order(self, session: Any, order: Any) -> None:
+        """Every order of another owner gets an answer, unless the ledger cannot be written."""
+        self._carried_out.add((session.me, order.key))
+        carry_out_order(session, order)
+        self._carried_out.discard((session.me, order.key))
+        if session.orders.get(order.key, "gone") is None and not session.closed:
+            self._broken(f"{session.me} does not answer {order.verb} {order.name} of {order.key}")
+
     def after_step(self) -> None:
         if self.problem:
             return
         if self.box.changed():
             self._bytes()
             self._sums()
+            self._departures()
         if self.box.machine.now >= self._looked_at + LOOK_SECONDS:
             self._looked_at = self.box.machine.now
             self._wakes()
@@ -68,7 +113,7 @@ class Laws:
                 self._broken(f"{device} has {show_bytes(limit)}, and holds: {sizes}")
             for kernel in self.box.kernels:
                 size = held.get(kernel.process, 0)
-                if size > (claimed := self._claimed(kernel, device)):
+                if size and size > (claimed := self._claimed(kernel, device)):
                     self._broken(
                         f"{kernel.process} holds {show_bytes(size)} on {device}, and the ledger has "
                         f"{show_bytes(claimed)}"
@@ -86,6 +131,31 @@ class Laws:
                 self._broken(f"the total of {name} fell from {count} to {totals[name]}")
         self._totals = totals
 
+    def _departures(self) -> None:
+        """Nothing leaves for others that is kept, in use, or more important than what it leaves for."""
+        before, book = self._before, self.box.book()
+        self._before = book
+        if before is book:
+            return
+        asked: dict[str, int] = {}  # by lease: the importance of what it leaves for; less is more
+        for ticket in before.tickets:
+            for id in (ticket.name, *ticket.recalls):
+                most = ticket.importance if ticket.verb == "use" else -1
+                asked[id] = min(asked.get(id, most), most)
+        for id in book.changed_since(before):
+            if id not in book.sections or id not in before.sections:
+                continue
+            old = {lease.name: lease for lease in before.sections[id].leases}
+            for lease in book.sections[id].leases:
+                was = old.get(lease.name, lease)
+                if lease.phase is not Phase.LEAVING or was.phase is not Phase.SETTLED:
+                    continue
+                for_others = lease.key.endswith(":obey")
+                if for_others and was.importance < asked.get(lease.id, 0):
+                    self._broken(f"{lease.id} leaves for a request of less importance")
+                if was.keep and lease.keep:
+                    self._broken(f"{lease.id} leaves for {lease.key}, and is kept")
+
     def _wakes(self) -> None:
         """A request that can be granted is granted soon: no wake-up was lost."""
         box, now = self.box, self.box.machine.now
@@ -96,7 +166,12 @@ class Laws:
         if now < box.troubled_until:
             return
         book = box.book()
-        waits = [*self._grantable(book), *self._not_obeyed(book)]
+        waits = [
+            *self._grantable(book),
+            *self._not_obeyed(book),
+            *self._remains(book),
+            *self._not_begun(book),
+        ]
         for what in waits:
             since = self._could[what] = could.get(what, now)
             if now - since > (SLOWLY_SECONDS if box.slow else GRANTED_SECONDS):
@@ -113,6 +188,10 @@ class Laws:
                 continue
             if any(one.key == ticket.key for one in book.leases()):
                 continue  # it makes room itself
+            threads = {key.text: key.thread for key in kernel.rt._session.keys._living()}
+            mine = [key for key, thread in threads.items() if thread == threads.get(ticket.key)]
+            if any(book.ticket(key) for key in mine if key != ticket.key):
+                continue  # after an out-of-memory error it asks another process for room first
             today = replace(world, now=now, wall=world.wall + now - world.now)
             # What only time has brought about rings no bell: who waits looks by itself.
             if all(isinstance(admit(book, request, at, rank)[1], Grant) for at in (world, today)):
@@ -135,6 +214,40 @@ class Laws:
             askers = {one.key: asker for one in book.tickets if one.owner != kernel.me}
             _, steps, _ = recall.obey(book, kernel.me, world, "law", askers, session.rank)
             yield from [f"{kernel.process} could evict {one.lease}, and does not" for one in steps]
+
+    def _running(self, book: Any) -> dict[str, Kernel]:
+        """The kernels that run and are in the book, by owner id."""
+        return {
+            one.me: one
+            for one in self.box.kernels
+            if one.rt is not None and not one.closed and one.process not in self.box.stopped
+            if one.me in book.sections
+        }
+
+    def _remains(self, book: Any) -> Iterator[str]:
+        """What nobody works on, and what the dead have left."""
+        running = self._running(book)
+        for id, section in book.sections.items():
+            if self.box.is_dead(id) and running and not self.box.stopped:
+                yield f"the book has {id}, which is dead"
+            if id not in running:
+                continue
+            session = running[id].rt._session
+            for lease in section.leases:
+                begun = lease.phase is Phase.SETTLED or lease.name in session.blocks
+                if not begun and lease.key not in session.keys.texts():
+                    yield f"{lease.id} is {lease.phase.value} for {lease.key}, which has ended"
+
+    def _not_begun(self, book: Any) -> Iterator[str]:
+        """Orders that their owner has not begun."""
+        running = self._running(book)
+        for ticket in book.tickets:
+            owner, _, name = ticket.name.partition("/")
+            if ticket.verb in ("use", "evict", "shed") or owner not in running:
+                continue
+            answered = any(event.answers == ticket.key for event in book.events)
+            if not answered and ticket.key not in running[owner].rt._session.orders:
+                yield f"{owner} does not begin {ticket.verb} {name} of {ticket.key}"
 
     def _broken(self, what: str) -> None:
         """Notes the problem with the book: a line for each lease, ticket and last event."""

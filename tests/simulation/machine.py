@@ -128,16 +128,14 @@ class Machine:
         return True
 
     def _runnable(self) -> list[Thread]:
-        found, now = [], self.now
-        for one in self.threads:
-            ready, deadline = one.ready, one.deadline
-            if one.frozen:
-                continue
-            if deadline is not None and deadline <= now:
-                found.append(one)
-            elif ready() if ready is not None else deadline is None:
-                found.append(one)
-        return found
+        now = self.now
+        return [
+            one for one in self.threads
+            if not one.frozen and (
+                ((until := one.deadline) is not None and until <= now)
+                or (until is None if (ready := one.ready) is None else ready())
+            )
+        ]  # fmt: skip
 
     def _step(self, thread: Thread) -> None:
         self.steps += 1
