@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -31,7 +32,8 @@ from gpu_runtime.facts import (
     Share,
 )
 from gpu_runtime.ledgers import base, open_ledger
-from gpu_runtime.ledgers.keeper.ledger import _KeeperBell
+from gpu_runtime.ledgers.keeper.core import Ring, Sign
+from gpu_runtime.ledgers.keeper.ledger import _KeeperBell, _Lost
 from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.notify import Bell, Doorbell, _Waiter
 from tests.clock import PATIENCE, Clock
@@ -461,6 +463,20 @@ def test_a_bell_whose_keeper_has_ended_opens_another_wire():
     assert bell.wait(PATIENCE) and not bell.wait(0.0)
     bell.close_here()
     pairs[1][1].close()
+
+
+def test_a_ring_that_no_keeper_has_got_reaches_the_next_one():
+    """The sender writes to the new keeper already, while its bell has the old one. The others slept on."""
+    sent: list[object] = []
+    wires = [Mock(), Mock()]
+    wires[0].send.side_effect = _Lost("it ended")
+    wires[1].send.side_effect = sent.append
+    opened = iter(wires)
+    bell = _KeeperBell(lambda: next(opened))
+    for id in ("b", "a"):
+        bell.tell(Ring(0, (id,)))
+    bell.tell(Sign(0))  # a lost sign comes again by itself
+    assert bell._open_again() and sent == [Ring(0, ("a", "b"))]
 
 
 def test_closing_wakes_waiting_threads(new_owner):

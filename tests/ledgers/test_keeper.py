@@ -371,13 +371,33 @@ def test_a_death_wakes_who_waits_for_room():
 
 
 def test_a_death_wakes_an_owner_that_can_remove_it():
-    """A runtime that was only opened has no monitor: the dead one stayed in the book until others looked by chance."""
+    """One without leases has perhaps no monitor: the dead one stayed in the book until others looked by chance."""
     keeper = keeper_of(3)
     for number in range(3):
         keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
-    for number in (1, 2):
-        write(keeper, number, Part(Section(owner(number)), (), 1))
-    assert keeper.died([owner(2).id]) == [(11, core.Rung(0))], "the first one has no section"
+    for number, leases in ((0, ()), (1, (Lease(owner(1).id, "m"),)), (2, ())):
+        write(keeper, number, Part(Section(owner(number), leases=leases), (), 1))
+    assert keeper.died([owner(2).id]) == [(11, core.Rung(0))]
+
+
+def test_a_release_that_has_not_seen_a_request_wakes_it_and_a_request_that_has_not_seen_a_release_looks_again():
+    """Both are taken on an old page. Neither knew of the other, and the request waited until it looked by itself."""
+    keeper = keeper_of(2)
+    for number in (0, 1):
+        keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
+    held = Part(Section(owner(0), leases=(Lease(owner(0).id, "m"),)), (), 1)
+    write(keeper, 0, held)
+    write(keeper, 1, Part(Section(owner(1)), (), 1))
+    page = keeper.known.revision
+    ticket = Ticket("t", owner(1).id, "use", "m", arrived=0, refreshed=0)
+    wish = msgspec.Raw(core.encode(Part(Section(owner(1)), (ticket,), 2)))
+    freed = msgspec.Raw(core.encode(Part(Section(owner(0)), (), 2)))
+    requested = Put(2, page, wish, queue=("t",))
+    released = Put(2, page, freed)
+    assert keeper.receive(1, requested, 0.0) == [(1, Written(2, page + 1))]
+    assert keeper.receive(0, released, 0.0) == [(0, Written(2, page + 2)), (11, core.Rung(0))]
+    again = keeper.receive(1, replace(requested, number=3, revision=page + 1), 0.0)
+    assert again == [(1, Written(3, page + 3)), (11, core.Rung(0))]
 
 
 def test_a_death_ends_what_was_kept_by_it_and_for_it():

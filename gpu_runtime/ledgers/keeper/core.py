@@ -317,8 +317,8 @@ class Keeper:
     def died(self, ids: Iterable[str]) -> Answers:
         """These owners have ended. Whoever waits for room is woken, because their bytes may be free.
 
-        If nobody waits, one owner with a section is woken, which removes them from the book. An owner
-        without a section has perhaps no monitor.
+        If nobody waits, one owner with a lease is woken, which removes them from the book. An owner
+        without leases has perhaps no monitor.
         """
         state = self.known.state
         gone = [id for id in ids if id in state.living]
@@ -337,7 +337,8 @@ class Keeper:
         waiting = {ticket.owner for ticket in self.known.book.tickets}
         bells = [bell for bell, id in self._bells.items() if id in waiting - set(gone)]
         if not bells and dead:
-            able = living.keys() & self.known.book.sections.keys() or living.keys()
+            sections = self.known.book.sections
+            able = {id for id in living if id in sections and sections[id].leases} or living
             bells = [bell for bell, id in self._bells.items() if id in able][:1]
         return [(bell, Rung(0)) for bell in bells]
 
@@ -394,6 +395,7 @@ class Keeper:
     # Turns
 
     def _take_put(self, connection: int, me: str, put: Put, now: float) -> Answers:
+        rings: Answers = []
         try:
             if len(put.part) > MOST_PART_BYTES:
                 raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
@@ -406,17 +408,29 @@ class Keeper:
             is_current = self._oldest_page(me, releases) <= put.revision <= self.known.revision
             if not is_current or (not releases and self._must_wait(connection, now)):
                 return self._queue_up(connection, put.number, now)
+            unseen = {id for id in self.known.parts if self.pieces[id].revision > put.revision}
             self._write(me, put, mine, releases)
             if not releases:
                 self._claimed_at[connection] = now
             reply: Reply = Written(put.number, self.known.revision)
+            rings = self._rings_for(me, unseen - {me})
         except LedgerRefused as error:
             reply = Refused(put.number, error.facts["why"])
         except UNREADABLE as error:
             reply = Refused(put.number, f"others could not read it: {error}")
         except ValueError as error:  # too large a page
             reply = Refused(put.number, str(error))
-        return [(connection, reply), *self._out_of_queue(connection, now)]
+        return [(connection, reply), *self._out_of_queue(connection, now), *rings]
+
+    def _rings_for(self, me: str, unseen: set[str]) -> Answers:
+        """Wakes the requests that a write of `me` and the last writes of `unseen` do not know of.
+
+        `me` decided on a page without these writes. So it wakes no request that one of them brought, and
+        its own request has not seen the bytes that one of them released.
+        """
+        waiting = {ticket.owner for ticket in self.known.book.tickets}
+        concerned = waiting & ({me, *unseen} if unseen else unseen)
+        return [(bell, Rung(0)) for bell, id in self._bells.items() if id in concerned]
 
     def _only_releases(self, me: str, mine: Part, put: Put) -> bool:
         """Whether a write claims no more bytes, and changes nothing else that others decide by.

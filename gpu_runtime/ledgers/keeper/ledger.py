@@ -143,15 +143,20 @@ class _KeeperBell(Bell):
             self._wire = open_wire()
         self._opening = threads.freed(threading.Lock())
         self._telling = threads.freed(threading.Lock())
+        self._unrung: set[str] = set()  # owners whose ring no keeper has got
 
     def tell(self, message: core.Request) -> None:
-        """Sends a message that has no reply. Never fails; the message may be lost."""
+        """Sends a message that has no reply. Never fails. A ring that is not sent waits for the next keeper."""
         with self._telling:
             wire = self._wire
-            if wire is not None:
-                try:
-                    wire.send(message)
-                except _Lost:  # perhaps half of the message was sent
+            try:
+                if wire is None:
+                    raise _Lost("no keeper answers")
+                wire.send(message)
+            except _Lost:  # perhaps half of the message was sent
+                if isinstance(message, core.Ring):
+                    self._unrung.update(message.owners)
+                if wire is not None:
                     with contextlib.suppress(OSError):  # it is closed already
                         # Wakes the thread that will close it.
                         wire.socket.shutdown(socket.SHUT_RDWR)
@@ -194,6 +199,10 @@ class _KeeperBell(Bell):
             return False
         try:
             self._wire = self._open_wire()
+            with self._telling:
+                unrung, self._unrung = self._unrung, set()
+            if unrung:
+                self.tell(core.Ring(0, tuple(sorted(unrung))))
             return True
         except (LedgerUnavailable, OSError):  # tried again at the next wait
             return False
