@@ -227,8 +227,9 @@ class Laws:
     def _remains(self, book: Any) -> Iterator[str]:
         """What nobody works on, and what the dead have left."""
         running = self._running(book)
+        can_remove = not self.box.stopped and any(book.sections[id].leases for id in running)
         for id, section in book.sections.items():
-            if self.box.is_dead(id) and running and not self.box.stopped:
+            if self.box.is_dead(id) and can_remove:
                 yield f"the book has {id}, which is dead"
             if id not in running:
                 continue
@@ -245,6 +246,8 @@ class Laws:
             owner, _, name = ticket.name.partition("/")
             if ticket.verb in ("use", "evict", "shed") or owner not in running:
                 continue
+            if any(one.work.locked() for one in [*running[owner].rt._session.residents.values()]):
+                continue  # its monitor may be moving something
             answered = any(event.answers == ticket.key for event in book.events)
             if not answered and ticket.key not in running[owner].rt._session.orders:
                 yield f"{owner} does not begin {ticket.verb} {name} of {ticket.key}"
