@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from . import error_pages, hub, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
-from .facts import Outcome, Plan
+from .facts import Outcome
 from .verbs import CLI, Verb, fill, given, usage_error, with_sizes_joined
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
@@ -185,30 +185,12 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
     """Prints the result `value`, and returns the exit code."""
     from gpu_runtime.rendering import render
 
-    value = render.with_titles(verb.name, value, rt)
     if args.json:
-        print(render.as_json(value))
-    elif render.is_frame(value):
-        print(_table(verb, value))
+        print(render.as_json(render.with_titles(verb.name, value, rt)))
     else:
-        has_names = isinstance(value, Plan) or verb.name == "why"
-        around = rt.status() if has_names else None
-        subject = getattr(args, "name", "") or ""
-        text = render.shown(verb.name, value, subject=subject, around=around, prompt=CLI)
-        print(verbs.typed_in(CLI, str(text)) if isinstance(value, Outcome) else text)
+        print(verbs.printed(verb.name, value, rt, getattr(args, "name", "") or ""))
     sys.stdout.flush()  # if the pipe is closed, BrokenPipeError is raised here and not at exit
     return FAILED if isinstance(value, Outcome) and not value.done else DONE
-
-
-def _table(verb: Verb, frame: Any) -> str:
-    """The DataFrame as an aligned table. An empty DataFrame becomes a hint on what to type."""
-    from gpu_runtime.rendering import render
-
-    if verb.name == "who":
-        return repr(frame)  # with its sums
-    if len(frame):
-        return render.frame_text(frame)
-    return verbs.typed_in(CLI, render.nothing(verb.name, CLI))
 
 
 # -- the verbs that run a server -----------------------------------------------------------------

@@ -21,7 +21,7 @@ from . import autoload
 from .arguments import FIELDS, MOST, MOST_DAYS, SECONDS, SEQUENCES, TOKENS, TRUTH, TYPED, Rule
 from .arguments import IMPORTANCE as IMPORTANCE_RULE
 from .errors import BadSetting, GpuError, UnknownVerb
-from .facts import IMPORTANCE, Outcome, problems
+from .facts import IMPORTANCE, Outcome, Plan, problems
 from .safe_text import MOST_QUOTED, printable, quoted
 from .scheduler.policies import POLICIES
 
@@ -852,6 +852,23 @@ def typed_in(place: str, text: str) -> str:
         return f"{notebook_only}{colon}{MAGIC} {name}"
 
     return re.sub(r"(:\s+)?(?<!%)(?<!notebook: )(?<!notebook:  )%gpu (\w+)", in_terminal, text)
+
+
+def printed(verb: str, value: Any, rt: Any, subject: str = "") -> str:
+    """What a terminal shows of the result `value` of a `verb`, after which `subject` was typed.
+
+    An empty table becomes a hint on what to type.
+    """
+    from .rendering import render
+
+    value = render.with_titles(verb, value, rt)
+    if render.is_frame(value) and verb == "who":
+        return repr(value)  # with its sums
+    if render.is_frame(value):
+        return render.frame_text(value) if len(value) else typed_in(CLI, render.nothing(verb, CLI))
+    around = rt.status() if isinstance(value, Plan) or verb == "why" else None
+    text = str(render.shown(verb, value, subject=subject, around=around, prompt=CLI))
+    return typed_in(CLI, text) if isinstance(value, Outcome) else text
 
 
 def overview(place: str) -> str:

@@ -125,7 +125,9 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> Part:
         f'<div class="g-head"><b>{esc(title)}</b> {html.simulated(snapshot)} {shared}</div>'
         + "".join(f'<div class="g-alarm">{esc(alarm)}</div>' for alarm in alarms),
     )
-    devices, queue = bars(list(map(_device, snapshot.devices, text.devices(snapshot)))), NOTHING
+    lines, queue = views.device_lines(snapshot), NOTHING
+    width = max((len(one.fill) for one in lines), default=0)
+    devices = bars([_device(one, width) for one in lines])
     holders, past = _holders(snapshot, prompt), _past(snapshot)
     if waiting := views.waiting(snapshot):
         queue = joined(Part(f"Waiting: {len(waiting)}", ""), numbered(waiting))
@@ -147,9 +149,10 @@ def hosts(snapshots: Iterable[Snapshot], prompt: str = "%gpu") -> Part:
     return joined(*(host(one, prompt) for one in snapshots), between="\n\n")
 
 
-def _device(view: Any, shown: text.DeviceLine) -> Drawn:
-    fill = f'{esc(views.fill(view))} <span class="g-soft">{view.pressure:.0%}</span>'
-    return Drawn(shown.title, shown.bar, shown.figures, fill, esc(shown.remarks))
+def _device(one: views.DeviceLine, width: int) -> Drawn:
+    figures = f"{one.fill:>{width}}  {one.pressure:>5}  {one.remarks}"
+    fill = f'{esc(one.fill)} <span class="g-soft">{one.pressure}</span>'
+    return Drawn(one.title, one.bar, figures, fill, esc(one.remarks))
 
 
 HOLDERS = {  # The state is the last column, because its width changes with time.

@@ -132,11 +132,6 @@ def with_titles(verb: str, value: Any, rt: Any) -> Any:
     return value
 
 
-def block_report(block: Any) -> Shown:
-    """A report on `block`, a leased block of code: its peak memory, and its memory at the end."""
-    return Shown(block, answers.block)
-
-
 def story(found: OutOfMemoryStory) -> Shown:
     """The story of an out-of-memory error as it is shown below the error: at most ten lines."""
     return Shown(found, partial(answers.story, full=False))

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu_runtime.facts import Snapshot, importance_name
 from gpu_runtime.units import show_bytes, show_seconds
@@ -27,26 +27,6 @@ _OWNER_ID = re.compile(r"\d+(\.\d+)+")
 LONGEST = 44  # characters of a cell; a longer text is shortened in the middle
 LONGEST_LEGEND = 28  # characters of a model's name in a bar's legend
 MOST_LEGEND = 8  # entries of a bar's legend
-
-
-class DeviceLine(NamedTuple):
-    """The line of one device: its name and bar, and what is after the bar, as one text and the last part alone."""
-
-    title: str
-    bar: Bar
-    figures: str
-    remarks: str
-
-
-def devices(snapshot: Snapshot, aligned: bool = True) -> Iterator[DeviceLine]:
-    """The lines of the devices, whose figures may be `aligned`."""
-    fills = [len(views.fill(view)) for view in snapshot.devices] if aligned else []
-    fill_width, pressure_width = max(fills, default=0), 5 if aligned else 0
-    for view, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
-        remarks = ", ".join(views.remarks(snapshot, view))
-        figures = f"{views.fill(view):>{fill_width}}  {view.pressure:>{pressure_width}.0%}"
-        title = views.device_name(view.device.id)
-        yield DeviceLine(title, bar, f"{figures}  {remarks}", remarks)
 
 
 def bars(rows: Iterable[tuple[str, Bar, str]], before: str = "") -> list[str]:
@@ -250,7 +230,10 @@ def _lines(
     for request in _waiting(snapshot):
         yield ORANGE, f"! {request}"
     yield "", ""
-    for line in bars(one[:3] for one in devices(snapshot, aligned=False)):
+    for line in bars(
+        (one.title, one.bar, f"{one.fill}  {one.pressure}  {one.remarks}")
+        for one in views.device_lines(snapshot)
+    ):
         yield "", line
     yield "", ""
     cells = [

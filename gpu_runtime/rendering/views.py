@@ -293,6 +293,30 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
     return found
 
 
+class DeviceLine(NamedTuple):
+    """What is said of one device: its name, its bar, and the texts after the bar."""
+
+    title: str
+    bar: Bar
+    fill: str
+    pressure: str
+    remarks: str
+
+
+def device_lines(snapshot: Snapshot) -> list[DeviceLine]:
+    """The devices of the `snapshot`, in their order."""
+    return [
+        DeviceLine(
+            device_name(view.device.id),
+            bar,
+            fill(view),
+            f"{view.pressure:.0%}",
+            ", ".join(remarks(snapshot, view)),
+        )
+        for view, bar in zip(snapshot.devices, bars(snapshot), strict=True)
+    ]
+
+
 def from_cards(snapshot: Snapshot) -> str:
     """What has left the cards for RAM: `1 model in RAM`, or `1 model, 1 notebook in RAM`."""
     kinds = [lease.kind for lease in snapshot.leases() if lease.on_host and not lease.on_disk]

@@ -227,7 +227,7 @@ class GpuMagics(Magics):
             else:
                 compiled.run()
         if lease is not None:
-            self._show(render.block_report(lease))
+            self._show(render.Shown(lease, render.answers.block))
 
     @contextlib.contextmanager
     def _named(self, name: str, value: Any) -> Iterator[None]:

@@ -19,10 +19,9 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
-from gpu_runtime import watching
+from gpu_runtime import verbs, watching
 from gpu_runtime.errors import GpuError
-from gpu_runtime.facts import Plan, Snapshot
-from gpu_runtime.rendering import render
+from gpu_runtime.facts import Snapshot
 from gpu_runtime.safe_text import lines, listed, quoted
 from gpu_runtime.version import VERSION
 
@@ -52,29 +51,29 @@ class Tools:
 
     def status(self) -> str:
         """The GPUs now: who holds how much memory, what is free, which requests wait, and problems."""
-        return self._shown("status", self._rt.status())
+        return verbs.printed("status", self._rt.status(), self._rt)
 
     def leases(self) -> str:
         """Every lease: model or notebook, bytes, place, owner, and for how long it has been idle."""
-        return self._shown("leases", self._rt.leases())
+        return verbs.printed("leases", self._rt.leases(), self._rt)
 
     def who(self, process: str) -> str:
         """Which variables of a notebook hold GPU memory. `process` is its file name or its pid."""
-        return self._shown("who", self._rt.who(process))
+        return verbs.printed("who", self._rt.who(process), self._rt)
 
     def why(self, name: str = "") -> str:
         """The last decisions about a model or notebook, with their reasons; without a name, about this host."""
-        return self._shown("why", self._rt.why(name), name)
+        return verbs.printed("why", self._rt.why(name), self._rt, name)
 
     def plan(self, name_or_size: str) -> str:
         """A dry run: whether a model, a path or a size such as 8GiB fits now, and what would leave for it."""
-        return self._shown("plan", self._rt.plan(name_or_size), name_or_size)
+        return verbs.printed("plan", self._rt.plan(name_or_size), self._rt, name_or_size)
 
     def report(self, since: str = "7d", by: By | None = None) -> str:
         """Who used the GPUs, who held them idle, who waited for whom, and what parking saved. `since`: such as 24h."""
         if by is None:
             return str(self._rt.report(since, text=True))
-        return self._shown("report", self._rt.report(since, by=by))
+        return verbs.printed("report", self._rt.report(since, by=by), self._rt)
 
     def propose(self, action: Action, name: str) -> str:
         """What an action would do, and the code with which `confirm` carries it out. Nothing is done yet.
@@ -103,16 +102,6 @@ class Tools:
         if state != "done":
             raise GpuError(words)
         return words
-
-    def _shown(self, verb: str, value: Any, subject: str = "") -> str:
-        """The `value` as a terminal shows the result of the `verb`."""
-        value = render.with_titles(verb, value, self._rt)
-        if render.is_frame(value) and not len(value):
-            return render.nothing(verb, "gpu")
-        if render.is_frame(value):
-            return repr(value) if verb == "who" else render.frame_text(value)
-        around = self._rt.status() if isinstance(value, Plan) or verb == "why" else None
-        return str(render.shown(verb, value, subject=subject, around=around, prompt="gpu"))
 
 
 def target_of(name: str, snapshot: Snapshot) -> str:

@@ -10,11 +10,11 @@ from gpu_panels.data.rows import (
     MODELS,
     NOTEBOOKS,
     kernel_cell,
-    kernel_state,
     leases,
     models,
     notebooks,
     queue,
+    state_of,
     summary,
 )
 from gpu_panels.lab import view
@@ -75,7 +75,7 @@ def test_parked_memory_on_a_disk_is_shown_there_and_takes_no_ram():
         assert place(own) == place_label(own) == shown
         [ram] = [bar for bar in bars(world) if bar.device.is_host]
         assert sum(one.bytes for one in ram.segments) == (8 - on_disk) * GIB
-        assert kernel_state(own, world).text == word
+        assert state_of(own, world).text == word
         assert lease_state(own, NOW).text() == f"{word}, idle 9.0 s"
         [row] = [row for row in notebooks(world) if row.id == ME.id]
         found = {column.title: cell.text for column, cell in zip(NOTEBOOKS, row.cells, strict=True)}

@@ -59,8 +59,8 @@ from .cells import (
     why_no_answer,
 )
 from .confirmations import is_idle, is_idle_notebook, ticket_title
-from .rows import ASLEEP_SECONDS, kernel_buttons
-from .rows import buttons as model_buttons
+from .rows import ASLEEP_SECONDS
+from .rows import buttons as usual_buttons
 from .timeline import MARKED, devices_of, spans_of
 
 
@@ -538,15 +538,15 @@ def _buttons(stretch: Stretch, drawing: _Drawing) -> tuple[Button, ...]:
     if lease is None or stretch.kind == "arriving" or lease.kind not in ("model", KERNEL):
         return ()
     owner = snapshot.sections[lease.owner].owner
-    buttons = lease_buttons(lease, owner, drawing.room)
-    if lease.kind == KERNEL:
-        buttons = (one for one in kernel_buttons(lease, owner) if one.verb != "who")
-    return if_awake(buttons, owner.id, snapshot, lease.id)
+    return if_awake(lease_buttons(lease, owner, drawing.room), owner.id, snapshot, lease.id)
 
 
 def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterator[Button]:
-    """All buttons of a model's `lease`, including Drop and Move. `room` is the result of `room_after`."""
-    common = {button.verb: button for button in model_buttons(lease, owner)}
+    """All buttons of a `lease`, of a model also Drop and Move. `room` is the result of `room_after`."""
+    common = {one.verb: one for one in usual_buttons(lease, owner) if one.verb != "who"}
+    if lease.kind == KERNEL:
+        yield from common.values()
+        return
     evict = common.get("evict")
     if lease.keep and lease.on_device and not lease.pins and lease.phase is Phase.SETTLED:
         del common["evict"]  # a pinned model cannot be evicted

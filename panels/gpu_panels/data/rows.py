@@ -267,7 +267,7 @@ def _activity_cell(one: Process, snapshot: Snapshot) -> Cell:
         return Cell("runs", 0, f"uses {clean(pins[0].name)}" if pins else "", "strong")
     own = section.lease(KERNEL)
     if own is not None and own.on_host and not one.card_bytes:
-        return kernel_state(own, snapshot)
+        return state_of(own, snapshot)
     return Cell("idle")
 
 
@@ -313,16 +313,12 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
     on_cards = [lease for lease in section.leases if lease.on_device and lease.kind != "block"]
     if not on_cards:
         own = section.lease(KERNEL)
-        return (
-            _with_target(kernel_buttons(own, owner)[0], own, snapshot)
-            if own and own.shares
-            else None
-        )
+        return _with_target(buttons(own, owner)[0], own, snapshot) if own and own.shares else None
     largest = max(on_cards, key=lambda lease: (not lease.pins, lease.card_bytes))
     if largest.pins and section.busy_since:  # nothing of it can leave while its cell runs
         return _button("interrupt", f"{owner.id}/", snapshot)
     if largest.kind == KERNEL:
-        return _with_target(kernel_buttons(largest, owner)[0], largest, snapshot)
+        return _with_target(buttons(largest, owner)[0], largest, snapshot)
     if largest.keep and not largest.pins:
         return _button("unpin", largest.id, snapshot)
     evict = Button("evict", f"Evict {short(largest.name)}", _why_not_evict(largest, owner))
@@ -525,7 +521,18 @@ def _keep_cell(keep: bool, kind: str = "") -> Cell:
 
 
 def buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons of a model's `lease`. A button that cannot be pressed now shows the reason."""
+    """The buttons of the `lease` of a model, or of a notebook's own code. One that cannot be pressed shows why."""
+    if lease.kind == KERNEL and lease.on_host:
+        return Button("unpark", "Unpark", _moving(lease)), VARIABLES
+    if lease.kind == KERNEL:
+        why_not = _moving(lease)
+        if lease.pins:
+            why_not = f"{owner.label} runs a cell"
+        elif not lease.movable:
+            why_not = "Parking is turned off in this notebook (GPU_PARK=never)"
+        return Button("park", "Park", why_not), VARIABLES
+    if lease.kind != "model":
+        return ()
     pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
     restore = Button("restore", "Restore", _moving(lease))
     if lease.on_host:
@@ -655,10 +662,10 @@ def _share_rows(
     name = lease_name_cell(lease, _HINTS.get(lease.kind) or model_kind(lease), styles)
     if is_kernel:
         name = name._replace(text=OWN_CODE)  # the first column has the notebook's name
-    state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
-    buttons: tuple[Button, ...] = ()
+    state = state_of(lease, snapshot)
+    pressable: tuple[Button, ...] = ()
     if is_kernel:
-        buttons = if_awake(kernel_buttons(lease, owner), owner.id, snapshot, lease.id)
+        pressable = if_awake(buttons(lease, owner), owner.id, snapshot, lease.id)
     filled_bytes = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = filled_bytes.get(share.device, share.bytes)
@@ -671,8 +678,8 @@ def _share_rows(
             bytes_cell(measured, UNKNOWN),
             state,
         )
-        yield Row(f"{lease.id}/{share.device}", process + cells, buttons)
-        buttons = ()  # only the first row of a lease has the buttons
+        yield Row(f"{lease.id}/{share.device}", process + cells, pressable)
+        pressable = ()  # only the first row of a lease has the buttons
     for share in lease.target:
         cells = (
             name,
@@ -689,8 +696,10 @@ def _share_rows(
         )
 
 
-def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
-    """The state of the memory of a notebook's own code, such as `parked`, and why an attempt to park it has failed."""
+def state_of(lease: Lease, snapshot: Snapshot) -> Cell:
+    """The state of the `lease`. Of a notebook's own code also why an attempt to park it has failed."""
+    if lease.kind != KERNEL:
+        return state_cell(lease, snapshot.now)
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
         place = "On a disk, and not in RAM" if lease.on_disk else "In RAM"
@@ -711,19 +720,6 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return clean(event.because.partition(": ")[2].rstrip("."))
     return ""
-
-
-def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons for the memory of a notebook's own code. A button that cannot be pressed now shows the reason."""
-    moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
-    if lease.on_host:
-        return Button("unpark", "Unpark", moving), VARIABLES
-    why_not = moving
-    if lease.pins:
-        why_not = f"{owner.label} runs a cell"
-    elif not lease.movable:
-        why_not = "Parking is turned off in this notebook (GPU_PARK=never)"
-    return Button("park", "Park", why_not), VARIABLES
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:

@@ -32,19 +32,18 @@ from gpu_runtime.rendering.views import (
 )
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
-from ..data.cells import Button, Row, if_awake, notebook_name, place, state_cell, why_no_answer
+from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import MEANS, ticket_title
 from ..data.devices import figures, level
 from ..data.rows import (
     FirstSeen,
+    buttons,
     end_wait,
-    kernel_buttons,
-    kernel_state,
     model_kind,
     pressed,
     problem_rows,
+    state_of,
 )
-from ..data.rows import buttons as model_buttons
 
 MOST_CARDS = 3  # cards that the status bar lists one by one, unless the user wants their sum
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
@@ -228,17 +227,12 @@ def _sum_words(leases: Sequence[Lease], residue: int) -> str:
 
 
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
-    is_kernel = lease.kind == KERNEL
+    is_kernel, owner = lease.kind == KERNEL, section.owner
     state = lease_state(lease, snapshot.now)
     is_asleep = state.away == ASLEEP
     is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
-    shown_state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
+    shown_state = state_of(lease, snapshot)
     words = shown_state.text if is_kernel else state.word
-    buttons: tuple[Button, ...] = ()
-    if is_kernel:
-        buttons = kernel_buttons(lease, section.owner)
-    elif lease.kind == "model":
-        buttons = model_buttons(lease, section.owner)
     return {
         "id": lease.id,
         "name": "its own code" if is_kernel else clean(lease.name),
@@ -254,7 +248,7 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         "variables": is_kernel,
         "actions": [
             _action(button)
-            for button in if_awake(buttons, lease.owner, snapshot, lease.id)
+            for button in if_awake(buttons(lease, owner), lease.owner, snapshot, lease.id)
             if button.verb in ROW_VERBS
         ],
     }
