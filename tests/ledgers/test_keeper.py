@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
@@ -277,18 +278,6 @@ def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
     assert "facts of all owners" in reply.why
 
 
-def test_only_the_owner_fetches_an_answer_and_only_its_user_a_private_one():
-    keeper = Keeper()
-    for number in range(3):
-        keeper.hello(number, Hello(0, 1, "", owner(number)), number // 2, 0.0)
-    for whom in (1, 2):
-        keeper.receive(0, Keep(1, "answer", b"x", owner(whom).id, private=True), 0.0)
-    keeper.receive(2, Keep(1, "answer", b"y", owner(1).id), 0.0)
-    ask = core.Fetch(2, "answer", owner(0).id)
-    assert keeper.receive(1, ask, 0.0) == [(1, core.Content(2, {owner(0).id: b"x"}))]
-    assert keeper.receive(2, ask, 0.0) == [(2, core.Content(2, {}))]
-
-
 def keeper_of(count: int) -> Keeper:
     keeper = Keeper()
     for number in range(count):
@@ -400,21 +389,46 @@ def test_a_release_that_has_not_seen_a_request_wakes_it_and_a_request_that_has_n
     assert again == [(1, Written(3, page + 3)), (11, core.Rung(0))]
 
 
-def test_a_death_ends_what_was_kept_by_it_and_for_it():
-    keeper = keeper_of(3)
-    for number in range(3):
-        keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
-    rung = core.Rung(0)
-    assert keeper.receive(0, core.Ring(0, (owner(1).id, "unknown")), 0.0) == [(11, rung)]
-    for by, whom in ((0, 1), (1, 0), (2, 1)):
-        keeper.receive(by, Keep(1, "answer", b"x", owner(whom).id), 0.0)
-    assert keeper.died([owner(1).id]) == [], "nobody waits, and it has nothing in the book"
-    assert keeper.died([owner(1).id]) == []
-    for number in (0, 1):  # the owner comes back
-        keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
-        for by in range(3):
-            ask = core.Fetch(2, "answer", owner(by).id)
-            assert keeper.receive(number, ask, 0.0) == [(number, core.Content(2, {}))]
+MEMBERS = st.integers(0, 3)
+
+
+@given(
+    st.lists(st.tuples(MEMBERS, MEMBERS | st.none(), st.sampled_from("an"), st.booleans())),
+    st.sets(MEMBERS, max_size=2),
+)
+def test_what_is_kept_reaches_whom_it_is_for_and_ends_with_either(keeps, dead):
+    """The last content of a kind for an asker, or for all; a private one only if both have one user."""
+    keeper, kept = keeper_of(4), {}
+    for n, (by, whom, kind, private) in enumerate(keeps):
+        for_whom = "" if whom is None else owner(whom).id
+        keeper.receive(by, Keep(1, kind, b"%d" % n, for_whom, private=private), 0.0)
+        kept[by, whom, kind] = b"%d" % n, private
+    assert keeper.died([owner(number).id for number in dead]) == [], "nobody waits"
+    for number in dead:  # another process, or the owner comes back
+        keeper.hello(number, Hello(0, 1, "", owner(number)), number // 2, 0.0)
+
+    def expected(me, kind, whom, by=None):
+        return {
+            owner(one).id: content
+            for (one, to, its_kind), (content, private) in kept.items()
+            if (its_kind, to) == (kind, whom) and by in (None, one) and not {one, to} & dead
+            if not private or one // 2 == me // 2
+        }
+
+    for me in range(4):
+        for kind in "an":
+            [(_, all_of)] = keeper.receive(me, core.Fetch(2, kind), 0.0)
+            assert all_of.contents == expected(me, kind, None)
+            for by in range(4):
+                [(_, of_one)] = keeper.receive(me, core.Fetch(2, kind, owner(by).id), 0.0)
+                assert of_one.contents == expected(me, kind, me, by)
+
+
+def test_a_ring_wakes_the_named_owners():
+    keeper = keeper_of(2)
+    keeper.hello(11, Hello(0, 1, "", owner(1), bell=True), 0, 0.0)
+    rings = core.Ring(0, (owner(1).id, "unknown"))
+    assert keeper.receive(0, rings, 0.0) == [(11, core.Rung(0))]
 
 
 def test_whoever_has_no_section_is_not_asked_for_a_sign():

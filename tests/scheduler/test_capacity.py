@@ -110,9 +110,34 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
     assert books.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
 
 
+PLACES = {"cuda0": "cuda:0", "cuda1": "cuda:1", "sim0": "sim:0", "host": "host"}
+OF_THREE = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from([*PLACES]), st.integers(1, 9)), max_size=6
+)
+
+
+@given(OF_THREE, OF_THREE, st.permutations([2, 3]), st.booleans())
+def test_no_death_gives_back_a_byte_of_a_real_card(held, beyond, dying, together):
+    """Leases and memory beyond them count until the driver shows them free, whether the owners die together or
+    one after the other. What was on a simulated card or in RAM is free."""
+    residue = {pid: {PLACES[place]: size} for pid, place, size in beyond}
+    leases = [
+        lease(f"m{n}", by=pid, **{place: size / GIB}) for n, (pid, place, size) in enumerate(held)
+    ]
+    page = book(*leases, owners=(1, 2, 3), residue=residue)
+    expected = dict.fromkeys(PLACES.values(), 0)
+    for pid, place, size in held:
+        expected[PLACES[place]] += size * (place.startswith("cuda") or pid == 1)
+    for pid, of in residue.items():
+        for id, size in of.items():
+            expected[id] += size * (id.startswith("cuda") or pid == 1)
+    gone = [owner(pid).id for pid in dying]
+    for dead in [gone] if together else [[id] for id in gone]:
+        page = books.reap(page, dead, world(cuda0=20, cuda1=20, sim0=20, free={"host": 9}))
+    assert page.claims() == {id: size for id, size in expected.items() if size}
+
+
 def test_blocks_and_residue_leave_one_ghost_a_real_card():
-    page = book(lease("a", by=2, sim0=3), lease("b", by=2, host=4), owners=(1, 2))
-    assert books.reap(page, [DEAD.id], world(sim0=20, free={"host": 9})).ghosts == ()
     page = book(
         lease("a", by=2, cuda0=3, settled_at=7.0),
         block(by=2, cuda0=4, settled_at=5.0),
