@@ -14,7 +14,7 @@ from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import drain, maintenance
 from gpu_runtime.owner.monitor import promptly
 from tests.clock import until
-from tests.owner.conftest import claims, fakes, loaded, where
+from tests.owner.conftest import claims, loaded, where
 
 LONG = 64 / TICKS_A_SECOND  # seconds between two reads of the book with 64 kernels
 
@@ -195,14 +195,3 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     a.tick()
     assert done == ["ring", "ring", "append", "reap_neighbours", "remeasure", "vacate"]
     assert where(b) == {"idle": "host"}
-
-
-def test_a_later_keep_alive_replaces_an_earlier_longer_one(runtime):
-    """`keep_alive` is the time after which the idle model may leave by itself. The last block that sets it counts."""
-    rt = fakes(runtime(), qwen="4GiB")
-    for given, kept in (({"keep_alive": "1h"}, 3600.0), ({}, 3600.0), ({"keep_alive": 1}, 1.0)):
-        with rt.use("qwen", **given):
-            pass
-        rt.tick()
-        (lease,) = rt.status().leases()
-        assert lease.keep_alive == kept

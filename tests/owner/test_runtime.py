@@ -547,22 +547,34 @@ def test_an_owner_that_ends_while_it_is_waited_for_leaves_its_room(runtime, shar
         assert where(b) == {"llama": "sim:0"}
 
 
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("place", ["disk", "host", "sim:0"])
 @pytest.mark.parametrize(
     "given, importance, keep_alive",
-    [({}, 30, 60), ({"importance": "urgent"}, 1, 60), ({"keep_alive": "1h"}, 30, 3600)],
+    [
+        ({}, 30, 60),
+        ({"importance": "urgent"}, 1, 60),
+        ({"keep_alive": "1h"}, 30, 3600),
+        ({"keep_alive": 0}, 30, 0),
+    ],
 )
 def test_a_block_has_the_registration_s_wishes_unless_it_has_its_own(
-    runtime, away, given, importance, keep_alive
+    runtime, place, given, importance, keep_alive
 ):
+    """The importance ends with the block. The last `keep_alive`, which may be none at all, goes on."""
     rt = runtime()
     rt.register("a", backend="fake", size="1GiB", importance="batch", keep_alive=60)
-    if away:
+    if place != "disk":
         rt.preload("a")
+    if place == "host":
         rt.evict("a")
     with rt.use("a", **given):
         [lease] = rt.status().leases()
-        assert (lease.importance, lease.keep_alive) == (importance, keep_alive)
+        is_loaded = place == "sim:0"  # then nothing is requested, and the pin protects it
+        assert lease.importance == (30 if is_loaded else importance)
+        assert lease.keep_alive == keep_alive
+    with rt.use("a"):
+        pass
+    rt.tick()
     [lease] = rt.status().leases()
     assert (lease.importance, lease.keep_alive) == (30, keep_alive)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.errors import Busy, LedgerUnavailable
-from gpu_runtime.facts import Book, Event, Wait
+from gpu_runtime.facts import Asker, Book, Event, Wait
+from gpu_runtime.ledgers.host_config import Machine
 from gpu_runtime.owner import maintenance, requests
 from gpu_runtime.owner.acquire import RoomForProcess
 from gpu_runtime.owner.history import recorded_events
@@ -313,3 +314,23 @@ def test_work_keeps_its_key_known_and_is_skipped_once_the_key_is_gone():
     with pytest.raises(ZeroDivisionError):
         keys.uninterrupted(kept := keys.new("move m"), lambda: 1 / 0)
     assert keys.texts() == (kept.text,)
+
+
+@pytest.mark.parametrize("me", ["ann", "ops"])
+def test_every_right_is_that_of_the_user_who_requests(runtime, monkeypatch, me):
+    """Not that of the user of this process, and not that of the user who requested before."""
+    session = runtime()._session
+    session.ledger.owner = replace(session.owner, user=me)
+    session.machine = Machine(
+        operators=("ops",),
+        operator_groups=("admins",),
+        users={"bob": {"importance": 10}},
+        groups={"students": {"importance": 20}},
+    )
+    groups = {"joe": ("admins", "students"), "eve": ("students",)}
+    monkeypatch.setattr(requests, "groups_of", lambda user: groups.get(user, ()))
+    importance = {"bob": 10, "joe": 20, "eve": 20}
+    for user in ("eve", "ops", "ann", "joe", "bob", "eve", "ops"):
+        is_operator = user in ("ops", "joe")
+        expected = Asker(user, user == me, is_operator, importance.get(user, 0))
+        assert requests.asker(session, user) == expected

@@ -120,21 +120,22 @@ OF_THREE = st.lists(
 def test_no_death_gives_back_a_byte_of_a_real_card(held, beyond, dying, together):
     """Leases and memory beyond them count until the driver shows them free, whether the owners die together or
     one after the other. What was on a simulated card or in RAM is free."""
-    residue = {pid: {PLACES[place]: size} for pid, place, size in beyond}
+    residue = {pid: {PLACES[place]: bytes_} for pid, place, bytes_ in beyond}
     leases = [
-        lease(f"m{n}", by=pid, **{place: size / GIB}) for n, (pid, place, size) in enumerate(held)
+        lease(f"m{n}", by=pid, **{place: bytes_ / GIB})
+        for n, (pid, place, bytes_) in enumerate(held)
     ]
     page = book(*leases, owners=(1, 2, 3), residue=residue)
     expected = dict.fromkeys(PLACES.values(), 0)
-    for pid, place, size in held:
-        expected[PLACES[place]] += size * (place.startswith("cuda") or pid == 1)
+    for pid, place, bytes_ in held:
+        expected[PLACES[place]] += bytes_ * (place.startswith("cuda") or pid == 1)
     for pid, of in residue.items():
-        for id, size in of.items():
-            expected[id] += size * (id.startswith("cuda") or pid == 1)
+        for id, bytes_ in of.items():
+            expected[id] += bytes_ * (id.startswith("cuda") or pid == 1)
     gone = [owner(pid).id for pid in dying]
     for dead in [gone] if together else [[id] for id in gone]:
         page = books.reap(page, dead, world(cuda0=20, cuda1=20, sim0=20, free={"host": 9}))
-    assert page.claims() == {id: size for id, size in expected.items() if size}
+    assert page.claims() == {id: bytes_ for id, bytes_ in expected.items() if bytes_}
 
 
 def test_blocks_and_residue_leave_one_ghost_a_real_card():
