@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runtime.backends.base import NotStill
@@ -395,6 +395,32 @@ def test_the_keys_of_digests_stay_on_their_card(kernel):
         assert own.cpu()[0] == 1
     finally:
         host_copies._on_cards.clear()
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 20), st.integers(-1, 1)), max_size=4),
+)
+def test_a_stage_moves_whole_tensors_and_never_more_than_there_is_room_for(sizes, stages):
+    """It moves some if one of them fits, to RAM or back to the card."""
+    kernel, unit = Kernel(), 4096
+    tensors = [floats(n, count=size * unit // 4) for n, size in enumerate(sizes)]
+    whole, handle = sum(sizes) * unit, kernel.handle
+    for leaves, units, bytes_ in stages:
+        before, room = handle.away_bytes, units * unit + bytes_
+        in_host = before + room if leaves else before - room
+        if in_host <= 0:
+            continue
+        away = {one.storage._cdata for one in handle.away}
+        there = [one for one in tensors if leaves != (one.untyped_storage()._cdata in away)]
+        fits = any(one.untyped_storage().nbytes() <= room for one in there)
+        with contextlib.nullcontext() if fits else pytest.raises(NotStill, match="fits into"):
+            kernel.backend.move(handle, (Share("simgpu:0", whole), Share(HOST, in_host)))
+        moved = (handle.away_bytes - before) * (1 if leaves else -1)
+        assert (0 < moved <= room) if fits else moved == 0
+    kernel.unpark()
+    assert [float(one.cpu().min()) for one in tensors] == [*range(len(sizes))]
 
 
 @given(st.lists(st.integers(0, 3), max_size=12))

@@ -34,7 +34,15 @@ from gpu_runtime.facts import (
 from gpu_runtime.ledgers import base, open_ledger
 from gpu_runtime.ledgers.keeper.core import Ring, Sign
 from gpu_runtime.ledgers.keeper.ledger import _KeeperBell, _Lost
-from gpu_runtime.ledgers.liveness import start_ticks
+from gpu_runtime.ledgers.liveness import (
+    Life,
+    Sight,
+    describe_self,
+    end_of,
+    life_of_process,
+    sight_of_process,
+    start_ticks,
+)
 from gpu_runtime.ledgers.notify import Bell, Doorbell, _Waiter
 from tests.clock import PATIENCE, Clock
 
@@ -428,6 +436,19 @@ def test_a_wait_without_a_ring_times_out(new_owner):
     started = time.monotonic()
     assert not a.wait(0.05)
     assert time.monotonic() - started >= 0.05
+
+
+@pytest.mark.parametrize("later", [-1, 0, 1])
+def test_a_process_that_began_at_another_time_is_another_process(later):
+    """The system gives the pid of an ended process to a new one, which gets no signal and proves no life."""
+    me = describe_self()
+    started = me.started + later
+    end = end_of(replace(me, started=started))
+    found = [end is not None, life_of_process(me.pid, started) is Life.ALIVE]
+    found.append(sight_of_process(me.pid, started) is Sight.ALIVE)
+    if end:
+        end.close()
+    assert found == [later == 0] * 3
 
 
 def test_the_end_of_a_watched_process_ends_even_a_wait_of_no_time_and_counts_once():

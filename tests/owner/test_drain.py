@@ -1,5 +1,7 @@
 """`drain` from Python: which leases leave at once or later, which users may drain, and how long a drain lasts."""
 
+import contextlib
+
 import pytest
 
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
@@ -94,6 +96,21 @@ def test_another_process_moves_its_own_when_a_terminal_drains(runtime, tmp_path)
     fake(kernel, "a")
     done = terminal.drain("sim:0", timeout=PATIENCE)
     assert done.bytes == 4 * 2**30 and where(terminal) == {"a": "host"}
+
+
+@pytest.mark.parametrize("reasons", [[], ["used"], ["kept"], ["used", "kept"]])
+def test_a_drain_waits_for_all_that_may_leave_and_for_nothing_else(
+    runtime, shared_book, clock, monkeypatch, reasons
+):
+    a, b = (runtime(ledger=shared_book, clock=clock, monitor=False) for _ in "ab")
+    for name in ("idle", *reasons):
+        fake(b, name, keep=name == "kept")
+    monkeypatch.setattr(MemoryLedger, "wait", lambda *_: clock.advance(1) or b.tick())
+    began = clock.now
+    with b.use("used") if "used" in reasons else contextlib.nullcontext():
+        done = a.drain("sim:0", timeout=PATIENCE)
+    assert done.bytes == 4 * 2**30 and clock.now == began + 1
+    assert where(a) == {"idle": "host"} | dict.fromkeys(reasons, "sim:0")
 
 
 def test_the_owners_of_what_is_there_are_woken(runtime, shared_book):

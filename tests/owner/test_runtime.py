@@ -32,7 +32,7 @@ from gpu_runtime import (
     UnknownDevice,
     UnknownModel,
 )
-from gpu_runtime.facts import Drop, LeaseId, Level, Load, Move
+from gpu_runtime.facts import IMPORTANCE, Drop, LeaseId, Level, Load, Move
 from gpu_runtime.owner import registry
 from gpu_runtime.scheduler import recall
 from gpu_runtime.units import GIB
@@ -208,16 +208,29 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
         pass
 
 
-def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
-    """The card has less free memory than the book shows: the idle model leaves, and the second try works."""
-    rt = runtime(devices="sim:2x24GiB,host:64GiB")
-    for name, card in (("a", 0), ("other", 1), ("b", 0)):
-        rt.register(name, backend="fake", size="5GiB", devices=(f"sim:{card}",))
-    rt.preload("a")
-    rt.preload("other")
-    rt.probe.place("sim:0").squeeze(17 * GIB)
-    rt.preload("b")
-    assert where(rt) == {"a": "host", "b": "sim:0", "other": "sim:1"}
+@pytest.mark.parametrize("rank", IMPORTANCE)
+def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime, shared_book, rank):
+    """The card has less free memory than the book shows. The idle models on it leave, unless they are more
+    important than the load, and the second try works."""
+    here, there = (
+        runtime(devices="sim:2x24GiB,host:64GiB", ledger=shared_book, eviction_grace_seconds=0)
+        for _ in range(2)
+    )
+    for rt, word in ((here, "mine"), (there, "theirs")):
+        for name in IMPORTANCE:
+            rt.register(
+                f"{word} {name}", backend="fake", size="1GiB", devices=("sim:0",), importance=name
+            )
+            rt.preload(f"{word} {name}")
+    here.register("other", backend="fake", size="5GiB", devices=("sim:1",), importance="batch")
+    here.preload("other")
+    here.register("m", backend="fake", size="5GiB", devices=("sim:0",), importance=rank)
+    here.probe.place("sim:0").squeeze(15 * GIB)
+    here.preload("m")
+    on_card = {lease.name for lease in here.status().leases() if lease.where == "sim:0"}
+    stays = [name for name, number in IMPORTANCE.items() if number < IMPORTANCE[rank]]
+    assert on_card == {"m"} | {f"{word} {name}" for word in ("mine", "theirs") for name in stays}
+    assert where(here)["other"] == "sim:1"
 
 
 def test_after_a_block_without_memory_idle_models_have_left_and_kept_ones_stay(runtime):
