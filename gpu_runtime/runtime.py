@@ -23,6 +23,7 @@ from .errors import BadSetting
 from .facts import (
     AllocatorMap,
     Applied,
+    Decisions,
     Event,
     Evidence,
     Health,
@@ -666,15 +667,16 @@ class Runtime:
     @checked
     def why(
         self, name: str = "", *, replay: bool = False, oom: bool = False
-    ) -> tuple[Event | Replayed, ...] | OutOfMemoryStory:
+    ) -> Decisions | tuple[Replayed, ...] | OutOfMemoryStory:
         """The last decisions on the model or notebook `name`, or here. Raises UnknownModel, GpuError.
 
-        The newest is first. With `replay`, the recorded decisions are made again; `name` may be a decision's number.
-        With `oom`, why the last cell of this notebook that ran out of memory did so.
+        The newest is first. If `name` would need room now, `leavers` of the result is what may leave for
+        it, as in `Plan`. With `replay`, the recorded decisions are made again; `name` may be a decision's
+        number. With `oom`, why the last cell of this notebook that ran out of memory did so.
         """
         if oom:
             return out_of_memory.last(self._session)
-        return history.why(self._session, name, replay)
+        return load_and_plan.why(self._session, name, replay)
 
     @checked
     def backtest(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..compat import StrEnum
 from ..safe_text import lines
-from ..units import show_bytes
+from ..units import show_bytes, show_seconds
 from .base import NORMAL, Device, Sample, Shares, Value, importance_name
 from .leases import Lease
 
@@ -425,6 +425,25 @@ class PlanLevel(StrEnum):
 _LEVELS = tuple(PlanLevel)
 
 
+class Leaver(Value):
+    """A lease that may leave for a request, or only its copy in RAM, and what that costs."""
+
+    lease: str  # its id
+    # "copy" (in RAM, of bytes that are on a card), "model" or "engine" (on a card), "in RAM" (a
+    # model), "asleep" (an engine), "notebook" (on a card) or "parked" (in RAM)
+    what: str
+    frees: Shares
+    # Seconds that leaving adds to its next use, as the policy `keep_score` counts them: a restore if
+    # host memory could hold it, else a load.
+    seconds: float
+    measured: bool  # whether the seconds were measured; else they are estimated
+    per_gb: float  # the seconds for each GB that it frees
+    leaves: bool = False  # whether it leaves in the plan
+
+    def __str__(self) -> str:
+        return lines(f"{self.lease.partition('/')[2]}: {self.what}, {show_seconds(self.seconds)}")
+
+
 class Plan(Value):
     """A dry run of `use`: every step, the models that would leave, and the other candidates."""
 
@@ -450,6 +469,8 @@ class Plan(Value):
     # The command that carries the plan out. For a model: the words after `%gpu`, such as
     # `load qwen --context 256`, or a call of `rt.load`. For a size in bytes: the words after `%%gpu`.
     command: str = ""
+    # If room is needed: what may leave for it, in the order in which it is taken.
+    leavers: tuple[Leaver, ...] = ()
 
     def __str__(self) -> str:
         if not self.obstacle:

@@ -15,6 +15,7 @@ from .book import Book, Drain, Event, bytes_label, lease_title
 from .decisions import (
     Declared,
     Grant,
+    Leaver,
     ModelSpec,
     PlanLevel,
     Refuse,
@@ -434,6 +435,13 @@ class Decided(Value):
     def model(self) -> str:
         """The name of the model that was requested."""
         return self.request.lease.name
+
+
+class Decisions(tuple[Event, ...]):
+    """The decisions on a model or notebook, the newest first."""
+
+    # What may leave for it now, if it would need room; see `Plan.leavers`.
+    leavers: tuple[Leaver, ...] = ()
 
 
 class Replayed(Value):

@@ -98,15 +98,13 @@ MOST_RECENT = 500
 MOST_OF_ONE = 20  # events or decisions that `why` returns about one name
 
 
-def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ...]:
+def why(session: Session, name: str) -> tuple[Event, ...]:
     """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
 
     Without a `name`, the last decisions that concern this process. In a terminal, the last ones on
     this host. Raises UnknownModel if there is no decision on `name` and no model has this name, and
-    GpuError if no notebook has it. With `replay`, the recorded decisions are made again.
+    GpuError if no notebook has it.
     """
-    if replay:
-        return _replays(session, name)
     if not name:
         recent = _recent(session)
         mine = [event for event in recent if session.guest or event.owner == session.me]
@@ -221,7 +219,7 @@ def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
     return tuple(found[-FEW:])
 
 
-def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
+def replays(session: Session, name: str) -> tuple[Replayed, ...]:
     """Decides the recorded decisions on the model or notebook `name` again; see Runtime.why.
 
     `name` may be the number of one decision. Raises UnknownModel if no decision is recorded and no

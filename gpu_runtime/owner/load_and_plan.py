@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ..errors import (
     AlreadyRegistered,
     BadSetting,
     BadSize,
+    GpuError,
     LoadFailed,
     NotAModel,
     UnknownModel,
@@ -34,6 +36,7 @@ from ..errors import (
 from ..estimation import from_name
 from ..facts import (
     NORMAL,
+    Decisions,
     Declared,
     Footprint,
     Lease,
@@ -44,6 +47,7 @@ from ..facts import (
     PlacementRules,
     Plan,
     PlanLevel,
+    Replayed,
     Request,
     lease_title,
 )
@@ -53,7 +57,7 @@ from ..scheduler import transitions as books
 from ..scheduler.plan import MOST_LOADS, interference
 from ..scheduler.plan import plan as plan_request
 from ..units import is_source, parse_room, parse_seconds, show_bytes
-from . import acquire, arrivals, operations, registry
+from . import acquire, arrivals, history, operations, registry
 from .history import recorded_events
 from .resident import Place, Resident
 from .session import Session
@@ -246,7 +250,12 @@ def plan(
     book = session.read_book()
     world = session.world()
     book = books.publish(book, session.truth(), world)
-    request = Request("plan", subject.wanted, subject.footprint, world.now, rules, wait=False)
+    asked = (subject.wanted.owner, subject.wanted.name)
+    waiting = next(
+        (t for t in book.tickets if t.verb == "use" and (t.owner, t.name) == asked), None
+    )
+    key, arrived = (waiting.key, waiting.arrived) if waiting else ("plan", world.now)
+    request = Request(key, subject.wanted, subject.footprint, arrived, rules, wait=False)
     found = plan_request(book, request, world, session.rank)
     typed = given if timeout is None else {**given, "timeout": timeout}
     if subject.wanted.kind == "block" and is_placed(given):
@@ -261,6 +270,19 @@ def plan(
         found = replace(found, because=f"{found.because} {interference(loads)}".rstrip())
     title = lease_title(subject.wanted, book.owner(subject.wanted.owner))
     return replace(found, name=title, obstacle=subject.obstacle, command=typing)
+
+
+def why(session: Session, name: str, replay: bool) -> Decisions | tuple[Replayed, ...]:
+    """The last decisions on the model or notebook `name`, and what may leave for it; see Runtime.why."""
+    if replay:
+        return history.replays(session, name)
+    decisions = Decisions(history.why(session, name))
+    with suppress(
+        GpuError
+    ):  # it is not here any more, or its size is unknown: nothing would be loaded
+        if name and registry.resolve(session, name, loadable=True):
+            decisions.leavers = plan(session, name, None, {}, None).leavers
+    return decisions
 
 
 def _subject(session: Session, words: str | int, source: Any, given: dict[str, Any]) -> Subject:

@@ -19,6 +19,7 @@ from ..facts import (
     Device,
     Event,
     Health,
+    Leaver,
     Outcome,
     OutOfMemoryStory,
     Plan,
@@ -310,8 +311,8 @@ def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> Part:
     done = NOTHING
     if found.steps or found.obstacle:
         done = line(f"Nothing was done. {views.how_to_do_it(found, prompt)}", soft=True)
-    steps = _plan_steps(found, snapshot)
-    return page(head, line(found.because), _plan_needs(found), steps, others, done)
+    steps, leaving = _plan_steps(found, snapshot), _leavers(found.leavers, snapshot)
+    return page(head, line(found.because), _plan_needs(found), steps, leaving, others, done)
 
 
 def _plan_needs(found: Plan) -> Part:
@@ -337,6 +338,16 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> Part:
     return joined(steps, then, bars(after, "then  ")) if after else steps
 
 
+def _leavers(found: Sequence[Leaver], snapshot: Snapshot | None) -> Part:
+    if not found or snapshot is None:
+        return NOTHING
+    rows, more = views.leavers(found, snapshot)
+    kinds = ("", "", "", "", "g-num", "g-num", "g-num", "")
+    shown = table(views.LEAVERS, rows, kinds, 20, indent="  ")
+    rest = line(more, soft=True, indent="  ") if more else NOTHING
+    return joined(line(views.LEAVERS_TITLE, soft=True), shown, rest)
+
+
 def why(
     name: str, events: Sequence[Event], prompt: str = "%gpu", around: Snapshot | None = None
 ) -> Part:
@@ -344,9 +355,11 @@ def why(
 
     The snapshot `around` names the processes, if the events are of several.
     """
+    leaving = _leavers(getattr(events, "leavers", ()), around)
     if name and not events:
         command = f"{prompt} plan {name}"
-        return page(line(f"No decision about {name} is recorded. What would happen:  {command}"))
+        none = line(f"No decision about {name} is recorded. What would happen:  {command}")
+        return page(none, leaving)
     lines, rows, parts = [], [], []
     for title, event in views.titled(events, around):
         time, sentence = clock(event.wall), views.event_sentence(event)
@@ -359,7 +372,7 @@ def why(
         what = "this notebook" if prompt == "%gpu" else "this host"
         none = "" if events else f"No decision about {what} is recorded. "
         parts.append(line(f"{none}About a model or a notebook:  {prompt} why NAME"))
-    return page(*parts)
+    return page(*parts, leaving)
 
 
 def replays(found: Sequence[Replayed]) -> Part:

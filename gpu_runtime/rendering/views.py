@@ -20,6 +20,7 @@ from gpu_runtime.facts import (
     DeviceView,
     Event,
     Lease,
+    Leaver,
     Level,
     Load,
     Owner,
@@ -42,6 +43,7 @@ from gpu_runtime.facts import (
     notebooks_in,
     place_label,
     problems,
+    where,
 )
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -731,6 +733,35 @@ def others_considered(plan: Plan) -> list[tuple[str, str]]:
             place = " + ".join(devices)
             found.append((place, option.because.removeprefix(f"{place} ")))
     return found
+
+
+MOST_LEAVERS = 6
+LEAVERS_TITLE = "May leave, in this order (→ would). COSTS: at its next use; ~ estimated."
+LEAVERS = ("", "", "what", "frees", "costs", "per GB", "idle", "class")
+
+
+def leavers(found: Sequence[Leaver], snapshot: Snapshot) -> tuple[list[tuple[str, ...]], str]:
+    """The first candidates in `found`, a row for each with the columns LEAVERS, and "and 3 more"."""
+    rows = []
+    for one in found[:MOST_LEAVERS]:
+        owner_id, _, name = one.lease.partition("/")
+        section = snapshot.sections.get(owner_id)
+        lease = section.lease(name) if section else None
+        about = "" if one.measured else "~"
+        rows.append(
+            (
+                "→" if one.leaves else "",
+                lease_title(lease, section.owner) if lease and section else name,
+                one.what,
+                f"{show_bytes(sum(s.bytes for s in one.frees))} {device_name(where(one.frees))}",
+                f"{about}{show_seconds(one.seconds)}" if one.seconds else "nothing",
+                show_seconds(one.per_gb) if one.seconds else "",
+                show_seconds(lease.idle_seconds(snapshot.now)) if lease and not lease.pins else "",
+                importance_name(lease.importance) if lease and lease.importance != NORMAL else "",
+            )
+        )
+    more = len(found) - len(rows)
+    return rows, f"and {more} more" if more else ""
 
 
 def on_cards(plan: Plan) -> str:

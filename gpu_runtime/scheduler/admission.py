@@ -38,6 +38,7 @@ from ..facts import (
     Drop,
     Grant,
     Lease,
+    Leaver,
     Load,
     Move,
     Part,
@@ -58,7 +59,7 @@ from ..facts import (
     where,
 )
 from ..units import show_bytes, show_seconds
-from . import caps
+from . import caps, eviction
 from .capacity import filled_to_size, limit_of
 from .caps import drained, drained_cards
 from .eviction import cheapest_way, make_room
@@ -125,11 +126,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     After a long wait (`Rules.most_wait`), the grace period protects no lease from the request.
     The caller publishes the owner's section before the call. `rank` orders the evictions.
     """
-    world = without_grace(world, request.arrived, load_seconds(book, request))
-    if request.placement.spared:
-        rules = replace(world.rules, spared=request.placement.spared)
-        world = replace(world, rules=rules)
-    request = caps.lowered(request, world)
+    request, world = _under_its_rules(book, request, world)
     after, verdict = _decided(book, request, world, rank)
     waits = isinstance(verdict, Wait) and not verdict.steps and not verdict.asked
     refusal = never_returns(book, request, world) if waits else verdict
@@ -142,6 +139,20 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         if not isinstance(wider, Refuse):
             return replace(found, limits=book.limits), wider
     return after, verdict
+
+
+def leavers(book: Book, request: Request, world: World, rank: Policy) -> tuple[Leaver, ...]:
+    """What `admit` would let leave for the `request`, in its order; see `eviction.leavers`."""
+    return eviction.leavers(Context.of(book, *_under_its_rules(book, request, world)), rank)
+
+
+def _under_its_rules(book: Book, request: Request, world: World) -> tuple[Request, World]:
+    """The request, and the world with the rules for it: after a long wait without grace periods."""
+    world = without_grace(world, request.arrived, load_seconds(book, request))
+    if request.placement.spared:
+        rules = replace(world.rules, spared=request.placement.spared)
+        world = replace(world, rules=rules)
+    return caps.lowered(request, world), world
 
 
 def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdict] | None:

@@ -22,18 +22,22 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..facts import (
+    ENGINES,
     HOST,
     Book,
     Candidate,
     Drop,
     Lease,
+    Leaver,
     Move,
     PlacementRules,
     Policy,
     Share,
+    Shares,
     Step,
     Wait,
     World,
+    away_word,
     lease_title,
     where,
 )
@@ -42,7 +46,12 @@ from .capacity import limit_of
 from .caps import drained
 from .feasibility import host_bytes_to_be_had, why_no_return
 from .placement import claimed, divide, least_room, may_split, parts_on, sets_that_fit
-from .policies import with_uses_of_equal_models
+from .policies import (
+    cost_of_leaving,
+    gigabytes,
+    with_uses_of_equal_models,
+    would_go_to_host,
+)
 from .queue import Context
 from .victims import (
     PartsRoom,
@@ -62,6 +71,7 @@ from .victims import (
     parts_within,
     precious_bytes,
     reason_to_stay,
+    shadow_order,
     shadows_total,
     shed_step,
     victims,
@@ -380,9 +390,7 @@ def _cheapest(
     book, request, world = context.book, context.request, context.world
     if wanted is None:
         wanted = request.lease.id
-    evictable = _evictable(context, spared)
-    evictable = [one for one in evictable if not why_no_return(book, one, world)]
-    idle = eviction_order(evictable, world, rank)
+    idle = _idle(context, rank, spared)
     host_now = context.room_now.get(HOST, 0)
     host_later = host_now
     shadowed: list[Lease] = []
@@ -408,6 +416,13 @@ def _cheapest(
             freed, unloaded = room
             return best._replace(warm=unloaded, shadows=freed, others=tuple(others[:most]))
     return None
+
+
+def _idle(context: Context, rank: Policy, spared: frozenset[str]) -> list[Lease]:
+    """The leases on cards that may leave, in the order in which they are taken. Those in `spared` stay."""
+    book, world = context.book, context.world
+    able = [one for one in _evictable(context, spared) if not why_no_return(book, one, world)]
+    return eviction_order(able, world, rank)
 
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:
@@ -487,6 +502,53 @@ def _seconds_to_return(lease: Lease) -> float:
     """
     seconds = lease.restore_seconds or lease.reload_seconds
     return seconds * lease.leaving_bytes / lease.bytes if lease.target else seconds
+
+
+# -- the candidates, for people --------------------------------------------------------------------
+
+
+def leavers(context: Context, rank: Policy) -> tuple[Leaver, ...]:
+    """What may leave for the request: the candidates of `cheapest_way`, in the order of its search.
+
+    First those that give back host memory: copies, models, then notebooks that move to a disk. They
+    are left out if host memory has room for all that may leave the cards. The leases on cards follow;
+    those of owners that do not answer are last.
+    """
+    rank = with_uses_of_equal_models(rank, context.leases)
+    book, request, world = context.book, context.request, context.world
+    cards = request.placement.devices or tuple(_limits_of_open_cards(book, world))
+    idle = [one for one in _idle(context, rank, frozenset()) if any(map(one.bytes_on, cards))]
+    idle.sort(key=lambda one: one.id in context.silent)
+    found: list[Leaver] = []
+    moving = [one.offload_bytes for one in idle if can_move(one, world)]
+    if sum(moving) > context.room_now.get(HOST, 0):
+        spared = context.silent_shadows | {request.lease.id}
+        held = shadow_order(held_shadows(book, spared=spared, to_disk=True), world, rank)
+        copies = [one for one in held if one.shadow_bytes]
+        found += [_leaver(one, world, (Share(HOST, one.shadow_bytes),), "copy") for one in copies]
+        loaded = eviction_order(_warm(context, request.lease.id), world, rank)
+        found += [_leaver(one, world, one.shares) for one in loaded if one.on_host]
+        stowed = [one for one in held if not one.shadow_bytes]
+        found += [_leaver(one, world, (Share(HOST, one.stow_bytes),)) for one in stowed]
+    return (*found, *[_leaver(one, world, one.shares) for one in idle])
+
+
+def _leaver(lease: Lease, world: World, frees: Shares, what: str = "") -> Leaver:
+    if what:  # what is on the card is not changed
+        return Leaver(lease.id, what, frees, 0.0, True, 0.0)
+    returns = would_go_to_host(lease, world)
+    kind = "engine" if lease.backend in (*ENGINES, "llama_cpp") else "model"
+    if lease.kind == "kernel":
+        kind = "notebook"
+    seconds = cost_of_leaving(lease, world)
+    return Leaver(
+        lease.id,
+        away_word(lease) or kind,
+        frees,
+        seconds,
+        bool(lease.restore_seconds if returns else lease.reload_seconds),
+        seconds / gigabytes(lease),
+    )
 
 
 # -- which leases leave ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ..facts import (
     Event,
     Grant,
     Lease,
+    Leaver,
     Move,
     Plan,
     PlanLevel,
@@ -48,7 +49,7 @@ from ..facts import (
 )
 from ..facts.snapshot import verdict_kind
 from ..units import show_bytes, show_seconds
-from .admission import admit
+from .admission import admit, leavers
 from .capacity import room, sample_of
 from .placement import runners_up
 from .policies import HOST_BYTES_PER_SECOND, policy, seconds_to_load, seconds_to_restore
@@ -66,7 +67,7 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
     asked: tuple[str, ...] = ()
     reasons: list[str] = []
     considered: tuple[Candidate, ...] = ()
-    before = book
+    before, now = book, world
     level = PlanLevel.WAIT
     for _ in range(MOST_ENTRIES):
         book, verdict = admit(book, request, world, rank)
@@ -74,7 +75,10 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
             granted = _granted(request, verdict, steps + verdict.steps, asked, reasons, considered)
-            return _with_effort(granted, verdict, steps, before, book, world)
+            found = _with_effort(granted, verdict, steps, before, book, world)
+            return replace(
+                found, leavers=_leavers(before, request, now, rank, steps) if steps else ()
+            )
         if isinstance(verdict, Refuse):
             level = PlanLevel.NEVER
             break
@@ -97,6 +101,18 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         footprint=request.footprint,
         name=request.lease.name,
         level=level,
+        leavers=_leavers(before, request, now, rank, steps) if level is PlanLevel.WAIT else (),
+    )
+
+
+def _leavers(
+    book: Book, request: Request, world: World, rank: Policy, steps: tuple[Step, ...]
+) -> tuple[Leaver, ...]:
+    """The candidates of the first decision. Those that leave in the `steps` are marked."""
+    leaving = {(step.lease, isinstance(step, Shed)) for step in steps}
+    return tuple(
+        replace(one, leaves=(one.lease, one.what in ("copy", "parked")) in leaving)
+        for one in leavers(book, request, world, rank)
     )
 
 

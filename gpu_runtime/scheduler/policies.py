@@ -62,21 +62,31 @@ def keep_score(lease: Lease, world: World) -> float:
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
     """
-    size = lease.own_bytes
     expected = expected_use(lease.recent_uses, int(world.wall), YOUNGEST_SECONDS)
     if not expected:
         expected = 1.0 / (lease.idle_seconds(world.now) + YOUNGEST_SECONDS)
+    return expected * cost_of_leaving(lease, world) / gigabytes(lease)
+
+
+def cost_of_leaving(lease: Lease, world: World) -> float:
+    """The seconds that an eviction of this `lease` adds to its next use; see `keep_score`."""
+    size = lease.own_bytes
+    if would_go_to_host(lease, world):
+        return seconds_to_restore(lease, size)
+    lost = seconds_to_load(lease, size)
+    return max(lost - seconds_to_restore(lease, size), LEAST_SECONDS) if lease.on_host else lost
+
+
+def would_go_to_host(lease: Lease, world: World) -> bool:
+    """Whether host memory could hold the `lease` after an eviction from its card."""
     if lease.on_device and lease.movable and world.rules.offload:
-        goes_to_host = size <= world.limits.get(HOST, 0)
-    else:
-        goes_to_host = False
-    if goes_to_host:
-        lost = seconds_to_restore(lease, size)
-    else:
-        lost = seconds_to_load(lease, size)
-        if lease.on_host:
-            lost = max(lost - seconds_to_restore(lease, size), LEAST_SECONDS)
-    return expected * lost / max(lease.bytes / GB, 1e-3)
+        return lease.own_bytes <= world.limits.get(HOST, 0)
+    return False
+
+
+def gigabytes(lease: Lease) -> float:
+    """The GB of the `lease` by which a cost is divided, at least 1 MB."""
+    return max(lease.bytes / GB, 1e-3)
 
 
 def seconds_to_load(lease: Lease, size: int) -> float:

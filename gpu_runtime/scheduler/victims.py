@@ -637,7 +637,23 @@ def shadows_total(leases: Iterable[Lease]) -> int:
 def enough_shadows(
     leases: Iterable[Lease], shortage: int, world: World, rank: Policy
 ) -> list[Lease]:
-    """The leases whose shadows are freed to get `shortage` bytes; all leases if they are too few.
+    """The leases whose shadows are freed to get `shortage` bytes; all leases if they are too few."""
+    chosen: list[Lease] = []
+    missing = shortage
+    for lease in shadow_order(leases, world, rank):
+        if missing <= 0:
+            break
+        chosen.append(lease)
+        missing -= lease.shed_bytes
+    for lease in chosen[:-1]:  # the last shadows may have made the first ones unnecessary
+        if missing + lease.shed_bytes <= 0:
+            chosen.remove(lease)
+            missing += lease.shed_bytes
+    return chosen
+
+
+def shadow_order(leases: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
+    """The `leases` in the order in which they give back host memory.
 
     The shadows of leases in use are freed first. Of the idle leases, the lease that would leave its
     card last loses its shadow first. So a lease that leaves early keeps its shadow, which saves the
@@ -650,18 +666,7 @@ def enough_shadows(
             return (True, False, importance, wished, ranked, lease.id)
         return (False, not lease.pins, -importance, -wished, -ranked, lease.id)
 
-    chosen: list[Lease] = []
-    missing = shortage
-    for lease in sorted(leases, key=key):
-        if missing <= 0:
-            break
-        chosen.append(lease)
-        missing -= lease.shed_bytes
-    for lease in chosen[:-1]:  # the last shadows may have made the first ones unnecessary
-        if missing + lease.shed_bytes <= 0:
-            chosen.remove(lease)
-            missing += lease.shed_bytes
-    return chosen
+    return sorted(leases, key=key)
 
 
 def host_room_for(

@@ -10,7 +10,19 @@ from gpu_panels.tabs import ANY, NO_MODEL, USUAL, PlanWish, WhatIfTab, replayed,
 from msgspec.structs import replace
 
 from gpu_runtime import Runtime
-from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Share
+from gpu_runtime.facts import (
+    HOST,
+    Decisions,
+    Drop,
+    Lease,
+    Leaver,
+    Load,
+    ModelSpec,
+    Move,
+    Plan,
+    Share,
+)
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import GIB
 
 from . import samples
@@ -84,6 +96,31 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
     shown = [face(PlanAnswer(plan), samples.busy) for face in (answer, details)]
     assert "<script" not in "".join(shown)
     assert "<i>" not in answer(PlanAnswer(error="<i>"), samples.busy)
+
+
+def test_the_details_list_what_may_leave():
+    """They have the bytes and the cost of each, in the order of the plan. The verb `why` shows the same rows."""
+    leavers = [
+        Leaver(
+            f"{samples.ME.id}/qwen", "model", (Share("sim:0", 14 * GIB),), 1.4, True, 0.09, True
+        ),
+        Leaver(f"{samples.BOB.id}/llama", "copy", (Share(HOST, GIB),), 0.0, True, 0.0),
+        *[Leaver(f"{samples.BOB.id}/<b>{n}", "in RAM", (), 2.0, False, 0.5) for n in range(5)],
+    ]
+    plan = replace(samples.fits, leavers=tuple(leavers))
+    more = words(details(PlanAnswer(plan), samples.busy))
+    assert (
+        "→ qwen model 14.0 GiB sim:0 1.4 s 90 ms" in more
+        and "llama copy 1.0 GiB RAM nothing" in more
+    )
+    assert "~2.0 s 500 ms" in more and "and 1 more" in more
+    found = Decisions(samples.EVENTS)
+    found.leavers = plan.leavers
+    for shown in (
+        details(PlanAnswer(plan), samples.busy),
+        answers.why("qwen", found, around=samples.busy).html,
+    ):
+        assert "14.0 GiB sim:0" in shown and "<b>0" not in shown
 
 
 def test_the_choices_name_the_process_that_has_the_model():

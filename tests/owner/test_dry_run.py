@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from gpu_runtime.errors import (
 from gpu_runtime.facts import Declared, Lease, Move
 from gpu_runtime.owner import load_and_plan
 from gpu_runtime.owner.resident import Resident
+from gpu_runtime.rendering import render
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
-from .conftest import fakes, loaded
+from .conftest import alongside, fakes, loaded
 
 
 def parts(plan):
@@ -292,3 +294,25 @@ def test_the_reason_of_a_plan_with_an_eviction_says_only_once_what_the_model_nee
     because = rt.plan("qwen").because
     assert because.count("qwen needs") == 1
     assert because.endswith("Then sim:0 has 21.6 GiB free and would keep 7.6 GiB.")
+
+
+def test_why_shows_what_may_leave_for_a_model_that_waits_or_would_be_loaded(rt):
+    """It is the list of the plan. For a waiting model, the waiting request is the one that is planned."""
+    loaded(rt, a="10 GiB", b="8 GiB", big="20 GiB")
+    assert rt.why("b").leavers == rt.plan("b").leavers and rt.why("b")[0].action == "offloaded"
+    assert [one.lease.split("/")[1] for one in rt.why("b").leavers] == ["a", "big"], (
+        "RAM is short too"
+    )
+    assert not rt.why("big").leavers and not rt.why().leavers, "it is there; and no model is named"
+    page = repr(render.shown("why", rt.why("b"), subject="b", around=rt.status()))
+    assert page.splitlines()[-1].split()[:4] == ["→", "big", "model", "20.0"]
+    rt.evict("big")
+    rt.preload("a")
+    go = threading.Event()
+    with alongside(lambda: go.wait(PATIENCE) and rt.preload("big")), rt.use("b"):
+        go.set()
+        until(lambda: rt.status().tickets)
+        found = rt.why("big")
+        assert [(one.lease.split("/")[1], one.leaves) for one in found.leavers] == [("a", False)]
+        assert "is in use" in rt.plan("big").because
+    assert rt.here("big") and not rt.why("big").leavers

@@ -220,6 +220,11 @@ def details(found: PlanAnswer, snapshot: Snapshot) -> str:
     if plan.steps:
         steps = [views.step_sentence(snapshot, step) for step in plan.steps]
         parts.append(f"<h4>Step by step</h4>{_list(steps, 'ol')}")
+    if plan.leavers:
+        rows, more = views.leavers(plan.leavers, snapshot)
+        title = views.LEAVERS_TITLE
+        parts.append(f"<h4>{esc(title)}</h4>" + _table(views.LEAVERS, rows))
+        parts.append(f'<p class="soft">{esc(more)}</p>' if more else "")
     if needs := views.needs(plan):
         parts.append(f"<h4>It needs {esc(needs)}{esc(views.on_cards(plan))}</h4>")
     if rows := views.parts(plan):
