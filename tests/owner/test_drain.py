@@ -87,17 +87,6 @@ def test_it_outlives_who_said_so_and_all_owners(runtime, tmp_path):
     assert rt.plan("1GiB").considered[-1].because.startswith("sim:0 was drained by")
 
 
-def test_another_process_moves_its_own_when_a_terminal_drains(runtime, tmp_path):
-    ledger = f"keeper://{tmp_path}/ledger"
-    kernel, terminal = (
-        runtime(devices="sim:2x16GiB", ledger=ledger, monitor=True),
-        runtime(devices="sim:2x16GiB", ledger=ledger),
-    )
-    fake(kernel, "a")
-    done = terminal.drain("sim:0", timeout=PATIENCE)
-    assert done.bytes == 4 * 2**30 and where(terminal) == {"a": "host"}
-
-
 @pytest.mark.parametrize("reasons", [[], ["used"], ["kept"], ["used", "kept"]])
 def test_a_drain_waits_for_all_that_may_leave_and_for_nothing_else(
     runtime, shared_book, clock, monkeypatch, reasons
