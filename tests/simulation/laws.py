@@ -206,8 +206,7 @@ class Laws:
                 continue
             session = kernel.rt._session
             asker = session.users.get("ann")
-            moving = any(one.work.locked() for one in [*session.residents.values()])
-            if asker is None or moving or kernel.me not in book.sections:
+            if asker is None or _moves(kernel) or kernel.me not in book.sections:
                 continue
             now, wall = session.clock(), session.wall()
             world = World(now, wall, session.probe.devices, session.limits, {}, session.rules)
@@ -227,7 +226,8 @@ class Laws:
     def _remains(self, book: Any) -> Iterator[str]:
         """What nobody works on, and what the dead have left."""
         running = self._running(book)
-        can_remove = not self.box.stopped and any(book.sections[id].leases for id in running)
+        can_remove = any(book.sections[id].leases for id in running)
+        can_remove &= not self.box.stopped and not any(map(_moves, running.values()))
         for id, section in book.sections.items():
             if self.box.is_dead(id) and can_remove:
                 yield f"the book has {id}, which is dead"
@@ -246,8 +246,8 @@ class Laws:
             owner, _, name = ticket.name.partition("/")
             if ticket.verb in ("use", "evict", "shed") or owner not in running:
                 continue
-            if any(one.work.locked() for one in [*running[owner].rt._session.residents.values()]):
-                continue  # its monitor may be moving something
+            if _moves(running[owner]):
+                continue
             answered = any(event.answers == ticket.key for event in book.events)
             if not answered and ticket.key not in running[owner].rt._session.orders:
                 yield f"{owner} does not begin {ticket.verb} {name} of {ticket.key}"
@@ -329,3 +329,8 @@ class Laws:
 
     def _keeper(self) -> Any:
         return self.box.keeper and self.box.keeper.process
+
+
+def _moves(kernel: Kernel) -> bool:
+    """Whether bytes of a model move in this process, perhaps in its monitor, which does nothing else meanwhile."""
+    return any(one.work.locked() for one in [*kernel.rt._session.residents.values()])
