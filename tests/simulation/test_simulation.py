@@ -9,7 +9,7 @@ import pytest
 from tests.clock import finished
 from tests.soak import add
 
-DAYS, SOAK_DAYS = 12, 2000
+DAYS, SOAK_DAYS = 8, 2000
 
 
 @pytest.mark.processes
