@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run demo llama lint check check-tests test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub old-torch
+.PHONY: help run demo llama lint check check-tests test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients hub matrix
 
 VENV := .venv
 LAB = jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. $$([ "$$(id -u)" = 0 ] && echo --allow-root) \
@@ -41,7 +41,6 @@ OWN := $(if $(filter gpu gpu-tests gpu-figures,$(MAKECMDGOALS)),$(if $(wildcard 
 PYTHON := $(if $(wildcard $(STAMP)),$(BIN)/python,$(if $(filter ready,$(OWN)),python3,$(GPU_VENV)/bin/python))
 ENVIRONMENT := $(if $(filter $(GPU_VENV)/%,$(PYTHON)),$(GPU_VENV)/.ready-$(FLAVOUR))
 GPU_OUT := build/gpu
-OLD_TORCH_READY := $(foreach release,2.4.1 2.6.0 2.8.0 2.11.0 2.12.1,.venv-old-torch/$(release)/bin/ready)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
@@ -70,7 +69,7 @@ help:
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
 	@echo "make clients   39 client libraries against a real server, each in an environment of its own (4 GB)"
 	@echo "make hub     JupyterHub with real users of this machine (root), in an environment of its own (2 GB)"
-	@echo "make old-torch   the tests of parking on torch 2.4, 2.6, 2.8, 2.11 and 2.12, each in an environment of its own (5 GB each, or 1 GB with TORCH_INDEX)"
+	@echo "make matrix  a small suite with torch 2.4 to the newest, Python 3.10 to 3.14 and others, each in an environment of its own (50 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -112,7 +111,7 @@ test:
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
 
-soak: $(STAMP) packages $(OLD_TORCH_READY) .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
+soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
 	SOAK=1 $(BIN)/python -m pytest -rsfE -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 	@$(MAKE) --no-print-directory mutants N=400
 	@$(MAKE) --no-print-directory test-busy
@@ -174,30 +173,21 @@ frameworks: $(STAMP) .venv-frameworks/.ready
 	.venv-frameworks/bin/python tests/frameworks/torchvision_for_cpus.py
 	@touch $@
 
-old-torch: $(STAMP) $(OLD_TORCH_READY)
-	$(BIN)/python -m pytest -q -rs -s -m soak tests/backends/test_old_torch_releases.py tests/install/test_environments.py
-
-# torch 2.4 needs NumPy 1, and Python 3.12 or older: one that cannot be installed is left out, and its test is skipped.
-# Package indexes have the older releases for CUDA. They run without a card; TORCH_INDEX names an index of CPU builds.
-.venv-old-torch/%/bin/ready: pyproject.toml | $(STAMP)
-	$(BIN)/python -m venv .venv-old-torch/$*
-	@.venv-old-torch/$*/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==$*" \
-		$(if $(filter 2.4.%,$*),"numpy<2") $(if $(filter 2.4.% 2.6.% 2.8.%,$*),"transformers<5") -e ".[transformers]" \
-		pytest pytest-timeout hypothesis ipython ipykernel pandas tokenizers && touch $@ || \
-		echo "torch $* cannot be installed: its test is skipped"
+# Package indexes have torch for CUDA. It runs without a card; TORCH_INDEX names an index of CPU builds.
+matrix: export UV_EXTRA_INDEX_URL = $(TORCH_INDEX)
+matrix: $(STAMP) packages
+	$(BIN)/python -m pytest -q -rs -m soak tests/install/test_matrix.py
 
 clients: $(STAMP) .venv-clients/.ready
 	$(BIN)/python -m pytest -q -rs -m soak tests/clients
 
 # One environment for each library, because they need different versions of the same packages. uv shares their files.
-.venv-clients/.ready: tests/clients/libraries.txt
-	python3 -m venv .venv-clients
-	.venv-clients/bin/python -m pip install -q uv
+.venv-clients/.ready: tests/clients/libraries.txt | $(STAMP)
 	@while IFS=: read -r name packages; do \
 		mkdir -p .venv-clients/$$name; \
 		if [[ $$packages = \ npm\ * ]]; then npm install --silent --prefix .venv-clients/$$name $${packages# npm } </dev/null; \
-		else .venv-clients/bin/uv venv -q --clear .venv-clients/$$name && \
-		.venv-clients/bin/uv pip install -q --python .venv-clients/$$name $$packages </dev/null; fi || \
+		else $(BIN)/uv venv -q --clear .venv-clients/$$name && \
+		$(BIN)/uv pip install -q --python .venv-clients/$$name $$packages </dev/null; fi || \
 		{ echo "$$name cannot be installed: its test is skipped"; rm -rf .venv-clients/$$name; }; \
 	done < $<
 	@touch $@
@@ -226,7 +216,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients .venv-hub .venv-old-torch build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients .venv-hub .venv-matrix build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Everything: what the runbooks need, what the tests and the documentation need, and llama.cpp.

@@ -210,10 +210,10 @@ held: dict[str, torch.Tensor] = {}  # like a notebook's variables, and unlike th
 
 
 @pytest.fixture
-def holding():
-    """Puts tensors into `held`, by name."""
-    yield lambda **tensors: held.update(tensors)
-    held.clear()
+def holding(monkeypatch):
+    """Puts tensors into `held`, by name. Since Python 3.14, an empty dict of the module is frozen too."""
+    monkeypatch.setitem(globals(), "held", {})
+    return lambda **tensors: held.update(tensors)
 
 
 def reasons():

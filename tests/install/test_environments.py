@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from tests.backends.test_old_torch_releases import RELEASES
 from tests.install.conftest import pip
 
-from .boxes import PYTHON, ROOT, BoxKernel, environment, requirements
+from .boxes import ROOT, BoxKernel, environment, requirements
 from .test_box import core, machine, wheel  # noqa: F401 - fixtures
 
 PAGE = (ROOT / "docs/guides/environments.md").read_text()
@@ -55,30 +54,9 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can install fo
 def test_a_kernel_of_each_environment_does_what_the_page_says(
     machine, wheel, tmp_path, libraries, installed
 ):
+    """`make matrix` runs it with other versions."""
     needs = requirements() if installed == "own" else []
     python = environment(tmp_path / "env", ["ipykernel", *needs, *libraries])
-    does_what_the_page_says(machine, wheel, python, installed, has_torch=bool(libraries))
-
-
-@pytest.mark.soak
-@pytest.mark.install
-@AS_ROOT
-@pytest.mark.parametrize("release", RELEASES)
-@INSTALLED
-def test_a_kernel_with_another_release_of_torch_does_what_the_page_says(
-    machine, wheel, tmp_path, release, installed
-):
-    """`make old-torch` makes the environments, and runs this."""
-    if not (ROOT / ".venv-old-torch" / release / "bin/ready").exists():
-        pytest.skip(f"the environment of torch {release} is not made: make old-torch")
-    python = environment(tmp_path / "env", [])
-    site = f"lib/python{PYTHON}/site-packages"
-    libraries = ROOT / ".venv-old-torch" / release / site
-    (tmp_path / "env" / site / "libraries.pth").write_text(f"{libraries}\n")
-    does_what_the_page_says(machine, wheel, python, installed, has_torch=True)
-
-
-def does_what_the_page_says(machine, wheel, python, installed, has_torch):
     if installed == "box":
         machine.install()
     else:
@@ -87,7 +65,7 @@ def does_what_the_page_says(machine, wheel, python, installed, has_torch):
         if installed == "own":
             assert kernel.run("%load_ext gpu") == ""
         assert "healthy" in kernel.run("%gpu health")
-        if has_torch:
+        if libraries:
             kernel.run("import torch; x = torch.ones(2_000_000)")
             assert "leaves when this cell has ended" in kernel.run("%gpu park")
             kernel.run("rt.register('m', lambda: torch.nn.Linear(1024, 1024))")

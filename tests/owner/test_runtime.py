@@ -1,5 +1,6 @@
 """The runtime as a researcher uses it: models that replace each other, helpful errors, and a correct book."""
 
+import ctypes
 import logging
 import os
 import re
@@ -366,6 +367,29 @@ def test_an_interrupted_block_of_code_is_not_listed(runtime):
     assert not rt._session.holds_memory()
 
 
+def skips_exits() -> bool:
+    """Whether an interrupt in C code that enters a `with` block ends the block without its exit.
+
+    That is a fault of Python 3.14 (python/cpython#148874): a lock then stays locked.
+    """
+    exits: list[object] = []
+
+    class Struck:
+        __enter__ = staticmethod(partial(ctypes.PyDLL(None)["raise"], int(signal.SIGUSR1)))
+        __exit__ = staticmethod(lambda *_: exits.append(_))
+
+    old = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with Struck():
+            len("")  # the interrupt takes effect after a call
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    return not exits
+
+
+@pytest.mark.skipif(skips_exits(), reason="an interrupt leaves locks locked: python/cpython#148874")
 def test_no_block_survives_its_end_however_often_the_stop_button_strikes(runtime):
     rt = runtime(monitor=False)
     strike_during(1.0, lambda: _enter(rt.lease("3GiB")))
