@@ -507,7 +507,7 @@ class KernelBackend(Backend):
         here = iter(_bytes([coming[i].storage for i in in_ram if coming[i].copy is None]))
         sources = [next(here) if (copy := coming[i].copy) is None else copy for i in in_ram]
         if sources:
-            torch._foreach_copy_([fresh[i] for i in in_ram], sources, non_blocking=True)
+            st.copy_to([fresh[i] for i in in_ram], sources)
         self._read(coming, fresh)
         for one, tensor in zip(coming, fresh, strict=True):
             exchange.put(one.storage, tensor.untyped_storage())

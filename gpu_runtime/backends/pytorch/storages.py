@@ -32,6 +32,9 @@ from .swap import Exchange, can_swap
 
 LEG_BYTES = 64 * MIB  # after each part of this size, a load reports progress and can be interrupted
 SMALL_BYTES = 64 * 1024
+_ITEM_BYTES = 16  # of torch's largest dtype
+_PIECE_ITEMS = 24_576  # so few are copied by one thread
+_PIECE_BYTES = 32 * 1024  # so few bytes are, too
 ALIGNED_BYTES = 64  # torch aligns the memory of a CPU tensor to as many bytes
 _LIBRARIES = ("gpu_runtime", "transformers", "safetensors")  # `let_go` clears their frames
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -227,12 +230,46 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
             _copy_through(host, targets, sources)
         elif targets[0].device.type == "cpu":
             with streams.copying_out(sources[0].device):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+                copy_to(targets, sources)
         else:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            copy_to(targets, sources)
     finally:
         targets.clear()
         sources.clear()
+
+
+def copy_to(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies `sources` to `targets`, [nbytes] uint8 each, by one call. It may empty both lists."""
+    if targets[0].device.type == sources[0].device.type == "cpu":
+        targets, sources = _in_pieces(targets, sources)
+    try:
+        if targets:  # else all of them are empty
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    finally:  # a traceback would keep the tensors
+        targets.clear()
+        sources.clear()
+
+
+def _in_pieces(
+    targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same bytes as tensors of which each is copied by one thread, unless it has LEG_BYTES.
+
+    torch copies more than 32,768 elements with several threads, which wait for one another. Beside
+    other work on two cores, 400 MiB in 330 tensors took 5.6 s; in these pieces 0.4 s.
+    """
+    to, of = [], []
+    for target, source in zip(targets, sources, strict=True):
+        size, offsets = source.nbytes, target.storage_offset() | source.storage_offset()
+        whole = 0
+        if _PIECE_BYTES < size < LEG_BYTES and not offsets % _ITEM_BYTES:
+            whole = size // _ITEM_BYTES * _ITEM_BYTES
+            to += target[:whole].view(torch.complex128).split(_PIECE_ITEMS)
+            of += source[:whole].view(torch.complex128).split(_PIECE_ITEMS)
+        if whole < size:
+            to.append(target[whole:])
+            of.append(source[whole:])
+    return to, of
 
 
 def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
