@@ -37,14 +37,16 @@ def library(name: str) -> Path:
     source or torch changes. Raises FileNotFoundError if there is no compiler.
     """
     source = Path(__file__).with_name(f"{name}.cpp")
-    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    flags = os.environ.get("CXXFLAGS", "")
+    parts = source.read_bytes(), torch.__version__.encode(), flags.encode()
+    key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     made = source.parent / "__pycache__" / f"{name}.{key}.so"
     if not made.exists():
-        _compile(source, made)
+        _compile(source, made, flags)
     return made
 
 
-def _compile(source: Path, library: Path) -> None:
+def _compile(source: Path, library: Path, flags: str) -> None:
     from torch.utils import cpp_extension
 
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -53,7 +55,16 @@ def _compile(source: Path, library: Path) -> None:
     places = [f"-I{place}" for place in cpp_extension.include_paths()]
     home = cpp_extension.library_paths()[0]
     links = [f"-L{home}", "-lc10", f"-Wl,-rpath,{home}"]
-    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", *places, str(source)]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        *flags.split(),
+        *places,
+        str(source),
+    ]
     library.parent.mkdir(exist_ok=True)
     draft = library.with_suffix(f".{os.getpid()}")
     subprocess.run([*command, "-o", str(draft), *links], check=True)
