@@ -68,10 +68,10 @@ def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
     """Turns the plain Markdown of a page into that of the site.
 
     Links to notebooks and to files of the root lead to their pages. A comment `contents` is the table of
-    contents. A page that has only a link to a file of the root is that file.
+    contents. A page that begins with a link to a file of the root is that file.
     """
     text = source[0]
-    if root_file := re.fullmatch(r"# .*\n\n\[[\w.]+\]\(\.\./(\w+\.md)\)\n", text):
+    if root_file := re.match(r"# .*\n\n\[[\w.]+\]\(\.\./(\w+\.md)\)", text):
         text = (DOCS.parent / root_file[1]).read_text().replace("](docs/", "](")
     text = re.sub(r"((?:\.\./)*)\.\./notebooks/", r"\1_notebooks/", text)
     text = re.sub(r"\]\((\.\./)*\.\./(CHANGELOG|CONTRIBUTING)\.md", _root_page, text)
