@@ -57,8 +57,8 @@ act in another user's name
     test_a_request_in_another_users_name_does_not_reach_the_book
 keep the book in the keeper's place
     test_a_member_starts_no_keeper_and_trusts_none_of_another_member
-park another user's process by `--checkpoint`, or bring it back, unless an operator. The driver checks the
-user too
+park another user's process by `--checkpoint`, or bring it back, unless they are an operator, and the driver
+too allows that user to act on it
     test_another_users_process_is_parked_by_an_operator_only
 choose the room that a parked process gets at its return
     test_a_note_that_others_could_replace_is_not_used
