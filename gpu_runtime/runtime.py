@@ -292,7 +292,8 @@ class Runtime:
         most `timeout` (seconds or "30s"; None means no limit). In this block, `importance` and
         `keep_alive` replace the values of the registration.
 
-        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; in the block also OutOfMemory.
+        Raises UnknownModel, DoesNotFit, MemoryLimitExceeded, NotAllowed (a cap), Busy (`timeout`), WaitEnded (a
+        person ended the wait), Deadlock, LoadFailed, LedgerUnavailable; in the block also OutOfMemory.
         """
         session = self._session
         resident = session.residents.get(name) if type(name) is str else None
@@ -319,7 +320,8 @@ class Runtime:
         more than `size`. If `size` is None, nothing is claimed, and the use is only measured. Other
         users see `purpose`, by default the file's name. `importance`, `timeout`: see `use`.
 
-        Raises BadSize, DoesNotFit, Busy.
+        Raises BadSize, DoesNotFit, NotAllowed (a cap), Busy (`timeout`), WaitEnded (a person ended the wait),
+        Deadlock, LedgerUnavailable; in the block also OutOfMemory.
         """
         return acquire.lease_memory(self._session, size, purpose, importance, timeout)
 

@@ -142,7 +142,8 @@ class Settings:
     gpu_config_file: str = _text("/etc/gpu-console/config.toml",
         "The machine-wide configuration: the shared ledger, and users' caps.")
 
-    enable_memory_governor: bool = _truth(True, "Off: models load without a request for room, and are never moved.")
+    enable_memory_governor: bool = _truth(True,
+        "Off: models load without a request for room, and nothing leaves for others.")
     enable_cpu_offload: bool = _truth(True,
         "On: models evicted from the card move to RAM. Off: they are dropped, if their source can restore them.")
     gpu_policy: str = _choice("keep_score", f"Which model is evicted first: {', '.join(POLICIES)}.",
@@ -194,7 +195,7 @@ class Settings:
         "the disk.", "a number of GiB above 0, such as 200", above=0, most=2**20)
     gpu_park_encrypt: bool = _truth(False,
         "With GPU_PARK_DIR: parked memory is encrypted on the disk, with a key that only the process has. It needs "
-        "pip install 'gpu-console[encrypt]'.")
+        "the extra encrypt.")
     gpu_hibernate_seconds: float = _seconds(3600.0,
         "With GPU_PARK_DIR: how long a parked notebook is idle before its memory moves to the disk.")
     gpu_who_names: str = _choice("own",

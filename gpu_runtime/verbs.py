@@ -365,7 +365,7 @@ ALERTS = (
 LEDGER = (
     positional("action", "init", "the only action", choices=["init"]),
     option("--group", "G", "the users' group, such as gpu", required=True),
-    positional("directory", "DIR", "the ledger's directory, such as /var/lib/gpu-console/ledger", "files"),
+    positional("directory", "DIR", "the ledger's directory, such as /var/lib/gpu-ledger", "files"),
 )  # fmt: skip
 BOX = (
     positional(

@@ -392,7 +392,7 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
     place must be on a local disk, and must be empty or a ledger.
     """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
-        raise _bad(place, "an absolute path, such as /var/lib/gpu-console/ledger")
+        raise _bad(place, "an absolute path, such as /var/lib/gpu-ledger")
     kind = file_system_of(place)
     if is_network(kind):
         raise _bad(
