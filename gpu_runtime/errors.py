@@ -114,7 +114,7 @@ class Deadlock(GpuError):
 
 
 class OutOfMemory(GpuError, MemoryError):
-    """Memory ran out in a load, or in a block of `rt.use` or `rt.lease` (`%%gpu`). Else torch.OutOfMemoryError is raised.
+    """Memory ran out in a load, or in a block of `rt.use` or `rt.lease` (`%%gpu`). Else torch's own error is raised.
 
     Attributes: device, asked_bytes (0 if not known), holders, report. `left` are the leases of this process's idle
     models that were evicted when the `with` block ended.
