@@ -90,7 +90,7 @@ try passwords of Panel's login, one a second after the first ones. Each user of 
 has a limit of its own
     test_passwords_are_slowed
     test_each_stranger_has_a_limit_of_its_own_and_the_last_ones_are_remembered
-reach a route, a file or a websocket
+reach a route, a file or a websocket. Only a program on this machine may ask `/livez` and `/readyz`
     test_no_route_answers_without_a_token
     test_no_websocket_opens_without_the_token
 keep out the holder of a token by wrong tokens
