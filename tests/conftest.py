@@ -108,7 +108,8 @@ PROCESSES = (
 # The longest files start first, so that no worker is left alone with one of them at the end. Each
 # takes more than 15 seconds. Most of them wait for processes.
 LONGEST = (
-    "browser/test_served.py", "stories/test_history.py", "browser/test_two_notebooks.py",
+    "browser/test_served.py", "stories/test_history.py", "simulation/test_simulation.py",
+    "browser/test_two_notebooks.py",
     "stories/test_parking.py", "stories/test_look_ahead.py", "stories/test_sampler.py",
     "backends/test_contract.py", "core/test_docs.py", "backends/test_interrupts.py",
     "browser/test_lab.py", "browser/test_true_numbers.py", "backends/test_swap.py",

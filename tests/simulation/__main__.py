@@ -127,4 +127,6 @@ def in_a_child(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the runtimes of the first day have no box any more to leave
