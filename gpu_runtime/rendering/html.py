@@ -37,19 +37,18 @@ _BAR_HEIGHT = "22px"
 _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no label
 
 
+# Read with this module: `gpu box remove` prints its answer when the file is gone.
+_RULES = Path(__file__).with_name("style.css").read_text().splitlines()
+
+
 @functools.cache
 def style(body: str | None = None) -> str:
     """The style sheet as one line of HTML, with only the rules that apply to `body`, if it is given.
 
     A notebook stores the rules with every output, so rules without effect are left out.
     """
-    lines = _rules() if body is None else [line for line in _rules() if _applies(line, body)]
+    lines = _RULES if body is None else [line for line in _RULES if _applies(line, body)]
     return f"<style>{''.join(lines)}</style>"
-
-
-@functools.cache
-def _rules() -> list[str]:
-    return Path(__file__).with_name("style.css").read_text().splitlines()
 
 
 def _applies(rule: str, body: str) -> bool:
