@@ -34,7 +34,7 @@ from ..settings import Settings
 from ..threads import Cancellation, start
 from ..version import VERSION
 from .api.app import KNOWN_QUERY, add_metrics, base_application
-from .api.routes import ACTS, StrictRoute
+from .api.calls import ACTS, StrictRoute
 from .engines.base import EngineFailed
 from .engines.openai_http import CONNECTION_ERRORS, HttpAdapter, HttpClient
 from .gateway import Gateway

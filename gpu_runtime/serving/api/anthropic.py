@@ -16,9 +16,9 @@ from fastapi.responses import Response
 
 from ..engines.openai_format import arguments_of
 from ..requests import Json, Refused, Reply, bad
+from .calls import Writer, chat_fields, functions, require_object
+from .calls import named_event as _event
 from .openai import add_call, answered, body_schema
-from .routes import Writer, chat_fields, functions, require_object
-from .routes import named_event as _event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")

@@ -30,8 +30,8 @@ from ..records import MOST_DAYS, request_id, traceparent
 from ..requests import Json, Refused
 from ..store import Store
 from . import anthropic, memory, ollama, openai, responses
+from .calls import ACTS, CallRoute, StrictRequest, StrictRoute, caller
 from .openai import Jobs
-from .routes import ACTS, CallRoute, StrictRequest, StrictRoute, caller
 
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TRACEPARENT = re.compile(

@@ -36,8 +36,8 @@ from ...threads import Cancellation
 from ...units import MIB
 from ..requests import Json
 from ..thread_stream import in_thread_until
+from .calls import ACTS, StrictRoute
 from .openai import unless_gone
-from .routes import ACTS, StrictRoute
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -23,6 +23,7 @@ from ..choices import ModelFacts
 from ..engines.openai_format import arguments_of
 from ..requests import LOAD, MAX_SECONDS, SAMPLING, Json, Refused, Reply, bad
 from ..thread_stream import in_thread
+from .calls import CALLS, StrictRoute, Writer, logprobs_of, require_object
 from .openai import (
     REFUSALS,
     add_call,
@@ -32,7 +33,6 @@ from .openai import (
     unless_gone,
     visitor_name,
 )
-from .routes import CALLS, StrictRoute, Writer, logprobs_of, require_object
 
 _SAME = (
     *("repeat_penalty", "presence_penalty", "frequency_penalty"),

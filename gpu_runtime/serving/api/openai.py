@@ -22,7 +22,7 @@ from ...errors import GpuError
 from ..requests import Json, Refused, Reply
 from ..store import Store
 from ..thread_stream import in_thread
-from .routes import CALLS, EVENTS, CallRoute, StrictRoute, Writer, in_own_words
+from .calls import CALLS, EVENTS, CallRoute, StrictRoute, Writer, in_own_words
 
 T = TypeVar("T")
 HEADERS_SECONDS = 1.0  # a stream that has not begun by then gets its headers, and what it waits for

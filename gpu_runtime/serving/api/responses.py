@@ -18,8 +18,8 @@ from fastapi.responses import Response
 
 from ..engines.chat_template import TAGS
 from ..requests import Json, Reply, bad
+from .calls import Writer, chat_fields, functions, logprobs_of, named_event
 from .openai import add_call, answered, body_schema
-from .routes import Writer, chat_fields, functions, logprobs_of, named_event
 
 # Fields of both formats.
 _SAME = (
