@@ -18,6 +18,9 @@ from .compat import StrEnum
 
 LONGEST_LINE = 300  # characters of a line that an error message quotes
 MOST_DECODE_FAILURES = 3  # in a row; then the model is loaded again
+WRITE_REFUSED = (
+    "Cannot access data pointer of Tensor"  # so torch's error for a write begins; see swap.py
+)
 
 
 class Kind(StrEnum):

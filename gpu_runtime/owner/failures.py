@@ -16,7 +16,7 @@ import traceback
 from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost, first_line
 from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
-from ..fault_texts import Fault, Kind, recognise
+from ..fault_texts import WRITE_REFUSED, Fault, Kind, recognise
 from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.victims import reason_to_stay
@@ -29,15 +29,12 @@ log = logging.getLogger("gpu_runtime")
 LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an out-of-memory error
 
 
-REFUSED = "Cannot access data pointer of Tensor"  # how torch's error begins; see swap.py
-
-
 def refused_write(session: Session, error: BaseException) -> str:
     """After a write into bytes in host memory of a simulated card: which bytes, and what to type.
 
     torch's own error does not name them. The result is empty for any other error.
     """
-    if not (isinstance(error, RuntimeError) and str(error).startswith(REFUSED)):
+    if not (isinstance(error, RuntimeError) and str(error).startswith(WRITE_REFUSED)):
         return ""
     away = [one for one in session.residents.values() if one.lease.on_host]
     names = [one.spec.name for one in away if one.lease.kind == "model"]

@@ -16,6 +16,7 @@ from torch.distributed import rpc
 from torch.utils import _python_dispatch as dispatch
 
 from gpu_runtime.backends.pytorch import old_torch, search, swap
+from gpu_runtime.fault_texts import WRITE_REFUSED
 from gpu_runtime.torch_modes import outside_modes, with_own_modes
 from gpu_runtime.version import TORCH_WITH_EXCHANGE
 
@@ -55,7 +56,7 @@ def refuses() -> None:
         tensor.numpy,
         lambda: torch.add(ones, 1, out=tensor),
     ):
-        with pytest.raises(RuntimeError, match=f"^{swap.WRITE_REFUSED}"):
+        with pytest.raises(RuntimeError, match=f"^{WRITE_REFUSED}"):
             write()
     assert tensor.sum() == 4 and C._data_address(tensor) == start == before
 
@@ -171,7 +172,7 @@ CANARIES: list[Canary] = [
         "nothing moves; tests/backends/test_old_torch.py, and the table of docs/guides/environments.md"),
     (guards, "_construct_storage_from_data_pointer _set_storage_data_ptr_access_error_msg", "let swap._mark return "
         "None for this torch: no bytes leave a card then; look for another guard that refuses each read"),
-    (refuses, "_set_throw_on_mutable_data_ptr _data_address", "swap.refuse_writes and swap.WRITE_REFUSED: without a "
+    (refuses, "_set_throw_on_mutable_data_ptr _data_address", "swap.refuse_writes and its text: without a "
         "refusal nothing leaves a simulated card; `_data_address` must neither raise nor copy"),
     (finds_lazy_copies, "_is_cow_tensor", "swap.has_lazy_copy: a lazy copy must stay, or `data_ptr` makes it whole"),
     (counts, "_use_count _storage_Use_Count _is_view _base _cdata _version", "search.hidden_references, "

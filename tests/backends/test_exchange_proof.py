@@ -18,6 +18,7 @@ from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import StillInUse
 from gpu_runtime.facts import HOST, ModelSpec, Share
+from gpu_runtime.fault_texts import WRITE_REFUSED
 from tests import simgpu
 from tests.backends.test_kernel_memory import Kernel
 
@@ -101,7 +102,7 @@ def test_a_signal_handler_that_writes_loses_no_write(monkeypatch):
         try:
             counter.add_(1)
         except RuntimeError as error:
-            assert str(error).startswith(swap.WRITE_REFUSED)
+            assert str(error).startswith(WRITE_REFUSED)
             refused += 1
         else:
             written += 1

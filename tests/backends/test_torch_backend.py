@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime.backends.pytorch import swap
 from gpu_runtime.backends.registry import backend_for, open_backend
 from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel, UnknownSize
 from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.fault_texts import WRITE_REFUSED
 from tests.worlds import footprint
 
 CARD, OTHER, HOST = (Share("sim:0", 0),), (Share("sim:1", 0),), (Share("host", 0),)
@@ -154,7 +154,7 @@ def test_training_continues_after_moves(backend, probe, how):
         assert backend.measure(model) == (Share(shares[0].device, size),)
         assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0} | {shares[0].device: size}
         if shares is HOST:
-            with pytest.raises(RuntimeError, match=swap.WRITE_REFUSED), torch.no_grad():
+            with pytest.raises(RuntimeError, match=WRITE_REFUSED), torch.no_grad():
                 module[2].weight.add_(1)
         else:
             train(module, optimizer, 2, seed=3)
@@ -232,7 +232,7 @@ def test_weights_in_host_memory_are_read_and_refuse_writes(backend, write):
     before, other = module.weight.detach().clone(), module.weight.detach()
     backend.move(model, HOST)
     for weight in (module.weight.detach(), other):
-        with pytest.raises(RuntimeError, match=swap.WRITE_REFUSED):
+        with pytest.raises(RuntimeError, match=WRITE_REFUSED):
             WRITES[write](weight)
         assert torch.equal(weight, before)
     backend.move(model, CARD)

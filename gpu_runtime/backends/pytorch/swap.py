@@ -98,14 +98,11 @@ def has_lazy_copy(content: Tensor) -> bool:
         return False
 
 
-WRITE_REFUSED = "Cannot access data pointer of Tensor"  # how torch's error for a write begins
-
-
 def refuse_writes(content: Tensor) -> None:
     """From now on, a write into the CPU storage of `content` raises, and reads go on.
 
     In-place operations, `out=`, `numpy()`, `data_ptr()` and DLPack raise torch's error, whose text
-    begins with WRITE_REFUSED. The refusal belongs to the bytes: an exchange moves it with them.
+    begins with `fault_texts.WRITE_REFUSED`. The refusal belongs to the bytes: an exchange moves it with them.
     torch has no call that ends it.
     """
     torch._C._set_throw_on_mutable_data_ptr(content)
