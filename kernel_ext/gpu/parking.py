@@ -19,6 +19,7 @@ import asyncio
 import atexit
 import contextlib
 import gc
+import re
 import signal
 import sys
 import threading
@@ -128,6 +129,7 @@ USED = "the kernel was used meanwhile"
 AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
 UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs
 DEBUG = "debug_request"  # the type of a message to the debugger
+_PARKS = re.compile(r"\b(?:park|unpark|hibernate)\b")  # the verbs that need this notebook's kernel
 
 
 class Parking:
@@ -311,7 +313,7 @@ class Parking:
         if (
             self._lease is None
             and text
-            and ("park" in text or is_remembered(cell_key(notebook_path(), text)))
+            and (_PARKS.search(text) or is_remembered(cell_key(notebook_path(), text)))
         ):
             self._attach()
         if self._lease is None:

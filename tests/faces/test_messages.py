@@ -205,6 +205,24 @@ def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory()
     parking.remove()
 
 
+@pytest.mark.parametrize(("text", "opens"), [
+    ("%gpu park", True), ("x = rt.park()", True), ("%gpu unpark", True), ("%gpu hibernate", True),
+    ("from pyspark.sql import SparkSession as spark", False), ("parking = parked = 1", False),
+])  # fmt: skip
+def test_a_first_cell_opens_the_runtime_only_if_it_parks_its_own_notebook(text, opens):
+    """Else a notebook that never uses a card would be an owner in the ledger."""
+    opened: list[str] = []
+    shell = SimpleNamespace(kernel=Kernel([]), ast_transformers=[])
+    shell.events = EventManager(shell, available_events)
+    lease = Lease()
+    rt = SimpleNamespace(attach_kernel=lambda _: lease, _closed=False)
+    parking = Parking(shell, lambda: opened.append(text) or rt, print)
+    shell.kernel.message = {"header": {"msg_type": "execute_request"}, "content": {"code": text}}
+    shell.events.trigger("pre_execute")
+    assert opened == ([text] if opens else [])
+    parking.remove()
+
+
 HELD = ["hook", "back", "handled", "free", "hook after"]
 NOT_HELD = ["hook", "handled", "hook after"]
 MESSAGES = {
