@@ -1,9 +1,10 @@
 """The identity of this process as an owner, and the proof that an owner lives or has died.
 
-An owner holds a lock on a separate file while it lives. The operating system releases the lock when
-the owner dies, and at no other time. A stopped process still holds its lock. A new process with the
-same pid does not hold the lock. The locked file also has the owner's roster: the owner's part of
-the book, from which a damaged book is rebuilt.
+With a keeper, the keeper knows its owners from their sockets and watches their processes. With a
+Redis, an owner holds a lock on a file of its own while it lives. The operating system releases the
+lock when the owner dies, and at no other time. A stopped process still holds its lock. A new process
+with the same pid does not hold the lock. The locked file also has the owner's roster: the owner's
+part of the book, from which a damaged book is rebuilt.
 
 /proc shows whether a process is stopped. A pid can be used again for another process. A pid and a
 start time together identify a process, for an observer in the same namespaces.

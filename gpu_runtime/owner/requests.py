@@ -1,6 +1,6 @@
 """Requests to other owners: what a user may request, the request, and whether its owner can answer.
 
-The requests are evict, preload, move, pin and defrag. `restore` is preload under another name.
+The requests are those of `recall.ASKS`; `restore` is preload under another name.
 """
 
 from __future__ import annotations
