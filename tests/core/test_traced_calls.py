@@ -11,8 +11,8 @@ from tests.bench.journeys import ROOT, Journey
 from tests.serving.harness import harness
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-# What the test of a call from the gateway on leaves out: the gate and the routes.
-OUTSIDE = ("gpu_runtime/web/", "gpu_runtime/serving/api/")
+# What the test of a call from the gateway on leaves out: the gate, the server and the routes.
+OUTSIDE = ("gpu_runtime/web/", "gpu_runtime/serving/api/", "gpu_runtime/serving/server.py")
 
 
 def files_between(start: str, end: str) -> set[str]:
@@ -55,7 +55,9 @@ def test_a_use_that_evicts_crosses_the_files_of_its_table(tmp_path, in_threads):
                 with rt.use(name):
                     pass
             with pytest.raises(DoesNotFit):
-                one.use("large").__enter__()
+                one.use("large", timeout=9).__enter__()
+            with pytest.raises(ZeroDivisionError), one.use("second"):
+                raise ZeroDivisionError
     named = files_between("## One `rt.use`, traced", "**What a notebook's own code holds**")
     assert len(named) > 25
     assert named - crossed(in_threads, "") - crossed(own, "") == set()
