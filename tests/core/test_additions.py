@@ -1,4 +1,4 @@
-"""A policy, an engine and a route are each added to a copy of the package, in the files that CONTRIBUTING names.
+"""A policy, an engine and routes are each added to a copy of the package, in the files that CONTRIBUTING names.
 
 A process with the copy then uses the addition. So a second place that would need a change is noticed.
 """
@@ -17,6 +17,8 @@ POLICIES = "gpu_runtime/scheduler/policies.py"
 RECIPES = "gpu_runtime/backends/engines/recipes.py"
 ENGINES = "gpu_runtime/facts/engines.py"
 ROUTES = "gpu_runtime/serving/api/memory.py"
+APPLICATION, SERVER = "gpu_runtime/serving/api/app.py", "gpu_runtime/serving/server.py"
+KEYS = "gpu_runtime/web/auth.py"
 
 
 @pytest.fixture
@@ -155,3 +157,29 @@ with Runtime(devices="sim:10GiB,host:64GiB", ledger="memory:", monitor=False) as
     print("/memory/added" in client(rt).get("/openapi.json").json()["paths"])
 """)
     assert shown.split("\n")[:-1] == ["200 qwen", "403 None", "401 None", "True"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_first_word_of_a_path_is_added_to_the_server_and_for_keys(copy, known):
+    """Without the word, the server of `gpu serve` has no such path, and programs with a key are refused."""
+    copy.add(
+        APPLICATION, "_add_engine_log(app)\n", '    app.get("/added")(lambda: {"added": True})\n'
+    )
+    if known:
+        copy.add(SERVER, '_WORDS = r"memory', " added")
+        copy.add(KEYS, 'API_PATHS = ("/v1/"', ', "/added"')
+    shown = copy.run("""
+import urllib.error, urllib.request
+from gpu_runtime import Runtime
+from gpu_runtime.serving.server import serve
+from gpu_runtime.web.auth import API_PATHS
+with Runtime(devices="sim:1GiB,host:1GiB", ledger="memory:", monitor=False) as rt:
+    url, token = serve(rt, "127.0.0.1")
+    request = urllib.request.Request(f"{url}/added", headers={"Authorization": f"Bearer {token}"})
+    try:
+        print(urllib.request.urlopen(request, timeout=60).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+print("/added".startswith(API_PATHS))
+""")
+    assert shown.split("\n")[:-1] == (["200", "True"] if known else ["404", "False"])

@@ -1,6 +1,7 @@
 """The HTTP API as one application: the routes of all modules in this folder, and their description.
 
-To add a route, add it to a router in this folder. If the router is new, also include it here.
+To add a route, add it to a router in this folder. If the router is new, also include it here. If the first word of the
+path is new, add it to `server._WORDS` too, and for programs with a key to `auth.API_PATHS`.
 
 The gate of the server puts the visitor into `scope["state"]["visitor"]`. The application refuses every request
 without a visitor. Every visitor may read, except the logs of engines. A call of a model needs a visitor who may call
