@@ -12,6 +12,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel, StillInUse
 from gpu_runtime.facts import IMPORTANCE, Evidence, ModelSpec
+from gpu_runtime.owner import maintenance
 from gpu_runtime.serving import queue
 from gpu_runtime.serving.choices import CloudGuard, ModelFacts
 from gpu_runtime.serving.engines.base import EngineFailed
@@ -604,8 +605,9 @@ async def test_a_cold_model_waits_no_longer_than_gpu_most_wait():
             assert k.gateway.queue._most_wait("qwen") == bound
 
 
-async def test_calls_that_overlap_keep_no_model_from_another_process():
+async def test_calls_that_overlap_keep_no_model_from_another_process(monkeypatch):
     """Each new call used the pin of the running calls, so the model was never idle."""
+    monkeypatch.setattr(maintenance, "pause_uses", lambda *_: None)  # no other process asks here
     first, second = asyncio.Event(), asyncio.Event()
     async with harness(qwen=14, scripts={"qwen": [first, second]}) as k:
         k.gateway.queue._concurrency = lambda _: 2
