@@ -93,7 +93,7 @@ def guards(mark: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) ->
 PROCESSES = (
     "browser/", "clients/", "frameworks/", "hub/", "install/", "simulation/", "stories/", "backends/test_contract.py",
     "backends/test_engine_server.py", "backends/test_file_guard.py", "backends/test_interrupts.py",
-    "backends/test_model_processes.py", "backends/test_diffusers.py",
+    "backends/test_model_processes.py", "backends/test_diffusers.py", "backends/test_programs.py",
     "core/test_additions.py", "core/test_docs.py", "core/test_imports.py", "faces/test_cli.py", "faces/test_gate.py",
     "faces/test_login.py",
     "faces/test_unsafe_options.py", "faces/test_launcher.py", "faces/test_notebook.py",

@@ -304,6 +304,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.processes
 def test_memory_on_the_disk_takes_no_ram_however_often_it_returned(tmp_path):
     """The C library keeps freed tensors in the heaps of threads: one heap here, so that the test is exact."""
     shown = subprocess.run(
