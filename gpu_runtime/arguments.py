@@ -694,7 +694,7 @@ OPTIONS = [
 ]
 # The fields that `%gpu load` and `gpu plan` take, in the order of their help: flag, value, help, and words for Tab.
 TYPED = {
-    "backend": ("--backend", "B", "torch, transformers or fake; else derived from the source", "backends"),
+    "backend": ("--backend", "B", "such as transformers, llama_cpp or vllm; else derived from the source", "backends"),
     "size": ("--size", "SIZE", "bytes, such as 8GiB"),
     "importance": ("--importance", "I", "urgent, high, normal, low, batch, or a number", "importances"),
     "keep": ("--keep", "", "never evict it"),
