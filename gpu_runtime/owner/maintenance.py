@@ -364,9 +364,9 @@ def _perform(session: Session, order: Order) -> Outcome:
 def reap_neighbours(session: Session, book: Book) -> int:
     """Removes dead owners from the book. Returns the number of removed owners.
 
-    A keeper says who has died, and wakes one owner, which removes them. With other ledgers each process is looked at:
-    each call checks two owners: the next owner in the sorted list of owners, and a second owner
-    that changes from call to call. So at every tick, each owner is checked by its predecessor in
+    A keeper says who has died, and wakes one owner, which removes them. With other ledgers, this process
+    looks itself. Each call checks two owners: the next owner in the sorted list of owners, and a second
+    owner that changes from call to call. So at every tick, each owner is checked by its predecessor in
     the list. (When each of 64 owners checked all others, the checks used 7 % of a core.)
     """
     if session.ledger.names_the_dead:

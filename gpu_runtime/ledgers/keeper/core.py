@@ -423,10 +423,10 @@ class Keeper:
         return [(connection, reply), *self._out_of_queue(connection, now), *rings]
 
     def _rings_for(self, me: str, unseen: set[str]) -> Answers:
-        """Wakes the requests that a write of `me` and the last writes of `unseen` do not know of.
+        """The messages that wake requests which a write of `me` on an old page has missed.
 
-        `me` decided on a page without these writes. So it wakes no request that one of them brought, and
-        its own request has not seen the bytes that one of them released.
+        `unseen` are the owners that wrote since that page. `me` has woken no request of theirs, and its
+        own request has not seen the bytes that they released.
         """
         waiting = {ticket.owner for ticket in self.known.book.tickets}
         concerned = waiting & ({me, *unseen} if unseen else unseen)
