@@ -141,10 +141,8 @@ def test_a_notebook_waits_for_a_model_in_use(screen, train, tune):
 
 
 def test_a_kernel_is_stuck_in_a_call_of_c(screen, train, tune):
-    # A program that starts this test may ignore the signal, and a child inherits that.
-    tune.do("import ctypes, signal; signal.signal(signal.SIGINT, signal.default_int_handler)")
     tune.do("rt.preload('llama')")
-    tune.send("ctypes.PyDLL(None).sleep(600)")
+    tune.block()
     train.send("rt.preload('qwen')")
     screen.says("tune.ipynb", "does not answer", "120 MiB", CLOCK, press="Interrupt")
     screen.says("^tune.ipynb", r"no answer, \d+", press="Interrupt").get_by_role("button").click()

@@ -17,6 +17,7 @@ from gpu_runtime import Busy, Runtime
 from tests import forked
 from tests.clock import until
 
+SLEEPS = {"35", "230", "101", "115"}  # nanosleep and clock_nanosleep of x86-64 and of ARM
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:24GiB,host:64GiB"
 LOADED = "rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')"
@@ -48,6 +49,17 @@ class Kernel(forked.Answering):
         """Runs commands that must succeed."""
         for line in lines:
             assert (said := self.run(line)) == "done", said
+
+    def block(self) -> None:
+        """Keeps the interpreter in a call of C until SIGINT, and returns when the call has begun.
+
+        A request that comes before the call would be answered, or begun and not ended.
+        """
+        # A program that starts the tests may ignore the signal, and a child inherits that.
+        self.do("import ctypes, signal; signal.signal(signal.SIGINT, signal.default_int_handler)")
+        self.send("ctypes.PyDLL(None).sleep(3600)")
+        call = Path(f"/proc/{self.pid}/syscall")
+        until(lambda: call.read_text().split()[0] in SLEEPS, "the call began")
 
     def __enter__(self) -> Kernel:
         return self
