@@ -10,20 +10,20 @@ from gpu_runtime.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 NEXT = "0.4.0"
-BASE, BOOK = "gpu_runtime/facts/base.py", "gpu_runtime/facts/book.py"
+BOOK = "gpu_runtime/facts/book.py"
 KEEPER, PIECES = "gpu_runtime/ledgers/keeper/core.py", "gpu_runtime/ledgers/pieces.py"
 BUILT, STEPS = "gpu_runtime/devices/probe.py", "gpu_runtime/scheduler/transitions.py"
 VISITORS = "    visitors: tuple[str, ...] = ()\n"
 # File, text, and what the next version has after it.
 MORE = (
-    (BASE, "omit_defaults=True, gc=False", ", kw_only=True"),
+    (BOOK, "omit_defaults=True, gc=False", ", kw_only=True"),
     # in every fact, and always written
     (
-        BASE,
+        BOOK,
         ", kw_only=True):\n",
         "    later: str = msgspec.field(default_factory=lambda: 'later')\n",
     ),
-    (BASE, "    simulated: bool = False\n", "    bus: str = ''\n"),
+    (BOOK, "    simulated: bool = False\n", "    bus: str = ''\n"),
     (BUILT, "index, simulated=True", ", bus='7'"),
     (BOOK, "    beside: tuple[str, ...] = ()\n", "    origin: str = ''\n"),
     (STEPS, "    event = Event(\n", "        origin=f'{world.now}',\n"),

@@ -8,8 +8,7 @@ from typing import Any
 from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
-from .base import NORMAL, Device, Sample, Shares, Value, importance_name
-from .leases import Lease
+from .book import NORMAL, Device, Lease, Sample, Shares, Value, importance_name
 
 
 class Part(Value):

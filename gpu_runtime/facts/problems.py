@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, KERNEL, USER, Value
-from .book import Event, lease_title
-from .leases import Lease, Owner, Phase, Ticket
+from .book import HOST, KERNEL, USER, Event, Lease, Owner, Phase, Ticket, Value, lease_title
 from .snapshot import DeviceView, Level, ProcessState, Snapshot
 
 LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem

@@ -10,8 +10,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
-from .base import KERNEL, NEVER, Device, Sample, Value
-from .book import Book, Drain, Event, bytes_label, lease_title
+from .book import (
+    KERNEL,
+    NEVER,
+    Book,
+    Device,
+    Drain,
+    Event,
+    Lease,
+    Owner,
+    Sample,
+    Section,
+    Staying,
+    Ticket,
+    Value,
+    bytes_label,
+    lease_title,
+)
 from .decisions import (
     Declared,
     Grant,
@@ -25,7 +40,6 @@ from .decisions import (
     Wait,
     World,
 )
-from .leases import Lease, Owner, Section, Staying, Ticket
 
 
 class Level(StrEnum):

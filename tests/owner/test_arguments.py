@@ -23,8 +23,7 @@ from gpu_runtime.arguments import (
     rules_of,
 )
 from gpu_runtime.facts import LeaseId
-from gpu_runtime.facts.base import encode
-from gpu_runtime.facts.book import decode_book
+from gpu_runtime.facts.book import decode_book, encode
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.safe_text import MOST_MESSAGE
 from gpu_runtime.settings import NAMES

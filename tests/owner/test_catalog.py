@@ -17,8 +17,7 @@ from gpu_runtime import (
     UnknownModel,
 )
 from gpu_runtime.catalog.fields import KNOWN
-from gpu_runtime.facts.base import encode
-from gpu_runtime.facts.book import decode_book
+from gpu_runtime.facts.book import decode_book, encode
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, where

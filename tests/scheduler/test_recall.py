@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     HOST,
+    IMPORTANCE,
     MOST_ENTRIES,
     Asker,
     Drop,
@@ -17,7 +18,6 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.facts.base import IMPORTANCE
 from gpu_runtime.scheduler.recall import DISK, Ask, Order, answer, ask, declined, must_pause, obey
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, book, lease, owner, replayed, size, ticket, world
