@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Device, Lease, Owner, Phase, Section, Share, Ticket
 from gpu_runtime.ledgers import pieces
-from gpu_runtime.ledgers.keeper import core, server, shared_book, wire
+from gpu_runtime.ledgers.keeper import core, server, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
 from gpu_runtime.version import VERSION
 from tests import clock
@@ -523,9 +523,9 @@ def test_a_book_above_its_limit_may_shrink_but_not_grow(monkeypatch):
 
 def test_a_page_is_read_whole_while_the_keeper_writes():
     """A reader never sees pieces of two pages, and a client cannot write."""
-    writer = shared_book.Writer("test")
-    reader = shared_book.Reader(writer.descriptor)
-    with pytest.raises(shared_book.Torn):
+    writer = wire.Writer("test")
+    reader = wire.Reader(writer.descriptor)
+    with pytest.raises(wire.Torn):
         reader.page()
     ends = threading.Event()
 
@@ -542,7 +542,7 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
     try:
         until(reader.revision)
         for _ in range(300):
-            with contextlib.suppress(shared_book.Torn):
+            with contextlib.suppress(wire.Torn):
                 page = reader.page()
                 for _, content in page.changed_since(0):
                     assert content == page.revision.to_bytes(8, "big") * 5000
@@ -555,7 +555,7 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
         os.ftruncate(writer.descriptor, 10)
     last = reader.revision()
     with pytest.raises(ValueError, match="are the most"):
-        writer.write(last + 1, {"a": pieces.Piece(1, bytes(shared_book.MOST_BYTES))})
+        writer.write(last + 1, {"a": pieces.Piece(1, bytes(wire.MOST_BYTES))})
     assert reader.page().revision == last
     reader.close()
     writer.close()
@@ -564,8 +564,8 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
 @pytest.mark.parametrize("written", range(20))
 def test_a_page_whose_prefix_is_written_in_part_is_no_page(written):
     """The keeper may be stopped in the middle. A client raised a DecodeError for a page of no bytes."""
-    writer = shared_book.Writer("test")
-    reader = shared_book.Reader(writer.descriptor)
+    writer = wire.Writer("test")
+    reader = wire.Reader(writer.descriptor)
     for revision in (0x0102030405, 0x0102030406):
         writer.write(revision, {"a": pieces.Piece(1, b"x")})
     writer._memory[written:20] = bytes(20 - written)
@@ -615,13 +615,13 @@ def test_an_owner_whose_process_cannot_be_seen_ends_unless_it_connects_again(mon
 
 def test_the_newest_page_of_a_book_is_found():
     name = f"test-{os.getpid()}"
-    writers = [shared_book.Writer(name) for _ in range(3)]
+    writers = [wire.Writer(name) for _ in range(3)]
     for writer, revision in zip(writers, (4, 9, 5), strict=True):
         writer.write(revision, {"a": pieces.Piece(revision, b"x")})
-    assert shared_book.newest(name).revision == 9
+    assert wire.newest(name).revision == 9
     for writer in writers:
         writer.close()
-    assert shared_book.newest(name) is None
+    assert wire.newest(name) is None
 
 
 # Recorded from version 1 of the protocol. A line here never changes: other environments on the machine speak it.

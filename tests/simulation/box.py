@@ -16,7 +16,8 @@ from gpu_runtime.backends.fake import FakeBackend, FakeModel
 from gpu_runtime.devices import allocators
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.ledgers import base, notify
-from gpu_runtime.ledgers.keeper import core, ledger, shared_book
+from gpu_runtime.ledgers.keeper import core, ledger
+from gpu_runtime.ledgers.keeper.wire import MOST_BYTES, Reader, Torn, Writer
 from gpu_runtime.ledgers.liveness import describe_self
 from gpu_runtime.ledgers.pieces import Pieces, encode
 from gpu_runtime.owner import lifetime
@@ -202,7 +203,7 @@ class KeeperServer:
         self._greeted: dict[int, str] = {}
         self._next, self._published, self.written = 0, 0, self.core.known
         page = box.newest_page()
-        self.memory = shared_book.Writer("simulated")
+        self.memory = Writer("simulated")
         if page is not None:
             self.core.known.follow(page)
             state = self.core.known.state
@@ -340,7 +341,7 @@ class Box:
         self.keeper: KeeperServer | None = None
         self.kernels: list[Kernel] = []
         self.met: Counter[str] = Counter()  # how often each message, act, fault and error was met
-        self._memories: list[shared_book.Writer] = []
+        self._memories: list[Writer] = []
         self._pids = FIRST_PID
         self._ids: dict[int, Process] = {}
         self._seen: list[Any] = []
@@ -389,7 +390,7 @@ class Box:
             self.note(f"{self.keeper.process} is killed")
             self.machine.kill(self.keeper.process)
             if torn:
-                half = (self.keeper.core.known.revision + 1) % 2 * shared_book.MOST_BYTES
+                half = (self.keeper.core.known.revision + 1) % 2 * MOST_BYTES
                 self.keeper.memory._memory[half : half + 64] = self.machine.random.randbytes(64)
             self.keeper = None
 
@@ -405,8 +406,8 @@ class Box:
     def newest_page(self) -> Any:
         found = []
         for memory in self._memories:
-            reader = shared_book.Reader(memory.descriptor)
-            with contextlib.suppress(shared_book.Torn):
+            reader = Reader(memory.descriptor)
+            with contextlib.suppress(Torn):
                 found.append(reader.page())
             reader.close()
         return max(found, key=lambda page: page.revision, default=None)

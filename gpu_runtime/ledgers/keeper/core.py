@@ -35,7 +35,7 @@ from ..pieces import (
     decode_shared,
     encode,
 )
-from .shared_book import MOST_BYTES
+from .wire import MOST_BYTES
 
 PROTOCOL = 1
 TURN_SECONDS = 0.02  # how long the connection with the turn may take for its write

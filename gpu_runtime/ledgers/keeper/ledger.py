@@ -39,8 +39,18 @@ from ..liveness import Sight, boot_id, describe_self, name_of, namespaces, sight
 from ..notify import Bell, _Waiter
 from ..pieces import UNREADABLE, Pieces, Unwritable, decode, encode, encoded_change, refused
 from . import core
-from .shared_book import Reader, Torn
-from .wire import SERVER, SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
+from .wire import (
+    SERVER,
+    SOCKET,
+    WANTED,
+    Reader,
+    Torn,
+    frame,
+    frames_in,
+    open_log,
+    socket_path,
+    spawn,
+)
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0

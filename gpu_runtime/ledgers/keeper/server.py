@@ -35,7 +35,6 @@ from ...version import VERSION
 from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
 from ..liveness import Life, boot_id, life_of_process, name_of, namespaces, start_ticks
 from ..pieces import UNREADABLE, Page, encode
-from . import shared_book
 from .core import (
     PROTOCOL,
     Answers,
@@ -47,7 +46,7 @@ from .core import (
     decode_request,
     of_later_version,
 )
-from .wire import SOCKET, WANTED, frame, frames_in, socket_path, spawn
+from .wire import SOCKET, WANTED, Writer, book_name, frame, frames_in, newest, socket_path, spawn
 
 LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
 AGAIN_SECONDS = 0.5  # before a keeper that ended is started again
@@ -89,15 +88,15 @@ class Server:
         """
         self._directory, self._lock, self._stays = directory, lock, stays
         self._given = given
-        self._name = shared_book.name_of(directory)
+        self._name = book_name(directory)
         self._keeper = Keeper()
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._ends: dict[str, int] = {}  # owner id -> descriptor that is readable after its end
         self._unseen: dict[str, float] = {}  # owner id -> when it counts as ended
         self._next_number = 0
-        page = shared_book.newest(self._name)
-        self._memory = shared_book.Writer(self._name)
+        page = newest(self._name)
+        self._memory = Writer(self._name)
         if page is not None:
             self._adopt(page)
         self._published = 0
@@ -436,7 +435,7 @@ def locked(directory: Path) -> socket.socket | None:
     """The socket that is the lock of the keeper in `directory`; None if another process has it."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        lock.bind(f"\0gpu-console/{shared_book.name_of(directory)}")
+        lock.bind(f"\0gpu-console/{book_name(directory)}")
         return lock
     except OSError:  # another process has it
         lock.close()
