@@ -33,7 +33,9 @@ from msgspec.structs import replace
 
 from .errors import BadSetting, BadSize, GpuError
 from .facts import (
+    DISK_BYTES_PER_SECOND,
     HOST,
+    HOST_BYTES_PER_SECOND,
     IMPORTANCE,
     NORMAL,
     Book,
@@ -73,8 +75,6 @@ from .units import parse_bytes
 
 GB = 10**9
 USE_SECONDS = 1.0  # assumed for each use in the journal, which records only when the use began
-DISK_BYTES_PER_SECOND = 1 * GB  # assumed for a load whose duration the journal does not have
-HOST_BYTES_PER_SECOND = 10 * GB  # assumed for an offload, and for a restore without a duration
 # The actions of the events from which uses, bytes and durations are read.
 USED = ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped", "released")
 REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")

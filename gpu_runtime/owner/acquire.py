@@ -51,7 +51,7 @@ from ..facts import (
 from ..safe_text import LONGEST_NAME, printable
 from ..scheduler import admission, explain
 from ..scheduler.admission import admit
-from ..scheduler.plan import is_new, recorded
+from ..scheduler.plan import is_new, recorded, with_runners_up
 from ..torch_modes import outside_modes
 from ..units import parse_room, parse_seconds, show_bytes, show_seconds
 from ..user_frames import shorten_interrupt
@@ -376,9 +376,9 @@ def _admitted(
     """Decides the request in one transaction, and records the decision. Memory is measured first.
 
     `compared` are the ways to make room that the caller has compared before. They only add details
-    to the journal; see `explain.with_runners_up`.
+    to the journal; see `with_runners_up`.
     """
-    in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
+    in_full = partial(with_runners_up, rules=request.placement, room_made=compared)
 
     def decide(book: Book, world: World) -> tuple[Book, tuple[Verdict, Book, Book, World]]:
         after, verdict = admit(book, request, world, session.rank)

@@ -22,7 +22,6 @@ from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, Unk
 from ..facts import ASLEEP, KERNEL, Event, Replayed, away_word, notebook_has_name
 from ..scheduler import policies
 from ..scheduler.plan import replayed
-from ..scheduler.policies import seconds_to_load, seconds_to_restore
 from ..tables import table
 from ..telemetry import hours
 from ..telemetry.journal import KEPT_DECISIONS
@@ -191,8 +190,8 @@ def _asleep(session: Session, name: str) -> tuple[Event, ...]:
         if lease.name != name or away_word(lease) != ASLEEP:
             continue
         size = lease.own_bytes
-        wake = lease.restore_seconds or seconds_to_restore(lease, size)
-        load = lease.reload_seconds or seconds_to_load(lease, size)
+        wake = lease.restore_seconds or lease.seconds_to_restore(size)
+        load = lease.reload_seconds or lease.seconds_to_load(size)
         because = (
             f"{lease.name} sleeps, and has {show_bytes(size)} in RAM. It wakes in {show_seconds(wake)} "
             f"({_known(lease.restore_seconds)}). If it were ended, its next use would start it in "

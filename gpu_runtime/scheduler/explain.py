@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from ..errors import (
     Busy,
     Deadlock,
@@ -29,74 +27,19 @@ from ..facts import (
     THIS_PROCESS,
     AllocatorMap,
     Book,
-    Candidate,
-    Event,
-    Grant,
     Lease,
-    PlacementRules,
     Refuse,
-    Verdict,
     Wait,
     World,
     lease_state,
     lease_title,
-    where,
 )
 from ..units import MIB, show_bytes, show_seconds
 from .capacity import views
-from .placement import runners_up
 from .victims import EXEMPT, FIXED
 
 MOST_HOLDERS = 8  # leases in a report, each on a line of its own
-MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 SMALLEST_STRANGER = 64 * MIB  # less unleased memory than this is not reported
-
-
-# -- the alternatives of a decision ----------------------------------------------------------------
-
-
-def with_runners_up(
-    events: Iterable[Event],
-    verdict: Verdict,
-    rules: PlacementRules,
-    room_made: Sequence[Candidate] = (),
-) -> list[Event]:
-    """The `events`, with the alternatives added to the event that records `verdict`.
-
-    `rules` are the placement rules of the request. `room_made` are the ways to make room that were
-    compared before this grant. `room_made` is empty if there was room without evictions.
-    """
-    action = _ACTIONS[type(verdict)]
-    found = []
-    for event in events:
-        if event.action == action:
-            event = replace(event, runners_up=alternatives(verdict, rules, room_made))
-        found.append(event)
-    return found
-
-
-_ACTIONS = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
-
-
-def alternatives(
-    verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
-) -> tuple[str, ...]:
-    """The places that were considered and not chosen, each in a sentence with the reason.
-
-    The place closest to being chosen is first. `rules` and `room_made` are as in `with_runners_up`.
-    """
-    considered: Sequence[Candidate] = verdict.considered
-    if isinstance(verdict, Grant):
-        chosen = verdict.lease.target or verdict.lease.shares
-        considered = runners_up(room_made or considered, chosen, rules)[1:]
-    elif isinstance(verdict, Wait) and considered:
-        considered = runners_up(considered, considered[0].shares, rules)[1:]
-    sentences = []
-    for option in considered[:MOST_RUNNERS_UP]:
-        place = where(option.shares)
-        reason = option.because.removeprefix(f"{place} ").rstrip(".")
-        sentences.append(f"{place}: {reason}.")
-    return tuple(sentences)
 
 
 # -- refusals --------------------------------------------------------------------------------------

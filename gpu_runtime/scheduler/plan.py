@@ -8,18 +8,20 @@ The load spends free memory, or the memory of an idle model of the same process 
 or never. The load never waits, frees no copy in host memory, and never makes another process evict
 anything. While any request waits, no model is loaded ahead.
 
-A recorded decision can be made again: the record has everything that the scheduler reads.
+A recorded decision can be made again: the record has everything that the scheduler reads. Its event in the
+journal has the alternatives too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 
 from msgspec.structs import replace
 
 from ..facts import (
     HOST,
+    HOST_BYTES_PER_SECOND,
     MOST_ENTRIES,
     Book,
     Candidate,
@@ -31,6 +33,7 @@ from ..facts import (
     Lease,
     Leaver,
     Move,
+    PlacementRules,
     Plan,
     PlanLevel,
     Policy,
@@ -52,9 +55,11 @@ from ..units import show_bytes, show_seconds
 from .admission import admit, leavers
 from .capacity import room, sample_of
 from .placement import runners_up
-from .policies import HOST_BYTES_PER_SECOND, policy, seconds_to_load, seconds_to_restore
+from .policies import policy
 from .transitions import MOST_BESIDE, perform
 from .victims import copied_bytes, eviction_step, mark_leaving, shed_step
+
+MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 
 
 def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
@@ -186,9 +191,9 @@ def _own_seconds(grant: Grant) -> tuple[float, bool]:
     lease, step = grant.lease, grant.steps[0]
     size = _bytes(step)
     if isinstance(step, Move):
-        seconds = seconds_to_restore(lease, max(size, lease.bytes))
+        seconds = lease.seconds_to_restore(max(size, lease.bytes))
         return seconds * min(1.0, size / (lease.bytes or 1)), bool(lease.restore_seconds)
-    return seconds_to_load(lease, size), bool(lease.reload_seconds)
+    return lease.seconds_to_load(size), bool(lease.reload_seconds)
 
 
 def _bytes(step: Step) -> int:
@@ -431,6 +436,50 @@ def recorded(
     bare = replace(book, sections=sections, events=(), counts={})
     plain = replace(verdict, considered=())
     return Decided(0, world.wall, version, rule, bare, request, world, plain)
+
+
+def with_runners_up(
+    events: Iterable[Event],
+    verdict: Verdict,
+    rules: PlacementRules,
+    room_made: Sequence[Candidate] = (),
+) -> list[Event]:
+    """The `events`, with the alternatives added to the event that records `verdict`.
+
+    `rules` are the placement rules of the request. `room_made` are the ways to make room that were
+    compared before this grant. `room_made` is empty if there was room without evictions.
+    """
+    action = _ACTIONS[type(verdict)]
+    found = []
+    for event in events:
+        if event.action == action:
+            event = replace(event, runners_up=alternatives(verdict, rules, room_made))
+        found.append(event)
+    return found
+
+
+_ACTIONS = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
+
+
+def alternatives(
+    verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
+) -> tuple[str, ...]:
+    """The places that were considered and not chosen, each in a sentence with the reason.
+
+    The place closest to being chosen is first. `rules` and `room_made` are as in `with_runners_up`.
+    """
+    considered: Sequence[Candidate] = verdict.considered
+    if isinstance(verdict, Grant):
+        chosen = verdict.lease.target or verdict.lease.shares
+        considered = runners_up(room_made or considered, chosen, rules)[1:]
+    elif isinstance(verdict, Wait) and considered:
+        considered = runners_up(considered, considered[0].shares, rules)[1:]
+    sentences = []
+    for option in considered[:MOST_RUNNERS_UP]:
+        place = where(option.shares)
+        reason = option.because.removeprefix(f"{place} ").rstrip(".")
+        sentences.append(f"{place}: {reason}.")
+    return tuple(sentences)
 
 
 def replayed(decided: Decided, version: str) -> Replayed:

@@ -13,16 +13,13 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from ..errors import BadSetting
-from ..facts import HOST, Lease, Policy, World, expected_use, merged_uses
+from ..facts import HOST, LEAST_LOAD_SECONDS, Lease, Policy, World, expected_use, merged_uses
 from ..units import GIB
 
 GB = 10**9
 # This number is added to the age of each use. Without it, a use a moment ago would outweigh all
 # others.
 YOUNGEST_SECONDS = 20.0
-LEAST_SECONDS = 0.1  # a shorter load counts as this long: shorter times differ by chance
-DISK_BYTES_PER_SECOND = 1 * GB  # of a load that was never measured
-HOST_BYTES_PER_SECOND = 10 * GB  # of a restore that was never measured
 
 
 def lru(lease: Lease, world: World) -> float:
@@ -72,9 +69,9 @@ def cost_of_leaving(lease: Lease, world: World) -> float:
     """The seconds that an eviction of this `lease` adds to its next use; see `keep_score`."""
     size = lease.own_bytes
     if would_go_to_host(lease, world):
-        return seconds_to_restore(lease, size)
-    lost = seconds_to_load(lease, size)
-    return max(lost - seconds_to_restore(lease, size), LEAST_SECONDS) if lease.on_host else lost
+        return lease.seconds_to_restore(size)
+    lost = lease.seconds_to_load(size)
+    return max(lost - lease.seconds_to_restore(size), LEAST_LOAD_SECONDS) if lease.on_host else lost
 
 
 def would_go_to_host(lease: Lease, world: World) -> bool:
@@ -87,20 +84,6 @@ def would_go_to_host(lease: Lease, world: World) -> bool:
 def gigabytes(lease: Lease) -> float:
     """The GB of the `lease` by which a cost is divided, at least 1 MB."""
     return max(lease.bytes / GB, 1e-3)
-
-
-def seconds_to_load(lease: Lease, size: int) -> float:
-    """Seconds that loading `size` bytes of this `lease` takes, estimated if not measured."""
-    return max(lease.reload_seconds or size / DISK_BYTES_PER_SECOND, LEAST_SECONDS)
-
-
-def seconds_to_restore(lease: Lease, size: int) -> float:
-    """Seconds that restoring `size` bytes from host memory takes, estimated if not measured.
-
-    A restore never counts as longer than a load.
-    """
-    measured = lease.restore_seconds or size / HOST_BYTES_PER_SECOND
-    return max(min(measured, seconds_to_load(lease, size)), LEAST_SECONDS)
 
 
 def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:

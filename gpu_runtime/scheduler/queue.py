@@ -18,10 +18,21 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, IMPORTANCE, Book, Lease, Phase, Request, Share, Shares, Ticket, World
+from ..facts import (
+    HOST,
+    IMPORTANCE,
+    LEAST_LOAD_SECONDS,
+    Book,
+    Lease,
+    Phase,
+    Request,
+    Share,
+    Shares,
+    Ticket,
+    World,
+)
 from . import caps
 from .capacity import freed_since, on_cards, room_and_blind
-from .policies import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
 # A position in the queue; a lower position is served earlier. Its fields:
 # - the importance
@@ -159,9 +170,9 @@ def load_seconds(book: Book, request: Request) -> float:
     size = request.footprint.bytes
     if lease.in_parts:
         missing = lease.bytes_on(HOST) / lease.bytes
-        return round(seconds_to_restore(lease, size) * missing, 1)
-    seconds = seconds_to_restore if lease.on_host else seconds_to_load
-    return round(seconds(lease, size), 1)
+        return round(lease.seconds_to_restore(size) * missing, 1)
+    seconds = lease.seconds_to_restore if lease.on_host else lease.seconds_to_load
+    return round(seconds(size), 1)
 
 
 def _position(
@@ -177,7 +188,7 @@ def _position(
     importance, past_use = _aged(ticket.importance, past_use, arrived, world)
     if world.now - arrived >= world.rules.most_wait(ticket.seconds):
         return importance, past_use, 0, 0.0, arrived, ticket.key
-    served = users[ticket.owner, ticket.name] / max(ticket.seconds, LEAST_SECONDS)
+    served = users[ticket.owner, ticket.name] / max(ticket.seconds, LEAST_LOAD_SECONDS)
     return importance, past_use, 1, -served, arrived, ticket.key
 
 

@@ -23,15 +23,12 @@ from gpu_runtime.facts import (
     Wait,
 )
 from gpu_runtime.scheduler.explain import (
-    MOST_RUNNERS_UP,
-    alternatives,
     busy,
     out_of_memory,
     refusal,
     still_here,
-    with_runners_up,
 )
-from gpu_runtime.scheduler.plan import interference
+from gpu_runtime.scheduler.plan import MOST_RUNNERS_UP, alternatives, interference, with_runners_up
 from gpu_runtime.scheduler.transitions import arrived
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, book, decide, lease, owner, request, world
