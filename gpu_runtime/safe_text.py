@@ -90,6 +90,11 @@ def lines(text: str) -> str:
     )
 
 
+def clean(text: object) -> str:
+    """The `text` in one line, with each unprintable character replaced as in `lines`."""
+    return lines(str(text).replace("\n", "\N{REPLACEMENT CHARACTER}"))
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """`Did you mean qwen? `, or an empty text if no name is similar."""
     import difflib

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import GpuError
 from ..facts import KERNEL, Footprint, Lease, PlacementRules, Shares, lease_title
-from ..names import VARIABLE, Name, registered
-from ..notebook import cell_key, notebook_path
+from ..notebook import cell_key, notebook_path, variables
 from ..telemetry.measurements import Measurements, cells_of_this_user
 from ..units import MIB, show_bytes, show_seconds
 from . import acquire
@@ -443,12 +442,12 @@ def numbers_in(text: str) -> tuple[str, dict[str, int]]:
             while name in numbers:
                 name += ", the next"
             numbers[name], node.value = node.value, 0
-    namespace = registered.current
+    known = variables()
     for node in nodes:
         if isinstance(node, ast.Name) and _is_read(node) and node.id not in assigned:
-            for value in namespace.held(Name(node.id, VARIABLE)):
-                if type(value) is int and value > 0:
-                    numbers[node.id] = value
+            value = known.get(node.id)
+            if type(value) is int and value > 0:
+                numbers[node.id] = value
     return ast.dump(tree), numbers
 
 

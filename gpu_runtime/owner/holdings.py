@@ -175,21 +175,6 @@ def _staying(storages: Iterable[_Storage]) -> tuple[Staying, ...]:
     return tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
 
 
-def staying_in_words(session: Session) -> str:
-    """What cannot leave this process's cards, as a sentence with the variables; empty if everything can.
-
-    The memory is searched. The sentence is for the user of this notebook only.
-    """
-    if not session.staying():
-        return ""
-    found = search_here(session)
-    said = []
-    for one in found.staying:
-        names = [row.name for row in found.holders if row.stays == one.why]
-        said.append(one.words(_listed(names) if names else ""))
-    return "; ".join(said)
-
-
 def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
     """The storages on the governed devices by their keys, and whether the search was complete."""
     result = _found(session, limit)
@@ -236,7 +221,7 @@ def names_of(session: Session, keys: frozenset[int]) -> str:
 
     reached, _ = _reach(session, registered.current, keys, Limit(SECONDS))
     names = [one.name.name for one in reached if one.name.kind == VARIABLE]
-    return _listed(names) if names else "what no variable refers to"
+    return listed(names) if names else "what no variable refers to"
 
 
 def _parked_keys(session: Session) -> frozenset[int]:
@@ -466,7 +451,7 @@ def _release(session: Session, namespace: Namespace) -> list[str]:
     namespace.release([*outputs, *errors])
     said = []
     if outputs:
-        said.append(f"released {_listed([name.name for name in outputs])}")
+        said.append(f"released {listed([name.name for name in outputs])}")
     if errors:
         said.append("cleared the variables of the last error (%debug shows them no more)")
     return said
@@ -504,7 +489,7 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     if not names:
         return []
     verb = "refers" if len(names) == 1 else "refer"
-    return [f"{_listed(names)} still {verb} to its memory"]
+    return [f"{listed(names)} still {verb} to its memory"]
 
 
 def _search_keys(session: Session) -> frozenset[int]:
@@ -529,7 +514,7 @@ def _keys_of(resident: Resident) -> frozenset[int]:
     return storages_of(resident.handle)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The `names` as text such as `a, b and c`. Of more than six names, five are shown."""
     if len(names) > 6:
         names = [*names[:5], f"{len(names) - 5} more"]

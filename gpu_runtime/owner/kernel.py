@@ -520,7 +520,7 @@ class Kernel:
             self.count()
             resident = self.resident
         if resident is None:
-            stays = holdings.staying_in_words(self._session)
+            stays = self._staying_in_words()
             nothing = (
                 f"this notebook's own code holds less than {show_bytes(LEAST_BYTES)} on a card"
             )
@@ -535,14 +535,24 @@ class Kernel:
         if self._running:
             self._park_next = True
             leaves = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
-            because = "; ".join(filter(None, [leaves, holdings.staying_in_words(self._session)]))
+            because = "; ".join(filter(None, [leaves, self._staying_in_words()]))
             return Outcome(verb="park", name="", done=True, because=because, bytes=0)
         if self.away:
             return registry.in_ram_already(self._session, "park", "", [resident.lease])
         outcome = operations.evict_lease(self._session, self._id(), timeout=None)
-        stays = holdings.staying_in_words(self._session)
-        because = "; ".join(filter(None, [outcome.because, stays]))
+        because = "; ".join(filter(None, [outcome.because, self._staying_in_words()]))
         return replace(outcome, verb="park", name="", because=because)
+
+    def _staying_in_words(self) -> str:
+        """What cannot leave this process's cards, as a sentence with the variables; empty if everything can."""
+        if not self.staying:
+            return ""
+        found = holdings.search_here(self._session)
+        said = []
+        for one in found.staying:
+            names = [row.name for row in found.holders if row.stays == one.why]
+            said.append(one.words(holdings.listed(names) if names else ""))
+        return "; ".join(said)
 
     def exempt(self, never: bool) -> Outcome:
         """If `never` is true, brings the memory back and forbids parking. If false, allows parking."""

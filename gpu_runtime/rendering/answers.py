@@ -30,11 +30,12 @@ from ..facts import (
     problems,
 )
 from ..owner.arrivals import LOADING, Arrival
+from ..safe_text import clean
 from ..tables import Table
 from ..units import show_bytes, show_rate, show_seconds
 from . import html, text, views
 from .html import code, esc, table_cell, td, with_code
-from .views import Bar, clean, clock
+from .views import Bar, clock
 
 LONGEST_SHOWN = 30  # characters of a name in the HTML of the table of holders
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..facts import Level, Snapshot
+from ..safe_text import clean
 from ..units import show_bytes
 from . import views
-from .views import Bar, BarSegment, clean
+from .views import Bar, BarSegment
 
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
 # The textures plain, stripes and dots: each with its class in style.css, and the character that

@@ -16,8 +16,9 @@ from typing import Any
 from gpu_runtime.facts import Snapshot, importance_name
 from gpu_runtime.units import show_bytes, show_seconds
 
+from ..safe_text import clean
 from . import views
-from .views import Bar, clean
+from .views import Bar
 
 BAR_CELLS = 32
 _LEASES = "█▓"  # neighbours alternate, so that their border is visible
@@ -263,7 +264,7 @@ def _waiting(snapshot: Snapshot) -> Iterator[str]:
             because = f": {ticket.because}" if ticket.because else ""
             name = "" if ticket.name == views.KERNEL else f" for {ticket.name}"
             who = views.holder(snapshot, ticket.owner)
-            yield views.clean(f"{who} waits {waited}{name}{because}")
+            yield clean(f"{who} waits {waited}{name}{because}")
 
 
 def _cut(line: str, width: int) -> str:

@@ -45,6 +45,7 @@ from gpu_runtime.facts import (
     problems,
     where,
 )
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 MOST_ROWS = 20  # rows in one table; the others are counted, and `%gpu leases` shows all of them
@@ -121,14 +122,6 @@ class Process(NamedTuple):
     host_bytes: int
     section: Section
     ticket: Ticket | None  # its first request for room that waits
-
-
-def clean(text: object) -> str:
-    """The `text` with unprintable characters replaced, since they could control a terminal."""
-    shown = str(text)
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
 def clock(wall: float) -> str:

@@ -20,7 +20,8 @@ import panel_material_ui as pmui
 from gpu_runtime import alerts, threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot, problems
-from gpu_runtime.rendering.views import clean, clock
+from gpu_runtime.rendering.views import clock
+from gpu_runtime.safe_text import clean
 
 from .acting import asked_process, attempt
 from .data.confirmations import VERBS, Proposal, changed, propose, question

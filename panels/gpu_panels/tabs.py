@@ -31,7 +31,8 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.files import newest_log, part_of
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import GOVERNOR_OFF, clean, counters, versions
+from gpu_runtime.rendering.views import GOVERNOR_OFF, counters, versions
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import parse_room
 
 from .actions import Actions

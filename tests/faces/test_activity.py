@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Event
-from gpu_runtime.rendering.views import clean
+from gpu_runtime.safe_text import clean
 
 from . import samples
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from gpu_runtime import GpuError, cli, verbs
-from gpu_runtime.facts.base import encode
-from gpu_runtime.facts.book import decode_book
+from gpu_runtime.facts.book import decode_book, encode
 
 from .conftest import ROOT  # noqa: F401 - this checkout's `gpu` is imported
 

@@ -16,6 +16,7 @@ from torch import nn
 from gpu_runtime import GpuError
 from gpu_runtime.backends.pytorch import memory_history
 from gpu_runtime.names import Namespace, registered
+from gpu_runtime.owner import cell_room
 from gpu_runtime.owner.cell_room import Fit, Runs, numbers_in
 from gpu_runtime.rendering import answers
 from gpu_runtime.units import MIB
@@ -42,6 +43,7 @@ class Notebook(Namespace):
 def notebook(monkeypatch):
     mine = Notebook()
     monkeypatch.setattr(registered, "current", mine)
+    monkeypatch.setattr(cell_room, "variables", lambda: mine.values)
     yield mine.values
     mine.values.clear()
     gc.collect()

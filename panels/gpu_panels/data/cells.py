@@ -28,7 +28,8 @@ from gpu_runtime.facts import (
     where,
 )
 from gpu_runtime.rendering.text import shorten
-from gpu_runtime.rendering.views import clean, clock, device_name, holder
+from gpu_runtime.rendering.views import clock, device_name, holder
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .. import palette

@@ -20,7 +20,8 @@ from gpu_runtime.facts import (
     place_label,
     where,
 )
-from gpu_runtime.rendering.views import clean, holder
+from gpu_runtime.rendering.views import holder
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .cells import process_name, why_no_answer

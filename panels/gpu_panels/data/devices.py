@@ -38,7 +38,6 @@ from gpu_runtime.rendering.views import (
     STRANGERS,
     Bar,
     LeasePart,
-    clean,
     device_name,
     ended_bytes,
     fill,
@@ -46,6 +45,7 @@ from gpu_runtime.rendering.views import (
     lease_parts,
     strangers_bytes,
 )
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import GIB, MIB, show_bytes
 
 from ..palette import SHARED, LeaseStyle, label_of

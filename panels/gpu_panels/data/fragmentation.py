@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.rendering import allocator_map
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import clean
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes
 
 from .cells import UNKNOWN, Button, Cell, Column, Row, bytes_cell, if_awake, owner_cell

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import clean
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_seconds
 
 from ..palette import EDGE

@@ -36,12 +36,12 @@ from gpu_runtime.rendering.views import (
     RESIDUE,
     STRANGERS,
     Process,
-    clean,
     clock,
     device_name,
     processes,
     strangers,
 )
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes
 
 from .. import palette

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_runtime.rendering.views import clean
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_seconds
 
 from .cells import NOTHING, Cell, Column, Row, lasting, natural

@@ -27,7 +27,8 @@ from gpu_runtime.facts import (
     notebooks_in,
 )
 from gpu_runtime.rendering.text import as_csv
-from gpu_runtime.rendering.views import clean, event_phrase
+from gpu_runtime.rendering.views import event_phrase
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import SHARED, label_of

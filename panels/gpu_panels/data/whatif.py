@@ -24,7 +24,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.rendering import views
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import clean
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .cells import process_name

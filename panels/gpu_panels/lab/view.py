@@ -21,15 +21,8 @@ from gpu_runtime.facts import (
     Ticket,
     lease_state,
 )
-from gpu_runtime.rendering.views import (
-    OWN_CODE,
-    RESIDUE,
-    cards,
-    clean,
-    device_name,
-    fill,
-    strangers_bytes,
-)
+from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, cards, device_name, fill, strangers_bytes
+from gpu_runtime.safe_text import clean
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
