@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from gpu_runtime.devices.sampler_client import Figures, Sampling
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
 
 class Driver:
@@ -133,9 +133,18 @@ class Host:
         self.sampling = Sampling(self.directory)
 
     def kernel(self, devices: str = "cuda", **environment: str) -> Kernel:
-        """Starts a kernel that uses this ledger."""
+        """Starts a kernel that uses this ledger.
+
+        On a busy machine the kernel is ready before the cards are measured, so `cuda` is waited for.
+        """
         self.kernels.append(Kernel(self.driver, self.url, devices, **environment))
+        if devices == "cuda":
+            self.figures()
         return self.kernels[-1]
+
+    def helper(self) -> int:
+        """The pid of the only helper. A second one, which another kernel has started meanwhile, ends by itself."""
+        return until(lambda: self.helpers() == [found := self.figures().pid] and found)
 
     def helpers(self) -> list[int]:
         """The pids of the helper processes of this ledger."""
@@ -144,10 +153,8 @@ class Host:
         return [pid for pid, words in every if module in words and words[-1] == place]
 
     def figures(self) -> Figures:
-        """The latest sample that the helper process wrote."""
-        figures = self.sampling.figures()
-        assert figures is not None
-        return figures
+        """The latest sample that the helper process wrote. Waits for the first one."""
+        return until(self.sampling.figures, "no helper has measured the cards")
 
     def end(self) -> None:
         for kernel in self.kernels:

@@ -132,7 +132,7 @@ def test_an_error_and_an_interrupt_empty_the_schedule(kernel):
     assert [status for status, _ in failed] == ["ok", "error", "aborted", "aborted"]
     assert len(looked(client)) == 1, "only the cell that looks"
 
-    ids = send(client, ["print('begun', flush=True); time.sleep(30)", "rt.use('a')"])
+    ids = send(client, [f"{awaited(2)}print('begun', flush=True); time.sleep(3600)", "rt.use('a')"])
     while True:
         message = client.get_iopub_msg(timeout=PATIENCE)
         if message["msg_type"] == "stream" and "begun" in message["content"]["text"]:

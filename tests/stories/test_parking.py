@@ -11,7 +11,7 @@ import pytest
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
-from gpu_runtime.facts.problems import ProblemKind, problems
+from gpu_runtime.facts.problems import Problem, ProblemKind, problems
 from gpu_runtime.notebook import cell_key, is_remembered
 from gpu_runtime.owner import requests
 from tests.clock import PATIENCE, scaled, until
@@ -261,26 +261,24 @@ def test_a_kernel_that_is_hung_in_c_is_silent_and_the_row_says_what_to_type(
         f"open({str(begins)!r}, 'w'); re.match(r'(a+)+$', 'a' * 60 + 'b')"
     )
     until(begins.exists)
-    begun = time.time()
-    found: list = []
 
-    def is_silent() -> bool:
-        found[:] = [one for one in problems(rt.status()) if one.kind is ProblemKind.SILENT]
-        return bool(found)
+    def silent() -> list[Problem]:
+        return [one for one in problems(rt.status()) if one.kind is ProblemKind.SILENT]
 
-    def is_silent_since_it_hangs() -> bool:
-        return is_silent() and found[0].wall < begun + 0.5
-
-    until(is_silent_since_it_hangs)
-    [one] = found
+    [one] = until(silent)
     assert "one.ipynb" in one.text and getpass.getuser() not in one.text, "it is the own one"
     assert f"kill -INT {hung.pid}" in one.text and f"kill -9 {hung.pid}" in one.text
-    with pytest.raises(GpuError):
-        rt.park("one.ipynb")
-    assert is_silent_since_it_hangs(), "it is silent since its last sign"
+
+    def is_silent_since_its_last_sign() -> bool:
+        asked = time.time()
+        with pytest.raises(GpuError):
+            rt.park("one.ipynb")
+        return silent()[0].wall < asked
+
+    until(is_silent_since_its_last_sign, "it is silent since the request")
     os.kill(hung.pid, signal.SIGINT)
     assert hung.reply(message)["ename"] == "KeyboardInterrupt"
-    until(lambda: not is_silent())
+    until(lambda: not silent())
 
 
 TAKES_MOST = """import torch

