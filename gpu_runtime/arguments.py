@@ -613,7 +613,7 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "gpu_fraction_factor": _in_file(number_in_file(float, above=0, most=MOST_FACTOR),
                                         "The memory to reserve, as a multiple of the weights; replaces the estimate."),
         "fraction_largest_possible": _in_file(number_in_file(float, above=0, most=1), "With `gpu_fraction_factor`: "
-                                              "a model above this part of a card gets the whole."),
+                                              "a model that would claim this part of a card or more gets the whole."),
     },
     "llama.cpp": {
         "n_batch": Field(COUNT, "llama.cpp: tokens of a batch.", LLAMA),
