@@ -40,6 +40,7 @@ PAGES = {
 }
 MOST_README_LINES = 200
 FIRST_SCREEN_LINES = 40
+MOST_WORDS = 14_050  # of README and guides together
 
 
 def page(name: str) -> str:
@@ -71,6 +72,12 @@ def test_the_readme_is_short_and_its_first_screen_has_the_commands_and_a_working
         words in screen for words in ("make run", "make test", "%load_ext gpu", "optimizer.step()")
     )
     assert README.index("<picture>") < README.index("## ")
+
+
+def test_readme_and_guides_are_short():
+    """What is seldom needed is in the reference, and what was asked once is in the questions."""
+    guides = [name for name in PAGES if name.startswith(("docs/guides/", "README"))]
+    assert sum(len(PAGES[name].split()) for name in guides) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/index.md"])
@@ -114,6 +121,16 @@ def test_every_error_is_listed_once_with_what_to_do_and_its_attributes():
         if "Attributes:" not in (inspect.getdoc(kind) or "")
     }
     assert undocumented == {"GpuError"}
+
+
+def test_the_code_has_the_words_of_every_message_on_the_page():
+    table = page("reference/errors").partition("\n## Messages that are no errors\n")[2]
+    folders = ("gpu_runtime", "kernel_ext", "panels")
+    code = "".join(path.read_text() for name in folders for path in (ROOT / name).rglob("*.py"))
+    messages = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    parts = [part.strip() for message in messages for part in message.split("…")]
+    assert len(messages) > 15
+    assert [part for part in parts if part not in code] == []
 
 
 def test_every_route_is_listed_once_and_none_is_hidden():
