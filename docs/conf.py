@@ -36,7 +36,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "navbar_end": ["theme-switcher"],
     "navigation_depth": 2,
     "show_nav_level": 2,
@@ -49,6 +49,7 @@ html_theme_options = {
     "pygments_dark_style": "github-dark",
 }
 html_sidebars = {
-    name: [] for name in ("index", "getting_started", "installation", "runbooks", "architecture")
+    name: []
+    for name in ("index", "getting_started", "installation", "faq", "runbooks", "architecture")
 }
 copyright = "2026 the gpu-console authors. MIT licence"
