@@ -41,3 +41,23 @@ def test_no_part_of_a_small_tensor_is_large_enough_for_several_threads(monkeypat
     sources = [torch.zeros(size, dtype=torch.uint8) for size in SIZES[:-1]]
     copy_to([one.clone() for one in sources], sources)
     assert 0 < max(counted) <= 32_768
+
+
+def test_what_follows_one_another_in_both_places_is_one_copy(monkeypatch):
+    """The blocks of a move are allocated in one row. A gap in either place, or another order, ends a run."""
+    page, other = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    calls = []
+    copied = torch._foreach_copy_
+
+    def counted(to, of, **options):
+        calls.append([len(one) for one in to])
+        copied(to, of, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    ends = [(0, 40), (40, 48), (48, 48), (48, 100), (101, 120), (140, 200), (120, 140)]
+    copy_to([other[a:b] for a, b in ends], [page[a:b] for a, b in ends])
+    assert calls == [[100, 19, 60, 20]]
+    assert [n for n in range(200) if other[n] != page[n]] == [100]
+    fresh = torch.zeros(48, dtype=torch.uint8)
+    copy_to([fresh[:8], fresh[40:]], [page[:8], page[8:16]])
+    assert calls[1] == [8, 8] and not fresh[8:40].any() and torch.equal(fresh[40:], page[8:16])

@@ -13,6 +13,7 @@ rebinds the tensors of the storage. The Python objects, Parameters included, sta
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import traceback
 from collections import Counter
@@ -241,13 +242,37 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
 def copy_to(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies `sources` to `targets`, [nbytes] uint8 each, by one call. It may empty both lists."""
     if targets[0].device.type == sources[0].device.type == "cpu":
-        targets, sources = _in_pieces(targets, sources)
+        targets, sources = _in_pieces(*_joined(targets, sources))
     try:
         if targets:  # else all of them are empty
             torch._foreach_copy_(targets, sources, non_blocking=True)
     finally:  # a traceback would keep the tensors
         targets.clear()
         sources.clear()
+
+
+def _joined(
+    targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same bytes as fewer tensors: those that follow one another in both places become one.
+
+    The storages of a model do, since each move allocates them in one row. To cut 400 MiB in 320
+    tensors into pieces took a seventh of the time of their copy.
+    """
+    runs: list[list[int]] = []  # the addresses of target and source, and the bytes
+    for target, source in zip(targets, sources, strict=True):
+        size = source.nbytes
+        places = [torch._C._data_address(one) + one.storage_offset() for one in (target, source)]
+        if runs and [at - runs[-1][2] for at in places] == runs[-1][:2]:
+            runs[-1][2] += size
+        elif size:
+            runs.append([*places, size])
+    return [_at(to, size) for to, _, size in runs], [_at(of, size) for _, of, size in runs]
+
+
+def _at(address: int, size: int) -> Tensor:
+    """The memory at the `address`, [size] uint8. The caller keeps it allocated."""
+    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
 
 
 def _in_pieces(
@@ -260,9 +285,9 @@ def _in_pieces(
     """
     to, of = [], []
     for target, source in zip(targets, sources, strict=True):
-        size, offsets = source.nbytes, target.storage_offset() | source.storage_offset()
-        whole = 0
-        if _PIECE_BYTES < size < LEG_BYTES and not offsets % _ITEM_BYTES:
+        size, whole = source.nbytes, 0
+        places = torch._C._data_address(target) | torch._C._data_address(source)
+        if _PIECE_BYTES < size < LEG_BYTES and not places % _ITEM_BYTES:
             whole = size // _ITEM_BYTES * _ITEM_BYTES
             to += target[:whole].view(torch.complex128).split(_PIECE_ITEMS)
             of += source[:whole].view(torch.complex128).split(_PIECE_ITEMS)

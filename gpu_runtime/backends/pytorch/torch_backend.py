@@ -14,10 +14,11 @@ readable.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -257,9 +258,10 @@ class TorchBackend(Backend):
         cards = model.cards_to_return_to()
         return {self._by_torch_device[card].device: 0 for card in cards}
 
-    def _check(self, model: TorchModel) -> None:
+    def _check(self, model: TorchModel, found: Iterable[TensorSlot] = ()) -> None:
+        """Raises CannotGovern if `model` cannot be moved safely. `found` are its tensors, if they are known."""
         types = {torch.device(name).type for name in self._by_torch_device}
-        found = st.slots(model.module, model.optimizer)
+        found = found or st.slots(model.module, model.optimizer)
         check(
             model.spec.name,
             model.module,
@@ -361,8 +363,9 @@ class TorchBackend(Backend):
         Raises CannotGovern, StillInUse if weights that leave a card are written meanwhile, and the
         device's out-of-memory error; with `shared` pages also OSError and TornCopy.
         """
-        self._check(model)
-        groups = model.groups()
+        found = [*st.slots(model.module, model.optimizer)]
+        self._check(model, found)
+        groups = model.groups(found)
         goal = self._destination(model, groups, shares)
         moving = [
             i
@@ -533,15 +536,26 @@ def check(
         raise CannotGovern(f"{name} cannot be governed: {why}.", name=name, why=why)
 
 
+@functools.lru_cache(maxsize=256)
+def _of_class(kind: type) -> str:
+    """The reason why no instance of this class of modules can be moved, with {} for its path; else empty."""
+    for one in kind.__mro__:
+        if one.__name__ in _WRAPPERS:
+            return _WRAPPERS[one.__name__] + "{}"
+    if any(one.__module__.split(".")[0] == "bitsandbytes" for one in kind.__mro__):
+        return f"it is quantised by bitsandbytes ({kind.__name__}{{}}), {_HIDDEN_STATE}"
+    if kind.__module__.startswith("torch.ao.nn.quantized"):
+        return f"it is quantised by torch.ao ({kind.__name__}{{}}), {_HIDDEN_STATE}"
+    return ""
+
+
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
     """The reason why the `part` of a module cannot be moved, or None. `at` is its path as text."""
-    classes = type(part).__mro__
-    for kind in classes:
-        if kind.__name__ in _WRAPPERS:
-            return _WRAPPERS[kind.__name__] + at
+    if reason := _of_class(type(part)):
+        return reason.format(at)
     if part.__dict__.get("_compiled_call_impl") is not None:
         return _COMPILED + at
-    if hasattr(part, "_hf_hook") and not is_ours(part):
+    if "_hf_hook" in part.__dict__ and not is_ours(part):
         return (
             f"accelerate hooks move it already{at}; load it without device_map, or first:\n"
             f"  accelerate.hooks.remove_hook_from_module(module, recurse=True)"
@@ -549,22 +563,18 @@ def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> 
     forward = part.__dict__.get("forward")
     if "make_graphed_callables" in getattr(forward, "__qualname__", ""):
         return f"it was captured in a CUDA graph, which stores its addresses{at}"
-    if any(kind.__module__.split(".")[0] == "bitsandbytes" for kind in classes):
-        return f"it is quantised by bitsandbytes ({type(part).__name__}{at}), {_HIDDEN_STATE}"
-    if type(part).__module__.startswith("torch.ao.nn.quantized"):
-        return f"it is quantised by torch.ao ({type(part).__name__}{at}), {_HIDDEN_STATE}"
     return None
 
 
 def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str | None:
     """The reason why a module with the tensor called `name` cannot be moved, or None."""
     kind = type(tensor)
-    library = kind.__module__.split(".")[0]
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-        return f"{name} has no shape yet; call the module once first"
-    if library == "bitsandbytes":
-        return f"it is quantised by bitsandbytes ({name} is a {kind.__name__}), {_HIDDEN_STATE}"
     if kind not in _PLAIN:
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            return f"{name} has no shape yet; call the module once first"
+        library = kind.__module__.split(".")[0]
+        if library == "bitsandbytes":
+            return f"it is quantised by bitsandbytes ({name} is a {kind.__name__}), {_HIDDEN_STATE}"
         return f"{name} is a {library} {kind.__name__}, a tensor made of other tensors"
     if tensor.is_meta:
         return f"{name} is on the meta device and has no data; load its weights first"
@@ -573,7 +583,7 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
     if tensor.device.type not in device_types:
         governed = " and ".join(sorted(device_types))
         return f"{name} is on {tensor.device}; only {governed} are governed here"
-    if tensor.device.type == "cpu" and tensor.is_shared():
+    if tensor.device.type == "cpu" and tensor.untyped_storage().is_shared():
         return (
             f"{name} is in memory shared with other processes (share_memory_), "
             f"which would not see a move"

@@ -345,16 +345,17 @@ class TorchModel:
         return sum(shadow.nbytes for shadow in self.shadow.values())
 
     @outside_modes
-    def groups(self) -> list[st.Group]:
+    def groups(self, found: Iterable[st.TensorSlot] = ()) -> list[st.Group]:
         """The storages that move with this model, each with its tensors, also those of a sharer.
 
-        Step counters and similar tensors, which optimizers keep on the CPU, are left out.
+        Step counters and similar tensors, which optimizers keep on the CPU, are left out. `found` are
+        the tensors of the model, if they are known.
         """
-        mine = self._own_groups()
+        mine = self._own_groups(found)
         return [self._with_sharers(group) for group in mine] if self.is_shared else mine
 
-    def _own_groups(self) -> list[st.Group]:
-        every = st.grouped(st.slots(self.module, self.optimizer))
+    def _own_groups(self, found: Iterable[st.TensorSlot] = ()) -> list[st.Group]:
+        every = st.grouped(found or st.slots(self.module, self.optimizer))
         of_bases: set[int] = set()
         for base in self.bases:
             if base.memories:
@@ -616,9 +617,10 @@ class TwoPhaseMove:
         self.own = _staying(model.own, groups, going)
         self.away = _staying(model.away, groups, going)
         copies: list[Tensor] = []
+        can_swap = swap.can_swap()
         for group, memory, target in zip(going, places, targets, strict=True):
             storage, content = group.storage, target.untyped_storage()
-            if swap.can_swap() and storage.device == content.device:
+            if can_swap and storage.device == content.device:
                 leaves = memory.device == HOST and _was_on_card(model, group)
                 self.exchange.put(storage, content, refuses=target if leaves else None)
                 self.own[storage._cdata] = memory
