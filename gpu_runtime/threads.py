@@ -267,6 +267,16 @@ def start_short(work: Callable[[], None]) -> None:
     spare.given.release()
 
 
+def only_ours() -> bool:
+    """Whether no thread of Python runs but the main one and those that this module started."""
+    for ident, frame in sys._current_frames().items():
+        while frame.f_back is not None:
+            frame = frame.f_back
+        if ident != threading.main_thread().ident and frame.f_code.co_filename != __file__:
+            return False
+    return True
+
+
 def side_by_side(works: Sequence[Callable[[], None]]) -> None:
     """Calls all `works` at the same time, and returns when all have ended. No work may raise."""
     running = []

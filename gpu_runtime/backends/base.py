@@ -56,6 +56,9 @@ class Backend:
     can_split = True  # False: a model stays on one device, whatever its layout says
     layout = "auto"  # the layout of a model whose spec sets none
     shares = False  # True: processes share one copy of a model in host memory
+    # Whether nothing can write a model while it moves, so that its bytes need no comparison. A
+    # process that only runs a model sets this.
+    undisturbed: Callable[[], bool] = staticmethod(lambda: False)
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the source of `spec` shows about the model's size. Nothing is loaded.

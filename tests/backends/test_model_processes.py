@@ -10,13 +10,15 @@ from typing import Any
 import numpy
 import psutil
 import pytest
+import torch
 
-from gpu_runtime import EngineDied, Runtime
+from gpu_runtime import EngineDied, Runtime, samples, threads
+from gpu_runtime.backends.processes import model_program
 from gpu_runtime.backends.processes.engine import MOST_RESTARTS, Child
 from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
-from gpu_runtime.errors import LoadFailed, NotResident
-from gpu_runtime.facts import HOST
+from gpu_runtime.errors import LoadFailed, NotResident, StillInUse
+from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests.clock import PATIENCE, scaled, until
 
 DEVICES = "sim:1x24GiB,host:48GiB"
@@ -208,3 +210,65 @@ def test_a_process_whose_load_hangs_in_c_code_is_killed_at_the_time_out(
         until(lambda: not rt._session.loads, "the end of its load")
         until(lambda: "model_program" not in " ".join(commands()), "the end of its process")
     assert rt.preload("qwen", timeout=PATIENCE).done
+
+
+def test_the_bytes_of_a_model_are_compared_at_a_move_where_other_code_may_write_them(
+    tmp_path, monkeypatch
+):
+    """In its process nothing runs but calls, which wait for the end of the move. A call under way writes here."""
+    from gpu_runtime.backends.pytorch import storages, swap
+
+    monkeypatch.setattr(model_program, "only_ours", lambda: alone)
+    copied, compare = storages.copied, swap.Unchanged.compare
+    compared: list[int] = []
+
+    def counted(proof: swap.Unchanged, copies: list[torch.Tensor]) -> None:
+        compared.append(len(copies))
+        compare(proof, copies)
+
+    monkeypatch.setattr(swap.Unchanged, "compare", counted)
+    alone, card, host = True, (Share("sim:0", GIB),), (Share(HOST, GIB),)
+    model = model_program.Model(lambda done, total: None)
+    source = samples.causal_lm(tmp_path / "model")
+    spec = ModelSpec("net", "transformers", str(source))
+    model.load("transformers", DEVICES, ("sim:0", HOST), spec, card)
+    model.move(host)
+    model.move(card)
+    assert not any(compared)
+    alone = False
+    model.move(host)
+    model.move(card)
+    assert any(compared), "a thread of the model's code may write"
+    alone = True
+
+    def items(value: Any) -> Iterator[torch.Tensor]:
+        yield value.lm_head.weight
+
+    stream = model.stream(items)
+    weight = next(stream).detach()
+    before = weight.clone()
+
+    def while_copied(*args: Any, **named: Any) -> Any:
+        found = copied(*args, **named)
+        weight.data.add_(1)  # which changes no version
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storages, "copied", while_copied)
+        with pytest.raises(StillInUse, match="its weights are written while they are copied"):
+            model.move(host)
+    assert torch.equal(weight, before + 1), "no write is lost"
+    stream.close()
+    compared.clear()
+    called: list[threads.Running] = []
+
+    def calls_meanwhile(*args: Any, **named: Any) -> Any:
+        called.append(
+            threads.start(lambda: model.call(("lm_head", "weight", "sum"), pack(((), {}))))
+        )
+        assert not called[0].wait(0.05), "it waits"
+        return copied(*args, **named)
+
+    monkeypatch.setattr(storages, "copied", calls_meanwhile)
+    model.move(host)
+    assert not compared and called[0].wait(PATIENCE)

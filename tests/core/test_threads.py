@@ -181,6 +181,23 @@ assert seen == ["traced"], seen
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
+def test_a_thread_that_other_code_started_is_noticed():
+    """Whether `threading` has started it or not; one that waits for work of ours does not count."""
+    code = """
+import _thread
+from gpu_runtime import threads
+answers = []
+threads.start_short(lambda: answers.append(threads.only_ours()))
+threads.start(lambda: answers.append(threads.only_ours())).wait()
+begun, over = (threads.threading.Event() for _ in range(2))
+_thread.start_new_thread(lambda: begun.set() or over.wait(), ())
+begun.wait()
+assert answers == [True, True] and not threads.only_ours(), answers
+over.set()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
 @pytest.mark.parametrize("many", [0, 1, 3])
 def test_works_are_done_in_parallel(many):
     """The functions run at the same time: each one waits until all others have begun."""

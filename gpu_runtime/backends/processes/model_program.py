@@ -25,7 +25,7 @@ from ...devices.probe import open_probe
 from ...errors import GpuError, ProcessLost
 from ...facts import ModelSpec, Shares
 from ...fault_texts import recognise
-from ...threads import start_short
+from ...threads import only_ours, start_short
 from ..registry import open_backend
 from . import remote_calls
 from .remote_calls import MessageSocket
@@ -41,6 +41,8 @@ class Model:
         self._report = report
         self._backend: Any = None
         self._handle: Any = None
+        self._calls: set[object] = set()  # a mark for each call of the model that has not ended
+        self._gate = threading.Lock()  # no call begins while the model moves
 
     def load(
         self, backend: str, devices: str, ids: tuple[str, ...], spec: ModelSpec, shares: Shares
@@ -53,12 +55,14 @@ class Model:
         probe = open_probe(devices)
         probe.rename({mine.id: id for mine, id in zip(probe.devices, ids, strict=True)})
         self._backend = open_backend(backend, probe)
+        self._backend.undisturbed = lambda: not self._calls and only_ours()
         self._handle = self._backend.load(spec, shares, progress=self._report)
         return self.measure()
 
     def move(self, shares: Shares) -> Shares:
         """Moves the model to `shares` and returns the measured shares."""
-        self._backend.move(self._handle, shares)
+        with self._gate:
+            self._backend.move(self._handle, shares)
         return self.measure()
 
     def measure(self) -> Shares:
@@ -71,12 +75,23 @@ class Model:
 
     def call(self, path: tuple[str, ...], given: remote_calls.Packed) -> remote_calls.Packed:
         """The packed result of a call on the model; see `remote_calls.run`."""
-        value = self._backend.value(self._handle)
-        return remote_calls.uncopied(remote_calls.run(value, path, given))
+        with self._call() as value:
+            return remote_calls.uncopied(remote_calls.run(value, path, given))
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Yields the items of `function(value, *args)`, where `value` is the model."""
-        return function(self._backend.value(self._handle), *args)
+        with self._call() as value:
+            yield from function(value, *args)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Any]:
+        mark = object()
+        with self._gate:
+            self._calls.add(mark)
+        try:
+            yield self._backend.value(self._handle)
+        finally:
+            self._calls.discard(mark)
 
 
 KINDS = tuple(name for name in vars(Model) if not name.startswith("_"))

@@ -389,6 +389,7 @@ class TorchBackend(Backend):
             for i, group in enumerate(going)
             if model.memories and model.place_of(group, self._by_torch_device).device != HOST
         ]
+        undisturbed = self.undisturbed()
         proof = swap.Unchanged(
             [sources[i] for i in leaving], [one for i in leaving for one in going[i].tensors]
         )
@@ -405,9 +406,10 @@ class TorchBackend(Backend):
         if shadow and not model.bases and not model.is_shared:
             kept |= host_copies.staying(model, going, places, sources, targets)
         copies = [targets[i] for i in leaving]
-        if all(one.device.type == "cpu" for one in (*copies, *(sources[i] for i in leaving))):
+        ends = (*copies, *(sources[i] for i in leaving))
+        if not undisturbed and all(one.device.type == "cpu" for one in ends):
             proof.compare(copies)
-        del copies
+        del copies, ends
         move = TwoPhaseMove(model, groups, going, places, targets)
         unchanged.clear()
         self._commit(model, move, goal, {"shadow": kept, "digests": digests}, proof)
