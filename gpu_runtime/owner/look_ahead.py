@@ -61,7 +61,7 @@ class LookAhead:
     """Loads models ahead for one runtime."""
 
     def __init__(self, session: Session) -> None:
-        """Follows the upcoming cells of this process for `session`."""
+        """Loads for `session`, once `start` is called."""
         self._session = session
         self._lock = threading.Lock()  # protects the start and the end of the thread
         self._changed = threading.Event()
@@ -76,19 +76,25 @@ class LookAhead:
         self._loading = ""  # the model that is being loaded ahead now
         self._why: dict[str, str] = {}  # model -> why it is not loaded now
         self.loaded = self.used = self.unused = 0
-        settings = session.settings
-        self._active = settings.gpu_prefetch == "auto" and settings.enable_memory_governor
-        upcoming.followers.add(self)
 
     # -- the thread
 
+    def start(self) -> None:
+        """Follows the upcoming cells of this process from now on. Called for each model that it registers.
+
+        Before the first one, a cell of plain code starts no thread here.
+        """
+        settings = self._session.settings
+        if settings.gpu_prefetch == "auto" and settings.enable_memory_governor:
+            upcoming.followers.add(self)
+
     def wake(self) -> None:
         """Called when the cells have changed. Starts the loading thread if it does not run yet."""
-        if not self._active or self._session.closed or self._session.guest:
+        if self._session.closed or self._session.guest:
             return
         with self._lock:
             self._changed.set()
-            if not self._works and (self._session.residents or self._guesses):
+            if not self._works:
                 threads.start(self._work)
                 self._works = True
 

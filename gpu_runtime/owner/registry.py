@@ -223,6 +223,7 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
         session.residents[resident.spec.name] = resident
     if first:
         session.start_monitor()
+    session.look_ahead.start()
     session.announce(resident.spec.name)  # from now on other owners can request it by name
     return resident.spec
 
