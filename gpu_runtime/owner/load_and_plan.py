@@ -354,7 +354,7 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
     if is_placed(given):
         devices = read("devices", given.get("devices", ()), FIELDS["devices"].rule)
         layout = placement.check_layout(given.get("layout", "auto"))
-        rules = replace(session.settings.placement(), devices=devices, layout=layout)
+        rules = replace(session.placement, devices=devices, layout=layout)
     return Subject(wanted, Footprint.of(size), rules)
 
 

@@ -121,7 +121,7 @@ class Session:
         self.maps = Maps(ledger, probe, clock=clock, wall=wall)
         user = ledger.owner.user
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
-
+        self.placement = settings.placement()
         self._card_hours_at = -math.inf  # when the account of hours was read
         self.residents: dict[str, Resident] = {}
         self.wished: Mapping[
