@@ -33,7 +33,7 @@ from .errors import BadSetting, GpuError, reword
 from .facts import ENGINES, LeaseId, parse_importance
 from .facts import IMPORTANCE as CLASSES
 from .safe_text import LONGEST_NAME, MOST_QUOTED, printable, quoted
-from .torch_modes import outside_modes
+from .threads import outside_modes
 from .units import MIB, parse_bytes, parse_room, parse_seconds
 
 P = ParamSpec("P")

@@ -52,7 +52,7 @@ from ..safe_text import LONGEST_NAME, printable
 from ..scheduler import admission, explain
 from ..scheduler.admission import admit
 from ..scheduler.plan import is_new, recorded, with_runners_up
-from ..torch_modes import outside_modes
+from ..threads import outside_modes
 from ..units import parse_room, parse_seconds, show_bytes, show_seconds
 from ..user_frames import shorten_interrupt
 from ..version import VERSION
@@ -484,7 +484,7 @@ def placement(session: Session, resident: Resident, for_wish: bool = False) -> P
     if layout == "auto":
         layout = resident.backend.layout  # an engine may require a layout
     devices = allowed_devices(session, resident)
-    rules = replace(session.settings.placement(), devices=devices, layout=layout)
+    rules = replace(session.placement, devices=devices, layout=layout)
     rules = replace(rules, **resident.spec.placement)
     if for_wish:
         rules = replace(rules, spared=session.wished.get(resident.spec.name, 0))

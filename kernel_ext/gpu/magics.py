@@ -39,7 +39,7 @@ from gpu_runtime.errors import reword
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespace, registered
 from gpu_runtime.notebook import activity
-from gpu_runtime.torch_modes import outside_modes
+from gpu_runtime.threads import outside_modes
 from gpu_runtime.user_frames import running_cell
 from gpu_runtime.verbs import (
     Argument,
@@ -52,8 +52,8 @@ from gpu_runtime.verbs import (
 from gpu_runtime.version import NEWER_TORCH
 
 from .look_ahead import CellSchedule
-from .parking import Parking
-from .waiting import OthersWait, WaitLine, hook, quiet_line
+from .parking import Parking, hook
+from .waiting import OthersWait, WaitLine, quiet_line
 
 # The rendering modules are imported with the first answer, so that loading the extension is fast.
 
@@ -298,7 +298,6 @@ class _Loaded:
         self.opened: Any = None
         self.by_itself = not running_cell()  # the kernel's configuration loaded it, not a cell
         self.loads_again = False  # while a cell runs that loads it, too
-        self.wait_line: WaitLine | None = None
         self._torch_was_told = False
         self.magics = GpuMagics(shell, self.open)
         self.matcher = matcher_for(self.open)
@@ -350,7 +349,6 @@ class _Loaded:
             self.opened = rt
             line = WaitLine(hasattr(self.shell, "kernel"), rt.settings.gpu_progress_seconds)
             rt.tell_waits(line, line.arrival)
-            self.wait_line = line
             if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
                 self.shell.user_ns["rt"] = self.rt = rt
         return rt
@@ -384,8 +382,6 @@ class _Loaded:
         if self.loads_again:
             self.loads_again = False
             self.shell.extension_manager.loaded.add("gpu")
-        if self.wait_line is not None:
-            self.wait_line.cell_ended()
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)
         _follow_reloads()

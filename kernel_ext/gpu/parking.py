@@ -18,6 +18,7 @@ import ast
 import asyncio
 import atexit
 import contextlib
+import functools
 import gc
 import re
 import signal
@@ -27,22 +28,49 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from IPython.core.error import InputRejected
 from IPython.core.events import EventManager
 
 import gpu_runtime
 from gpu_runtime import GpuError, threads
-from gpu_runtime.errors import rebuilt
+from gpu_runtime.errors import in_one_sentence, rebuilt
 from gpu_runtime.facts import OutOfMemoryStory
 from gpu_runtime.notebook import cell_key, is_remembered, notebook_path
-from gpu_runtime.torch_modes import outside_modes
+from gpu_runtime.threads import outside_modes
 from gpu_runtime.tracked_objects import instances, subclasses
 from gpu_runtime.units import MIB
 
 from . import obstacles, quiet_cells
-from .waiting import hook
+from .waiting import quiet_line
+
+T = TypeVar("T")
+_told: set[str] = set()  # sentences that this kernel has shown
+
+
+def hook(act: Callable[..., T]) -> Callable[..., T | None]:
+    """Wraps a method that IPython or the kernel calls: it runs outside the user's modes of torch.
+
+    A limit of the system, or an upgrade of gpu-console under this kernel, is told once in a line. It would be a
+    traceback under every cell.
+    """
+
+    @functools.wraps(act)
+    @outside_modes
+    def call(*args: Any) -> T | None:
+        try:
+            return act(*args)
+        except Exception as error:
+            told = in_one_sentence(error)
+            if told is None:
+                raise
+            if str(told) not in _told:
+                _told.add(str(told))
+                quiet_line(str(told))
+            return None
+
+    return call
 
 
 class Handlers:

@@ -7,26 +7,25 @@ than half a second (GPU_PROGRESS_SECONDS).
 
 from __future__ import annotations
 
-import functools
 import html as escaping
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from gpu_runtime import threads
-from gpu_runtime.errors import in_one_sentence
 from gpu_runtime.facts import Lease, Snapshot, Ticket, Wait, holder_label, lease_title
+from gpu_runtime.notebook import State, activity
 from gpu_runtime.safe_text import lines
-from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.units import show_bytes, show_seconds
 
-T = TypeVar("T")
 QUIET_SECONDS = 1.0
 RESUMED_SECONDS = 0.5  # a cell's next wait for the same name within this time continues the last
 HOLDERS = "All holders, in a terminal:  gpu status"
 REDRAW_SECONDS = 0.2
+# A wait: its name, its beginning and its end, and the cell that waited.
+_NOTHING = ("", 0.0, 0.0, State())
 TOLD_AFTER_SECONDS = 5.0  # the notebook that holds the memory shows nothing about shorter waits
 
 
@@ -106,7 +105,7 @@ class WaitLine:
         self._notebook, self._clock = notebook, clock
         self._progress_seconds = progress_seconds
         self._began: float | None = None  # when the present wait began; None without a wait
-        self._last = ("", 0.0, 0.0)  # the name, the beginning and the end of the last wait
+        self._last = _NOTHING  # the last wait
         self._waited = ("", 0.0)  # the name and the seconds of a visible wait that has just ended
         self._line = Line(notebook)
         self._redrawing: _Redrawing | None = None
@@ -118,22 +117,19 @@ class WaitLine:
         now = self._clock()
         if wait is None:
             if self._began is not None:
-                self._last = (name, self._began, now)
+                self._last = (name, self._began, now, activity.state)
                 if self._line.visible:
                     self._waited = (name, now - self._began)
             self._began = None
             self._line.show("")
         elif self._began is None:
-            last, began, ended = self._last
-            self._began = began if last == name and now - ended < RESUMED_SECONDS else now
+            last, began, ended, cell = self._last
+            same = (last, cell) == (name, activity.state)
+            self._began = began if same and now - ended < RESUMED_SECONDS else now
             self._waited = ("", 0.0)
             self._line = Line(self._notebook)
         elif now - self._began >= QUIET_SECONDS:
             self._line.show(sentence(name, wait, now - self._began))
-
-    def cell_ended(self) -> None:
-        """Called when a cell or a load has ended. The seconds of the next wait are counted from zero."""
-        self._last = ("", 0.0, 0.0)
 
     def arrival(self, arrival: Any) -> None:
         """Shows that a load or a restore has begun, or has ended; see `owner/arrivals.py`."""
@@ -147,7 +143,7 @@ class WaitLine:
             return
         if self._redrawing is not None:
             self._redrawing.stop()
-        self.cell_ended()
+        self._last = _NOTHING
         self._redrawing, waited = None, self._waited[1]
         self._waited = ("", 0.0)
         if waited or self._line.visible or arrival.seconds >= self._progress_seconds:
@@ -241,33 +237,6 @@ def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int
     free = "" if largest.kind == "block" else f" To let it in:  %gpu {act}"
     need = ticket.need_text
     return lines(f"{waiting}{others} has waited {waited} for {need}; {holding}.{free}")
-
-
-_told: set[str] = set()
-
-
-def hook(act: Callable[..., T]) -> Callable[..., T | None]:
-    """Wraps a method that IPython or the kernel calls: it runs outside the user's modes of torch.
-
-    A limit of the system, or an upgrade of gpu-console under this kernel, is told once in a line. It would be a
-    traceback under every cell.
-    """
-
-    @functools.wraps(act)
-    @outside_modes
-    def call(*args: Any) -> T | None:
-        try:
-            return act(*args)
-        except Exception as error:
-            told = in_one_sentence(error)
-            if told is None:
-                raise
-            if str(told) not in _told:
-                _told.add(str(told))
-                quiet_line(str(told))
-            return None
-
-    return call
 
 
 def quiet_line(line: str) -> None:

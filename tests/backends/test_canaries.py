@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from gpu_runtime.backends.pytorch import old_torch, search, swap
 from gpu_runtime.fault_texts import WRITE_REFUSED
-from gpu_runtime.torch_modes import outside_modes, with_own_modes
+from gpu_runtime.threads import outside_modes, with_own_modes
 from gpu_runtime.version import TORCH_WITH_EXCHANGE
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +183,7 @@ CANARIES: list[Canary] = [
         "storages._view and the copies of storages.py; `torch.utils.swap_tensors` does what `_swap_tensor_impl` does"),
     (leaves_modes, "_DisableFuncTorch _InferenceMode _DisableAutocast _EnableTorchFunction _len_torch_function_stack "
         "_pop_torch_function_stack _push_on_torch_function_stack _dispatch_tls_is_dispatch_key_included "
-        "_disable_current_modes", "gpu_runtime/torch_modes.py: find the call that leaves this kind of mode"),
+        "_disable_current_modes", "gpu_runtime/threads.py: find the call that leaves this kind of mode"),
     (reads_layouts, "_indices _values _mkldnn _ConvNd", "search._PARTS_OF_LAYOUT, search._PACKED"),
     (governs_modules, "_apply _named_members _compiled_call_impl", "pins._WHOLE, pins._governed_class and "
         "torch_backend._of_part: the way from `half` and `parameters` to our class has changed"),

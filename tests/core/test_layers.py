@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors fault_texts units facts arguments settings threads attribution files"
     " tcp_sockets names tracked_objects"
-    " notebook user_frames error_pages access_keys version torch_modes stop_text"
+    " notebook user_frames error_pages access_keys version stop_text"
     " other_libraries tables compat"
 )
 # Of these, only telemetry (capacity) and settings (policies) import a module of the scheduler.
@@ -37,10 +37,9 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "alerts": "access_keys threads errors facts files safe_text",
     "units": "errors",
     "facts": "safe_text errors units compat",
-    "torch_modes": "",
     "tables": "safe_text threads",
     "other_libraries": "threads tracked_objects units",
-    "arguments": "safe_text errors units facts torch_modes",
+    "arguments": "safe_text errors units facts threads",
     "names": "",
     "tracked_objects": "",
     "notebook": "safe_text facts files",

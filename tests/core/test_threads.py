@@ -314,7 +314,7 @@ APART = (
     "serving/",
     "backends/engines/diffusers_app.py",
     "backends/llama_cpp/",
-    "torch_modes.py",
+    "threads.py",
     "hub.py",
 )
 

@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from gpu import waiting
+from gpu import parking
 from gpu.waiting import Line, OthersWait, WaitLine, sentence
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 import gpu_runtime
 from gpu_runtime import Busy, LoadFailed, Runtime, verbs
 from gpu_runtime.facts import HOST, Candidate, Share, Ticket, Wait
+from gpu_runtime.notebook import Activity
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import answers
 from gpu_runtime.units import GIB, show_bytes
@@ -84,6 +85,20 @@ def now():
 
 
 @pytest.fixture
+def next_cell(monkeypatch):
+    """Begins the next cell of the notebook."""
+    seconds = itertools.count(1.0)
+    cells = Activity(lambda: next(seconds))
+    monkeypatch.setattr("gpu.waiting.activity", cells)
+
+    def begin():
+        cells.forget()
+        cells.began("a cell")
+
+    return begin
+
+
+@pytest.fixture
 def line(shown, now):
     return WaitLine(notebook=False, progress_seconds=600.0, clock=lambda: now[0])
 
@@ -102,13 +117,13 @@ def arrive(line, name, seconds, verb=LOADING, failed=False, size=42 * 10**9):
     line.arrival(arrival)
 
 
-def test_a_long_wait_has_a_line_which_becomes_the_line_of_the_load(line, now, shown):
+def test_a_long_wait_has_a_line_which_becomes_the_line_of_the_load(line, now, shown, next_cell):
     wait(line, now, "qwen", 0.5)
     assert shown == [], "a short wait shows nothing"
-    line.cell_ended()
+    next_cell()
     wait(line, now, "qwen", 1.5)
     assert shown[-2:] == [sentence("qwen", WAIT, 1.5), ""]
-    line.cell_ended()
+    next_cell()
     wait(line, now, "qwen", 12.0)
     arrive(line, "qwen", 20.0)
     assert shown[-1] == "qwen: waited 12 s, loaded in 20 s (2.1 GB/s)."
@@ -124,7 +139,7 @@ def test_of_a_load_that_is_long_enough_one_line_stays(shown):
 
 
 @pytest.mark.parametrize(("pause", "counted"), [(0.25, "4.2 s"), (0.5, "1.0 s"), (60.0, "1.0 s")])
-def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown, pause, counted):
+def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown, pause, counted, next_cell):
     """A cell waits for the room of last time, then for its memory alone: the line began again at 0 s."""
     wait(line, now, "kernel", 3.0)
     now[0] += pause
@@ -133,7 +148,7 @@ def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown, pause, co
     line("kernel", WAIT)
     assert shown[-1].startswith(f"You have waited {counted} for")
     line("kernel", None)
-    line.cell_ended()
+    next_cell()
     wait(line, now, "kernel", 2.0)
     assert shown[-2].startswith("You have waited 2.0 s for")
 
@@ -336,13 +351,13 @@ def test_in_a_notebook_a_line_is_changed_in_place_until_it_stays(monkeypatch):
 
 def test_a_limit_of_the_system_is_told_once_and_a_defect_is_raised(monkeypatch):
     told = []
-    monkeypatch.setattr(waiting, "quiet_line", told.append)
-    monkeypatch.setattr(waiting, "_told", set())
+    monkeypatch.setattr(parking, "quiet_line", told.append)
+    monkeypatch.setattr(parking, "_told", set())
     in_words = lambda error: str(error) if isinstance(error, OSError) else None
-    monkeypatch.setattr(waiting, "in_one_sentence", in_words)
+    monkeypatch.setattr(parking, "in_one_sentence", in_words)
     full = OSError("no space is left")
 
-    @waiting.hook
+    @parking.hook
     def act(error):
         """What IPython calls before each cell."""
         raise error

@@ -1074,7 +1074,7 @@ def test_a_notebook_without_a_lease_says_what_stays(started, monkeypatch):
     found = Staying("sim:0", FOREIGN, 16 * MIB)
     monkeypatch.setattr(type(kernel), "resident", None)
     monkeypatch.setattr(type(kernel), "count", lambda self: None)
-    monkeypatch.setattr(rt._session, "staying", lambda: (found,))
+    monkeypatch.setattr(type(kernel), "staying", (found,))
     monkeypatch.setattr(holdings, "search_here", lambda session: Holdings((), staying=(found,)))
     assert rt.park().because == f"16.0 MiB stays on sim:0: {FOREIGN}"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpu_runtime import GpuError
-from gpu_runtime.torch_modes import outside_modes, with_own_modes
+from gpu_runtime.threads import outside_modes, with_own_modes
 from tests import tiny_models
 from tests.user_modes import MODES, RaisingFunctions, RaisingOperators, default_device
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...torch_modes import outside_modes
+from ...threads import outside_modes
 from .search import (
     Found,
     Limit,

@@ -41,7 +41,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Block, Memory, trim_heap
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
-from ...torch_modes import all_outside_modes
+from ...threads import all_outside_modes
 from ...units import MIB, show_bytes
 from ..base import Backend, Damaged, NotStill, Progress, Stillness, is_out_of_memory
 from . import park_file, streams, swap

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...torch_modes import outside_modes
+from ...threads import outside_modes
 
 WORD = 8  # bytes
 POINTER, SIZE = 16, 48  # c10::StorageImpl: at these offsets it has its data pointer and its size

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ...devices.process_memory import Memory
 from ...facts import HOST
-from ...torch_modes import outside_modes
+from ...threads import outside_modes
 from ...tracked_objects import instances, subclasses
 from ...units import MIB
 from . import old_torch

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import files
-from ...threads import import_whole
-from ...torch_modes import with_own_modes
+from ...threads import import_whole, with_own_modes
 from ..base import is_out_of_memory
 from ..formats import safetensors
 

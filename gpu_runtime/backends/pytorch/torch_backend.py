@@ -28,7 +28,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Memory
 from ...errors import CannotGovern, LoadFailed, StillInUse, first_line
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
-from ...torch_modes import all_outside_modes, with_own_modes
+from ...threads import all_outside_modes, with_own_modes
 from ...version import NEWER_TORCH
 from ..base import Backend, Progress, is_out_of_memory
 from . import host_copies, streams, swap

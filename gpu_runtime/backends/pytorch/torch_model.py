@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, ModelSpec
-from ...threads import import_whole
-from ...torch_modes import outside_modes
+from ...threads import import_whole, outside_modes
 from ...units import MIB, show_bytes
 from . import storages as st
 from . import swap

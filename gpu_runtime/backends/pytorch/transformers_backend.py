@@ -31,8 +31,7 @@ from ...devices.probe import Probe
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed, first_line
 from ...facts import HOST, Evidence, ModelSpec, Shares
 from ...safe_text import printable
-from ...threads import import_whole
-from ...torch_modes import all_outside_modes, with_own_modes
+from ...threads import all_outside_modes, import_whole, with_own_modes
 from ..base import Progress, is_out_of_memory
 from ..formats import safetensors, sources
 from ..formats.safetensors import Checkpoint
