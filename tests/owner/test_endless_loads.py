@@ -15,7 +15,7 @@ from gpu_runtime.facts import Outcome
 from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.owner import arrivals, load_and_plan
 from gpu_runtime.serving.gateway import Gateway
-from tests.clock import scaled, until
+from tests.clock import until
 
 from .conftest import claims
 
@@ -69,9 +69,21 @@ def _least_load(monkeypatch):
     monkeypatch.setattr(arrivals, "LEAST_LOAD_SECONDS", 0.1)
 
 
+def begins_first(made, monkeypatch):
+    """The time of a load counts once its call has begun. A busy machine begins it later than the time-outs here."""
+    wait = threads.Stoppable.wait
+
+    def wait_once_begun(work, seconds=None):
+        until(lambda: made.began.is_set() or work.ended(0))
+        return wait(work, seconds)
+
+    monkeypatch.setattr(threads.Stoppable, "wait", wait_once_begun)
+    return made
+
+
 @pytest.fixture
-def endless():
-    return Endless()
+def endless(monkeypatch):
+    return begins_first(Endless(), monkeypatch)
 
 
 @pytest.fixture
@@ -79,7 +91,7 @@ def in_c(monkeypatch):
     """A load that does not end when it is stopped, and short waits for its end."""
     monkeypatch.setattr(arrivals, "LOAD_SECONDS", 0.2)
     monkeypatch.setattr(threads, "ENDING_SECONDS", 0.2)
-    made = InC()
+    made = begins_first(InC(), monkeypatch)
     yield made
     made.finish()
 
@@ -103,6 +115,7 @@ def test_a_preload_ends_with_its_time_out(runtime, endless):
     with pytest.raises(LoadFailed, match="m was not loaded: its time is over"):
         rt.preload("m", timeout=0.1)
     assert endless.ended.is_set() and not any(claims(rt).values())
+    endless.began.clear()
     rt.register("other", backend="fake", size="1GiB")
     rt.preload("other", timeout=0)  # a load that ends at once is not stopped
 
@@ -154,6 +167,7 @@ def test_the_caller_of_a_load_in_c_code_returns_at_its_time_out(runtime, in_c):
     assert "it is in __call__ (test_endless_loads.py, line" in str(late.value)
     reserved = claims(rt)
     assert any(reserved.values())
+    in_c.began.clear()
     with pytest.raises(Busy, match="m is arriving, stopped .* ago .*has not ended"):
         rt.preload("m", timeout=0.1)
     assert claims(rt) == reserved and in_c.calls == 1
@@ -167,7 +181,7 @@ def test_a_model_whose_stopped_load_has_not_ended_is_not_forgotten(runtime, in_c
     """`forget` waited for ever, also after a `load` of a new name that had failed."""
     rt = runtime()
     with pytest.raises(LoadFailed, match="its time is over"):
-        rt.load("m", in_c, timeout=scaled(0.2))  # the call must have begun
+        rt.load("m", in_c, timeout=0.1)
     with pytest.raises(StillInUse, match="m cannot be freed: the load has not ended"):
         rt.forget("m")
     in_c.finish()
@@ -200,6 +214,7 @@ def test_a_size_that_is_read_for_ever_ends_with_the_time_out(runtime, in_c):
     late = "its time is over .*, while its source was read.* it is in __call__"
     with pytest.raises(LoadFailed, match=late):
         rt.preload("m", timeout=0.1)
+    in_c.began.clear()
     with pytest.raises(LoadFailed, match=late):
         rt.load("new", in_c, timeout=0.1)
     assert not any(claims(rt).values())

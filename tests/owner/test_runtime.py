@@ -37,7 +37,7 @@ from gpu_runtime.facts import IMPORTANCE, Drop, LeaseId, Level, Load, Move
 from gpu_runtime.owner import registry
 from gpu_runtime.scheduler import recall
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 from tests.tiny_models import gguf_lm
 
 from .conftest import alongside, claims, fakes, loaded, together, used_elsewhere, where
@@ -570,6 +570,7 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
     fakes(b, llama="14GiB")
     with a.use("qwen"):
         pass
+    until(lambda: not any(lease.pins for lease in b.status().leases()), "the end of the use")
     with pytest.raises(Busy, match="was used"), b.use("llama", timeout=0.3):
         pass
     assert where(a)["qwen"] == "sim:0"
