@@ -233,7 +233,8 @@ def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel
     assert background(seen) == light
     seen.page.click("[aria-label='Toggle theme']")
     seen.page.wait_for_function("() => localStorage.getItem('gpu-console-theme') === null")
-    assert background(seen) == dark != light and seen.errors == []
+    seen.page.wait_for_function(f"(dark) => {BACKGROUND} === dark", arg=dark)
+    assert dark != light and seen.errors == []
 
 
 def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
@@ -431,11 +432,11 @@ def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
         return seen.row(pid(kernel)).locator("td:first-child").all_inner_texts()
 
     seen.page.locator("th button", has_text="Size").click()
-    assert names() == ["qwen", "llama", "bge"], "numbers: the largest first"
+    until(lambda: names() == ["qwen", "llama", "bge"], "numbers: the largest first")
     seen.page.locator("th button", has_text="Size").click()
-    assert names() == ["bge", "llama", "qwen"]
+    until(lambda: names() == ["bge", "llama", "qwen"])
     seen.page.locator("input[type=search]").first.fill(f"LLAMA {pid(kernel)}")
-    assert names() == ["llama"]
+    until(lambda: names() == ["llama"])
     seen.page.locator("input[type=search]").first.fill("no such model")
     seen.page.locator("text=No row contains all these words.").wait_for()
     seen.page.locator("input[type=search]").first.fill("")

@@ -177,6 +177,7 @@ def test_two_notebooks_evict_one_another(screen, train, tune):
 
 
 def test_a_stopped_process(screen, tune):
+    tune.do("rt.preload('llama')")
     tune.signal(signal.SIGSTOP)
     try:
         screen.says("tune.ipynb", "is stopped", "120 MiB", CLOCK, press="Continue")
