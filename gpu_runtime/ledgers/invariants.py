@@ -15,6 +15,9 @@ from ..errors import LedgerRefused
 from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Phase, Section, overdrafts
 from ..units import show_bytes
 
+MOST_CLAIM = 1 << 50  # bytes; as many claims as a page holds have a sum that can be written
+MOST_RISE = 1 << 32  # of the number of the newest event in one write
+
 
 class Write(NamedTuple):
     """A write to check: the book before and after the write, and the id of the writer."""
@@ -92,6 +95,20 @@ def _own_leases_in_own_section(write: Write) -> str:
         names = {lease.name for lease in section.leases}
         if len(names) < len(section.leases):
             return "two leases have one name: an identity is (owner, name)"
+    return ""
+
+
+def _sizes_are_possible(write: Write) -> str:
+    """No claim is negative, which would grant its bytes to others, or so large that a sum cannot be written."""
+    ghosts = write.new.ghosts if write.new.ghosts is not write.old.ghosts else ()
+    sizes = [ghost.bytes for ghost in ghosts]
+    for _, section in write.changed:
+        sizes += section.residue.values()
+        sizes += [share.bytes for lease in section.leases for share in lease.shares + lease.target]
+    if sizes and not 0 <= min(sizes) <= max(sizes) <= MOST_CLAIM:
+        return (
+            f"it claims {min(sizes)} to {max(sizes)} bytes at once, and {MOST_CLAIM} are the most"
+        )
     return ""
 
 
@@ -250,6 +267,8 @@ def _samples_get_newer(write: Write) -> str:
 def _events_are_appended(write: Write) -> str:
     """Events are added at the end and removed at the beginning, and their numbers rise."""
     old, new = write.old, write.new
+    if new.seq - old.seq > MOST_RISE:  # at its end nobody could write an event any more
+        return f"seq would rise from {old.seq} to {new.seq}"
     if new.events is old.events:
         if new.seq < old.seq:
             return f"seq would fall from {old.seq} to {new.seq}"
@@ -295,6 +314,7 @@ def _no_overdraft(write: Write) -> str:
 LAWS: tuple[Callable[[Write], str], ...] = (
     _only_own_section,
     _own_leases_in_own_section,
+    _sizes_are_possible,
     _parts_are_cut,
     _sections_go_with_proof,
     _only_own_tickets,

@@ -51,6 +51,7 @@ LEFT = ("offloaded", "unloaded", "lost")
 ENDED_A_STAY = (*LEFT, "reaped", "released")
 MOST_BESIDE = 8  # names of other models that are recorded with a load, and named in a plan
 DECISIONS = ("granted", "waiting", "refused")
+MOST_COUNT = 1 << 62  # a larger sum of counts could not be written
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
 
@@ -375,7 +376,7 @@ def resign(book: Book, owner: str) -> Book:
         return book
     counts = dict(book.counts)
     for action, times in (section.counts if section else {}).items():
-        counts[action] = counts.get(action, 0) + times
+        counts[action] = min(MOST_COUNT, counts.get(action, 0) + times)
     sections = {id: other for id, other in book.sections.items() if id != owner}
     tickets = tuple(ticket for ticket in book.tickets if ticket.owner != owner)
     return replace(book, sections=sections, tickets=tickets, counts=counts)

@@ -9,6 +9,7 @@ from gpu_runtime.facts import (
     MOST_ENTRIES,
     Book,
     Device,
+    Ghost,
     Lease,
     Owner,
     Sample,
@@ -16,7 +17,7 @@ from gpu_runtime.facts import (
     Share,
     Ticket,
 )
-from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.ledgers.invariants import MOST_CLAIM, MOST_RISE, refuse_unlawful
 
 from .conftest import GIB
 
@@ -70,7 +71,23 @@ def test_a_sample_gets_newer(book, taken_at, free, lawful):
 
 def test_the_number_of_events_rises_also_without_an_event():
     assert not why(ALONE, replace(ALONE, seq=3))
+    assert not why(ALONE, replace(ALONE, seq=2 + MOST_RISE))
+    assert "seq would rise" in why(ALONE, replace(ALONE, seq=3 + MOST_RISE))
     assert why(ALONE, replace(ALONE, seq=1)) == "seq would fall from 2 to 1"
+
+
+@pytest.mark.parametrize("size", [-1, 0, MOST_CLAIM, MOST_CLAIM + 1])
+@pytest.mark.parametrize("where", ["shares", "target", "residue", "ghosts"])
+def test_no_claim_is_negative_or_too_large_to_be_summed(where, size):
+    """A member claimed -40 GiB, and the others were granted 30 GiB of a card of 4."""
+    section = Section(ME, residue={"sim:0": size if where == "residue" else 0})
+    if where in ("shares", "target"):
+        lease = Lease(ME.id, "m", **{where: (Share("sim:1", GIB), Share("sim:0", size))})
+        section = replace(section, leases=(lease,))
+    new = replace(ALONE, limits={"sim:0": MOST_CLAIM}).with_section(section)
+    if where == "ghosts":
+        new = replace(new, ghosts=(Ghost("7.1.1", 7, "sim:0", size, 0.0, 0.0),))
+    assert ("bytes at once" in why(ALONE, new)) == (size not in (0, MOST_CLAIM))
 
 
 def test_a_page_above_its_limit_may_shrink_but_not_grow():

@@ -121,6 +121,8 @@ def test_evictions_are_offloads_and_unloads_and_outlive_their_processes():
     # Totals count events since the book began, so the evictions of a kernel that has ended still count.
     page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
     assert books.totals(books.resign(page, ME.id)) == books.totals(page)
+    vain = page.with_section(Section(owner(3), counts={"loaded": 2**64 - 1}))
+    assert books.resign(vain, owner(3).id).counts["loaded"] == 2**62, "what can be written"
     assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
 
 
