@@ -27,7 +27,8 @@ _began = time.monotonic()
 # The ordinary run judges a change, so it tries the same examples each time. `make soak` searches for new ones.
 settings.register_profile("ordinary", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile(
-    "soak", deadline=None, max_examples=10_000, stateful_step_count=100, suppress_health_check=[HealthCheck.too_slow]
+    "soak", deadline=None, max_examples=int(os.environ.get("SOAK_EXAMPLES", 10_000)), stateful_step_count=100,
+    suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 # `make check` tries a few; `make test` tries them all. A mutant is killed by the first example that fails: the smallest
 # one is not looked for.
@@ -240,7 +241,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Appends the result of a soak run to its log."""
     if os.environ.get("SOAK"):
         count = lambda *words: sum(len(terminalreporter.stats.get(word, ())) for word in words)
-        soak.write(count("passed"), count("failed", "error"), time.monotonic() - _began)
+        chosen = terminalreporter.config
+        run = " ".join([*chosen.args, f"-m '{chosen.option.markexpr}'"])
+        run += f" -k '{chosen.option.keyword}'" if chosen.option.keyword else ""
+        figures = count("passed"), count("failed", "error"), count("skipped")
+        soak.write(run, settings().max_examples, *figures, time.monotonic() - _began)
 
 
 def _why_no_gpu() -> str:
