@@ -262,16 +262,21 @@ def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
     for number in range(5):
         keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
 
-    def write(number: int, bytes_: int) -> object:
+    def sized(number: int, bytes_: int) -> object:
         section = Section(owner(number), counts={"n" * bytes_: 1})
-        part = msgspec.Raw(core.encode(Part(section, (), 1)))
-        [(_, reply), *_] = keeper.receive(number, Put(1, keeper.known.revision, part), 0.0)
-        return reply
+        return write(keeper, number, Part(section, (), 1))
 
-    replies = [write(number, size) for number in range(5)]
+    replies = [sized(number, size) for number in range(5)]
     assert [type(reply) for reply in replies] == [Written] * 3 + [core.Refused] * 2
     assert "are the most" in replies[-1].why
-    assert isinstance(write(0, 10), Written) and isinstance(write(4, size), Written)
+    assert isinstance(sized(0, 10), Written) and isinstance(sized(4, size), Written)
+    me, key = owner(1), "k" * size
+    waiting = Part(Section(me), (Ticket(key, me.id, "use", "m", arrived=0, refreshed=0),), 2)
+    assert isinstance(write(keeper, 1, waiting, queue=(key,)), core.Refused), "the order counts too"
+    assert isinstance(write(keeper, 1, waiting, queue=("x", "x")), Written)
+    short = replace(waiting, tickets=(replace(waiting.tickets[0], key="t"),))
+    write(keeper, 1, short, queue=("t", "t"))
+    assert [ticket.key for ticket in keeper.known.book.tickets] == ["t"], "each has one place"
     large = msgspec.Raw(core.encode({"junk": "x" * core.MOST_PART_BYTES}))
     put = put_of(keeper, 0)
     [(_, reply), *_] = keeper.receive(0, replace(put, shared=large), 0.0)
@@ -324,6 +329,10 @@ def test_a_connection_is_the_owner_that_its_process_proves():
     assert second.serial == seen.serial + 1
     keeper.hello(1, Hello(0, 1, "", second, secret=b"other"), 0, 0.0)
     assert keeper.identity(Hello(0, 1, "", seen, secret=b"third"), seen).serial == seen.serial + 2
+    for impossible in ({"pid": 2**63}, {"pid": -1}, {"serial": 2**64 - 1}):
+        claimed = replace(owner(9), **impossible)
+        shown = keeper.identity(Hello(0, 1, "", claimed, again=True), replace(claimed, pid=109))
+        assert shown.pid == 109 and 0 <= shown.serial < core.MOST_SERIAL
 
     moved = replace(owner(7), user="user1")  # the next keeper sees the process as another one
     again = replace(mine, again=True)
@@ -333,6 +342,26 @@ def test_a_connection_is_the_owner_that_its_process_proves():
     write(keeper, 0, Part(Section(seen), (), 1))
     keeper.died([seen.id])
     assert keeper.identity(again, owner(7)) == owner(7), "its section names its user"
+
+
+def test_a_user_has_a_number_of_owners_and_all_together_too(monkeypatch):
+    """One process registered 4,000 owners in 18 s. All descriptors end with it, and then the page."""
+    monkeypatch.setattr(core, "MOST_OWNERS_OF_A_USER", 2)
+    monkeypatch.setattr(core, "MOST_OWNERS", 3)
+    keeper = Keeper()
+
+    def hello(serial: int, user: str, **more) -> type:
+        me = replace(owner(1), serial=serial, user=user)
+        return type(keeper.hello(serial, Hello(0, 1, "", me, **more), 0, 0.0))
+
+    assert [hello(serial, "ann") for serial in range(3)] == [core.Welcome] * 2 + [core.Refused]
+    assert [hello(serial, "bob") for serial in (3, 4)] == [core.Welcome, core.Refused]
+    assert hello(1, "ann") is core.Welcome, "one that has registered may connect again"
+    assert hello(2, "ann", bell=True) is core.Welcome, "a bell is no owner"
+    refused = write(keeper, 2, Part(Section(replace(owner(1), serial=2)), (), 1))
+    assert isinstance(refused, core.Refused), "and writes nothing"
+    keeper.died([replace(owner(1), serial=0).id])
+    assert hello(2, "ann") is core.Welcome
 
 
 def test_a_greeting_tells_which_write_came_last_and_takes_an_owner_off_the_dead():
@@ -444,7 +473,7 @@ def test_whoever_has_no_section_is_not_asked_for_a_sign():
     assert silences(3.0) == {owner(0).id: 1.0}
 
 
-def test_what_an_owner_keeps_has_a_limit():
+def test_what_an_owner_keeps_has_a_limit(monkeypatch):
     """Also in many small parts: each kind and addressee is another one. Other owners have a limit of their own."""
     keeper = keeper_of(2)
 
@@ -456,8 +485,10 @@ def test_what_an_owner_keeps_has_a_limit():
     assert says(0, "maps", most + 1) is core.Refused
     assert says(0, "maps", most) is says(0, "maps", 9) is Written
     small = [says(0, "answer", 0, f"{number}") for number in range(most // core.KEPT_BYTES)]
-    assert small[900] is Written and small[-1] is core.Refused
+    assert small[800] is Written and small[-1] is core.Refused
     assert says(0, "maps", 3) is says(1, "maps", most) is Written
+    monkeypatch.setattr(core, "MOST_KEPT_BYTES_OF_A_USER", core.MOST_KEPT_BYTES)
+    assert says(1, "maps", most) is core.Refused, "the other owner is of the same user"
 
 
 def test_the_parts_of_the_dead_leave_with_their_tickets():
@@ -611,6 +642,41 @@ def test_an_owner_whose_process_cannot_be_seen_ends_unless_it_connects_again(mon
         assert sorted(id.rsplit(".")[-1] for id in living() & all_three) == ["1", "3"]
         bell.close()
         again.close()
+
+
+def test_a_fault_ends_one_connection_and_a_stranger_has_a_number_of_them(
+    monkeypatch, tmp_path, capfd
+):
+    """A fault of the keeper's code ended it, and its successor when the same message came again."""
+    lock = server.locked(tmp_path)
+    keeper = server.Server(tmp_path, lock)
+
+    def sent(content: bytes, events: int) -> socket.socket:
+        opened = socket.socket(socket.AF_UNIX)
+        opened.connect(str(tmp_path / wire.SOCKET))
+        opened.sendall(content)
+        for _ in range(events):
+            for key, found in keeper._selector.select(clock.PATIENCE):
+                keeper._handle(key, found)
+        return opened
+
+    hello = wire.frame(core.encode(Hello(1, 1, "", owner(1), b"secret")))
+    with contextlib.closing(lock), contextlib.closing(sent(hello, 2)) as honest:
+        half = b"\xff\xff\x0f\x00" + bytes(server.MOST_GREETING_BYTES)
+        assert sent(half, 3).recv(1) == b"", "much was sent before a greeting"
+        with monkeypatch.context() as patched:
+            patched.setattr(keeper._keeper, "identity", Mock(side_effect=KeyError("a fault")))
+            assert sent(hello, 2).recv(1) == b""
+        assert "a fault" in capfd.readouterr().err
+        monkeypatch.setattr(keeper, "_most_connections", 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(server.os, "geteuid", lambda: 12345)
+            with contextlib.closing(sent(b"", 1)) as second:
+                assert sent(b"", 1).recv(1) == b""
+                second.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    second.recv(1)
+        assert len(keeper._keeper.known.state.living) == 1 and honest.recv(1)
 
 
 def test_the_newest_page_of_a_book_is_found():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -243,8 +244,6 @@ def test_a_second_keeper_ends_at_once(here):
 
 def test_a_removed_directory_is_made_again(here):
     """Everything beside the book can be deleted. The keeper is the same one, and the book too."""
-    import shutil
-
     one = here()
     put(one, "qwen")
     keeper = keeper_of(one).pid
@@ -265,6 +264,17 @@ HOSTILE = {
         b"\x94\xa4Pass\x01" + b"\x91" * 20_000 + b"\xc0"
     ),
     "a kind of a later version that nests": frame(b"\x93\xa4Next\x01" + b"\x91" * 20_000 + b"\xc0"),
+    "a bell that keeps and fetches": b"".join(
+        frame(core.encode(message))
+        for message in (
+            Hello(1, 1, "", owner(1), bell=True),
+            Keep(2, "maps", b"x", private=True),
+            core.Fetch(3, "maps"),
+        )
+    ),
+    "an owner that no process can be": frame(
+        core.encode(Hello(1, 1, "", replace(owner(1), pid=2**63), again=True))
+    ),
 }
 
 
@@ -280,6 +290,8 @@ def test_a_hostile_client_harms_nobody(here, kind):
     hostile.close()
     assert count(one) == 2
     assert keeper_of(one) == keeper, "it ended, and another one was started"
+    keeper.kill()
+    assert count(one) == 3, "the next keeper reads what it has left"
 
 
 def deep(levels: int) -> bytes:
@@ -302,6 +314,10 @@ def test_what_others_could_not_read_is_refused_or_left_out(here):
             assert isinstance(reply, core.Refused) and "nested" in reply.why, (levels, more, reply)
     for kind in ("names", "maps"):
         one._ask(Keep(0, kind, b"\x91" * 20_000))
+    three, large = here(), Keep(0, "names", b"x" * (core.MOST_KEPT_BYTES - 50_000))
+    assert [type(each._ask(large)) for each in (one, three)] == [core.Written] * 2, (
+        "no frame has both"
+    )
     assert (two.names(), two.maps(), names(two)) == ({}, {}, ["qwen"])
     assert keeper_of(two) == keeper
 

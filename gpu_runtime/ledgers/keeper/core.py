@@ -6,6 +6,7 @@ messages to connections. The laws of a write are in `invariants.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, get_args
 
@@ -35,14 +36,20 @@ from ..pieces import (
     decode_shared,
     encode,
 )
-from .wire import MOST_BYTES
+from .wire import MOST_BYTES, MOST_FRAME_BYTES
 
 PROTOCOL = 1
 TURN_SECONDS = 0.02  # how long the connection with the turn may take for its write
 ALONE_SECONDS = 0.2  # nobody writes before a connection that has waited for so long
-# Of all owners' parts; the rest of a page is for its index, and for owners that come and end.
+# Of all pieces; the rest of a page is for its index, and for owners that come and end.
 MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
-MOST_KEPT_BYTES = 4 << 20  # of one owner's maps, names and answers
+MOST_OWNERS = 4096  # their ids, users and entries in the index fit into that rest
+MOST_OWNERS_OF_A_USER = 1024
+MOST_SERIAL = 1 << 32
+MOST_PID = 1 << 31
+# Of one owner's maps, names and answers, and of all contents in one reply.
+MOST_KEPT_BYTES = MOST_FRAME_BYTES - (1 << 19)
+MOST_KEPT_BYTES_OF_A_USER = 64 << 20
 KEPT_BYTES = 4096  # that each of them counts beside its content and names
 NOTHING = msgspec.Raw(b"\xc0")
 # What a keeper finds out about an owner, whatever the owner says.
@@ -280,18 +287,25 @@ class Keeper:
         users = {living.get(claimed.id), registered.user if registered else None} - {None}
         member = self.members.get(claimed.id)
         is_same = member is None or member.secret == hello.secret
-        if hello.again and users <= {seen.user} and is_same:
+        is_possible = 0 <= claimed.pid < MOST_PID and claimed.serial < MOST_SERIAL
+        if hello.again and users <= {seen.user} and is_same and is_possible:
             return replace(claimed, user=seen.user)
+        seen = replace(seen, serial=seen.serial % MOST_SERIAL)
         while seen.id in living:
             member = self.members.get(seen.id)
             if member is not None and member.secret == hello.secret:
                 break
-            seen = replace(seen, serial=seen.serial + 1)
+            seen = replace(seen, serial=(seen.serial + 1) % MOST_SERIAL)
         return seen
 
-    def hello(self, connection: int, hello: Hello, uid: int, now: float) -> Welcome:
+    def hello(self, connection: int, hello: Hello, uid: int, now: float) -> Welcome | Refused:
         """Registers an owner whose process and user are proven. The id is unused, or its own."""
-        owner = hello.owner
+        owner, living = hello.owner, self.known.state.living
+        if not hello.bell and owner.id not in living:
+            theirs = [*living.values()].count(owner.user)
+            if theirs >= MOST_OWNERS_OF_A_USER or len(living) >= MOST_OWNERS:
+                why = f"{len(living)} owners are open, {theirs} of them by {owner.user}: no more can be"
+                return Refused(hello.number, why)
         if hello.bell:
             self._bells[connection] = owner.id
         else:
@@ -300,7 +314,7 @@ class Keeper:
             self._by_connection[connection] = owner.id
             state = self.known.state
             if owner.id not in state.living:
-                living = {**state.living, owner.id: owner.user}
+                living = {**living, owner.id: owner.user}
                 dead = tuple([id for id in state.dead if id != owner.id])
                 self._set_state(replace(state, living=living, dead=dead))
                 self._holds_since = self.known.revision  # somebody may just count it as dead
@@ -346,11 +360,16 @@ class Keeper:
 
     def receive(self, connection: int, message: Request, now: float) -> Answers:
         """Carries out a message of a registered connection."""
-        me = self._by_connection.get(connection) or self._bells.get(connection)
+        me = self._by_connection.get(connection)
+        if me is None and connection in self._bells and isinstance(message, Ring | Sign):
+            me = self._bells[connection]
         if me is None:
-            return [(connection, Refused(message.number, "the first message is no greeting"))]
+            return [
+                (connection, Refused(message.number, "no owner has greeted on this connection"))
+            ]
         if isinstance(message, Ring):
-            return [(bell, Rung(0)) for bell, id in self._bells.items() if id in message.owners]
+            rung = set(message.owners)
+            return [(bell, Rung(0)) for bell, id in self._bells.items() if id in rung]
         if isinstance(message, Put):
             return self._take_put(connection, me, message, now)
         if isinstance(message, Pass):
@@ -368,11 +387,14 @@ class Keeper:
         return []
 
     def _keep(self, me: str, message: Keep) -> Reply:
-        key = (me, message.kind, message.for_whom)
-        others = [kept for other, kept in self._kept.items() if other[0] == me and other != key]
-        size = sum([_kept_bytes(keep) for keep in (message, *others)])
-        if size > MOST_KEPT_BYTES:
-            return Refused(message.number, f"{size} bytes are too many to keep")
+        key, uid = (me, message.kind, message.for_whom), self.members[me].uid
+        mine = theirs = _kept_bytes(message)
+        for other, kept in self._kept.items():
+            if other != key and self.members[other[0]].uid == uid:
+                theirs += _kept_bytes(kept)
+                mine += _kept_bytes(kept) if other[0] == me else 0
+        if mine > MOST_KEPT_BYTES or theirs > MOST_KEPT_BYTES_OF_A_USER:
+            return Refused(message.number, f"{max(mine, theirs)} bytes are too many to keep")
         self._kept[key] = message
         return Written(message.number, self.known.revision)
 
@@ -384,13 +406,18 @@ class Keeper:
                 if id in self.known.book.sections
             }
         for_whom = me if message.owner else ""
-        return {
+        found = {
             id: kept.content
             for (id, kind, whom), kept in self._kept.items()
             if (kind, whom) == (message.kind, for_whom)
             and message.owner in ("", id)
             and (not kept.private or self.members[id].uid == self.members[me].uid)
         }
+        smallest_first = sorted(found, key=lambda id: len(found[id]))
+        sizes = itertools.accumulate([len(found[id]) for id in smallest_first])
+        # Where all do not fit into a frame, the largest are left out.
+        fit = zip(smallest_first, sizes, strict=True)
+        return {id: found[id] for id, total in fit if total <= MOST_KEPT_BYTES}
 
     # Turns
 
@@ -517,19 +544,25 @@ class Keeper:
             waiting = {ticket.key for part in parts.values() for ticket in part.tickets}
             order = put.queue if put.queue is not None else state.queue
             dead = tuple([id for id in state.dead if id not in removed])
-            queue = tuple([key for key in order if key in waiting])
+            queue = tuple([key for key in dict.fromkeys(order) if key in waiting])
             state = replace(state, queue=queue, dead=dead)
         new = book_of(parts, shared, state)
         refuse_unlawful(known.book, new, me, lambda book: self._dead(put.declared))
-        grown = len(put.part) - len(self.pieces.get(me, _NO_PIECE).content)
-        size = self._bytes + grown + len(put.shared)
-        if size > MOST_BOOK_BYTES and grown > 0:
-            raise ValueError(
-                f"the book would take {size} bytes, and {MOST_BOOK_BYTES} are the most"
-            )
         contents = {me: bytes(put.part)} if me in parts else {}
         if changed_facts:
             contents[SHARED] = bytes(put.shared)
+        if state is not known.state:
+            contents[STATE] = encode(state)
+        before = [len(self.pieces.get(key, _NO_PIECE).content) for key in contents]
+        grown = sum(map(len, contents.values())) - sum(before)
+        if grown > 0 and self._bytes + grown > MOST_BOOK_BYTES:
+            raise ValueError(
+                f"the book would take {self._bytes + grown} bytes, and {MOST_BOOK_BYTES} are the most"
+            )
+        if len(parts) > MOST_OWNERS:
+            raise ValueError(
+                f"the book would have {len(parts)} owners, and {MOST_OWNERS} are the most"
+            )
         self._publish(new, parts, shared, state, contents)
         if not releases:
             self._holds_since = self.known.revision
@@ -552,7 +585,7 @@ class Keeper:
     ) -> None:
         """Makes the next page. `contents` are the changed pieces that are encoded already."""
         revision, known = self.known.revision + 1, self.known
-        if state is not known.state or not self.pieces:
+        if STATE not in contents and (state is not known.state or not self.pieces):
             contents = {**contents, STATE: encode(state)}
         if SHARED not in self.pieces:
             contents = {**contents, SHARED: encode(shared)}

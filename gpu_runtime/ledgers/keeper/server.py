@@ -17,6 +17,7 @@ Source: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3).
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -24,6 +25,7 @@ import stat
 import struct
 import sys
 import time
+import traceback
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -52,6 +54,8 @@ LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since ano
 AGAIN_SECONDS = 0.5  # before a keeper that ended is started again
 LOOK_SECONDS = 1.0  # between two looks whether the socket is still at its path
 UNSEEN_SECONDS = 2.0  # an owner whose process cannot be seen may be disconnected for so long
+MOST_GREETING_BYTES = 1 << 16
+MOST_CONNECTIONS_OF_A_USER = 4096  # a greeting, a bell and a look each take one
 MOST_UNREAD_BYTES = 4 << 20  # a client that reads so little is disconnected
 _CREDENTIALS = struct.Struct("3i")
 
@@ -90,6 +94,8 @@ class Server:
         self._given = given
         self._name = book_name(directory)
         self._keeper = Keeper()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_connections = min(MOST_CONNECTIONS_OF_A_USER, files // 4)
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._ends: dict[str, int] = {}  # owner id -> descriptor that is readable after its end
@@ -114,7 +120,7 @@ class Server:
         for id, user in pieces.state.living.items():
             owner = pieces.book.owner(id)
             pid, started = map(int, id.split(".")[:2])
-            if owner is not None and owner.namespaces != namespaces():
+            if not pid or (owner is not None and owner.namespaces != namespaces()):
                 living[id] = user
                 self._unseen[id] = time.monotonic() + UNSEEN_SECONDS
             elif life_of_process(pid, started) is Life.DEAD:
@@ -244,6 +250,10 @@ class Server:
         opened.setblocking(False)
         self._next_number += 1
         connection = _Connection(opened, self._next_number)
+        others = [one for one in self._connections.values() if one.uid == connection.uid]
+        if connection.uid != os.geteuid() and len(others) >= self._most_connections:
+            opened.close()
+            return
         self._connections[connection.number] = connection
         self._selector.register(opened, selectors.EVENT_READ, connection)
 
@@ -262,6 +272,11 @@ class Server:
             for content in frames_in(connection.received):
                 self._receive(connection, content)
         except (ValueError, *UNREADABLE):  # garbage
+            self._close(connection)
+        except Exception:  # a fault of this code ends one connection, and not the keeper of all
+            traceback.print_exc()
+            self._close(connection)
+        if not connection.greeted and len(connection.received) > MOST_GREETING_BYTES:
             self._close(connection)
 
     def _receive(self, connection: _Connection, content: bytes) -> None:
@@ -287,10 +302,13 @@ class Server:
             self._welcome(connection, Welcome(message.number, PROTOCOL, VERSION, message.owner, 0))
             return
         owner = self._keeper.identity(message, self._seen(connection, message.owner))
-        connection.owner, connection.greeted = owner.id, True
         welcome = self._keeper.hello(
             connection.number, replace(message, owner=owner), connection.uid, time.monotonic()
         )
+        if isinstance(welcome, Refused):
+            self._send([(connection.number, welcome)])
+            return
+        connection.owner, connection.greeted = owner.id, True
         self._unseen.pop(owner.id, None)
         self._watch(owner.id, connection.pid)
         self._publish()
@@ -485,6 +503,8 @@ def main(arguments: list[str]) -> int:
         directory /= boot_id()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if older := owners_of_version_0_2(directory):
         print(
             f"version 0.2 keeps a book in {directory}, for pid {', '.join(older)}", file=sys.stderr
