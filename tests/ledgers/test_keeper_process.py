@@ -254,6 +254,23 @@ def test_a_removed_directory_is_made_again(here):
     assert names(two) == ["qwen"] and keeper_of(two).pid == keeper
 
 
+def test_a_stopped_keeper_whose_directory_was_deleted_is_replaced(here):
+    """It has the lock, makes no new socket, and no client can reach it. Who opened the ledger waited in vain."""
+    one = here()
+    put(one, "qwen")
+    stopped = keeper_of(one)
+    stopped.suspend()
+    shutil.rmtree(one.directory.parent)
+    soon = "from gpu_runtime.ledgers.keeper import server; server.HANGING_SECONDS = 0.2"
+    line = f"{soon}; server.main([{str(one.directory)!r}])"
+    one.directory.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", line]) as fresh:
+        until((one.directory / SOCKET).exists)
+        assert names(here()) == ["qwen"]
+        assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
+        fresh.kill()
+
+
 HOSTILE = {
     "garbage": b"\xff" * 100,
     "half a frame": struct.pack("<I", 1000) + b"x",

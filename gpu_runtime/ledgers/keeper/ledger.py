@@ -40,6 +40,7 @@ from ..notify import Bell, _Waiter
 from ..pieces import UNREADABLE, Pieces, Unwritable, decode, encode, encoded_change, refused
 from . import core
 from .wire import (
+    HANGING_SECONDS,
     SERVER,
     SOCKET,
     WANTED,
@@ -54,7 +55,6 @@ from .wire import (
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
-HANGING_SECONDS = 5.0  # a keeper that does not answer for so long is ended, and replaced
 BELL_SECONDS = 0.5  # between two attempts of a waiting thread to reach the keeper
 _CREDENTIALS = struct.Struct("3i")
 _children: list[subprocess.Popen[bytes]] = []  # keepers that this process started

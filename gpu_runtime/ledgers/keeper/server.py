@@ -48,7 +48,19 @@ from .core import (
     decode_request,
     of_later_version,
 )
-from .wire import SOCKET, WANTED, Writer, book_name, frame, frames_in, newest, socket_path, spawn
+from .wire import (
+    HANGING_SECONDS,
+    SERVER,
+    SOCKET,
+    WANTED,
+    Writer,
+    book_name,
+    frame,
+    frames_in,
+    newest,
+    socket_path,
+    spawn,
+)
 
 LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
 AGAIN_SECONDS = 0.5  # before a keeper that ended is started again
@@ -460,6 +472,42 @@ def locked(directory: Path) -> socket.socket | None:
         return None
 
 
+def _holder(directory: Path) -> int | None:
+    """The pid of this user's keeper that has the lock of `directory`. Raises OSError."""
+    name = f"@gpu-console/{book_name(directory)}"
+    rows = map(str.split, Path("/proc/net/unix").read_text().splitlines())
+    sockets = {f"socket:[{row[6]}]" for row in rows if row[7:] == [name]}
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        place = Path(f"/proc/{process}")
+        with suppress(OSError):  # the process has ended, or is another user's
+            if SERVER.encode() not in (place / "cmdline").read_bytes().split(b"\0"):
+                continue
+            for descriptor in (place / "fd").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    if os.readlink(descriptor) in sockets:
+                        return int(process)
+    return None
+
+
+def locked_after(directory: Path, seconds: float) -> socket.socket | None:
+    """As `locked`. A keeper of this user that has the lock and answers nobody for `seconds` is ended.
+
+    It may be stopped, with its directory deleted: then no client can connect to it. Raises OSError.
+    """
+    deadline = time.monotonic() + seconds
+    while (lock := locked(directory)) is None:
+        from .ledger import answers
+
+        holder = _holder(directory)
+        if holder is None or answers(directory):
+            return None
+        if time.monotonic() > deadline:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(holder, signal.SIGKILL)
+        time.sleep(AGAIN_SECONDS / 10)
+    return lock
+
+
 def _close_to_version_0_2(directory: Path) -> None:
     """Puts a file in the place of version 0.2's book. That version says that it is too old for it.
 
@@ -510,7 +558,7 @@ def main(arguments: list[str]) -> int:
             f"version 0.2 keeps a book in {directory}, for pid {', '.join(older)}", file=sys.stderr
         )
         return 1
-    lock = locked(directory)
+    lock = locked_after(directory, HANGING_SECONDS)
     if lock is None:
         print(f"another process is the keeper of {directory}", file=sys.stderr)
         return int(stays)

@@ -34,6 +34,7 @@ SERVER = "gpu_runtime.ledgers.keeper.server"  # the module that a keeper runs
 SOCKET = "keeper.sock"
 WANTED = "keeper.wanted"  # a member asks the service for a keeper, by this file
 MOST_FRAME_BYTES = 4 << 20
+HANGING_SECONDS = 5.0  # a keeper that does not answer for so long is ended, and replaced
 _LENGTH = struct.Struct("<I")
 
 
