@@ -13,7 +13,7 @@ from .results import HEAD, RESULTS, merged, this_machine
 
 PARTS = (
     "imports", "parking", "ahead", "use", "admit", "placement", "week", "ledger", "restore", "shared", "idle", "fleet",
-    "fleet_calls", "estimate", "history", "crowd", "console", "engines", "sleep", "serving", "http", "served",
+    "fleet_calls", "estimate", "history", "crowd", "recall", "console", "engines", "sleep", "serving", "http", "served",
 )  # fmt: skip
 
 
