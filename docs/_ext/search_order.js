@@ -2,7 +2,7 @@
  *
  * - Of pages, answers come first, then references, and pages of history and figures last.
  * - A word also finds those that we use for the same thing (ALSO).
- * - If no page has all words, those are shown that have most of them; a rare word counts more.
+ * - If few pages have all words, those are shown, too, that have most of them; a rare word counts more.
  * - A section is found by the words of its heading.
  *
  * The rest of Scorer is Sphinx's default (searchtools.js). */
@@ -29,7 +29,9 @@ var Scorer = {
 
 /* What people type, and the words of these pages. */
 const ALSO = {
-  adapter: "lora", air: "network", ansible: "install", audit: "journal", backup: "back copy", benchmark: "bench",
+  adapter: "lora", capacity: "ram", chargeback: "hours report", cost: "hours report", internally: "traced",
+  kubespawner: "kubernetes", parallel: "split several", retention: "kept", screenshots: "pictures", speed: "long figures",
+  state: "files", stored: "files", air: "network", ansible: "install", audit: "journal", backup: "back copy", benchmark: "bench",
   cap: "limit", class: "lecture", crash: "died", daemon: "keeper", delete: "remove", download: "downloaded hub",
   gdpr: "sees", gpu: "card", gpus: "cards", huggingface: "hugging hub", kill: "end", leak: "who", max: "most limit",
   alive: "keep_alive", issue: "bug", mount: "container", multiple: "several many", nfs: "network", notification: "told alerts problem", offline: "network", oom: "memory",
@@ -39,7 +41,8 @@ const ALSO = {
   slack: "webhook mail", slow: "seconds", startup: "start", student: "user groups",
   tutorial: "started", twice: "share", uninstall: "remove", unload: "evict", vram: "card", windows: "wsl",
 };
-const MOST_FOUND = 12; // pages, where none has all words
+const FEW = 4; // pages with all words: with fewer, others are shown, too
+const MOST_FOUND = 12;
 const stems = (words) => words.split(" ").map((word) => new Stemmer().stemWord(word.toLowerCase()));
 
 if (typeof Search !== "undefined") {
@@ -86,10 +89,11 @@ if (typeof Search !== "undefined") {
   }
 
   Search.performTermsSearch = (terms, excluded) => {
-    const found = pages(terms, excluded);
+    const worth = ([, count, score]) => (count === terms.size ? 2 * score : score);
+    const found = pages(terms, excluded).sort((a, b) => worth(b) - worth(a));
     const whole = found.filter(([, count]) => count === terms.size);
-    const shown = whole.length ? whole : found.sort((a, b) => b[2] - a[2]).slice(0, MOST_FOUND);
-    const top = Math.max(...shown.map(([, , score]) => score));
-    return [...shown.map(([result, , score]) => result.with(4, (15 * score) / top)), ...sections(terms)];
+    const shown = whole.length < FEW ? found.slice(0, MOST_FOUND) : whole;
+    const top = Math.max(...shown.map(worth));
+    return [...shown.map((page) => page[0].with(4, (15 * worth(page)) / top)), ...sections(terms)];
   };
 }

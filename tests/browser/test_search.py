@@ -44,8 +44,8 @@ def found(chromium):
     page.close()
 
 
-def test_pages_with_all_words_are_found_alone_and_answers_come_first(found):
-    assert found("user card") == ["faq", "guides/box", "changelog"]
+def test_pages_with_all_words_are_found_before_others_and_answers_come_first(found):
+    assert found("user card") == ["faq", "guides/box", "changelog", "security"]
 
 
 def test_without_a_page_that_has_all_words_the_rare_word_decides(found):
