@@ -344,13 +344,16 @@
     return [{id: `${NAME}:memory`, description: 'GPU memory in the status bar and a side panel.', autoStart: true, optional: known, activate}]
   }
 
-  // Shows in the list of running kernels what each kernel holds. Returns a function that takes the groups of an answer.
+  // Shows in the list of running kernels what each holds, beside its notebooks if it has some. Returns a function that takes
+  // the groups of an answer.
   function besideKernels(running) {
     const held = new Map() // the id of a kernel -> a text
     const marked = item => {
+      const rows = item.children?.map(marked)
       const text = held.get(item.context)
-      if (text) item.detail = () => text
-      if (!item.context) item.children?.forEach(marked) // a kind of kernels, in the view as a tree
+      // The list of JupyterLab 4.2 and 4.3 is the tree, of which it hides the rows of kernels with a notebook.
+      if (text && rows?.length) Object.defineProperty(item, 'children', {value: rows, configurable: true})
+      else if (text) item.detail = () => text
       return item
     }
     const wrap = manager => {
@@ -365,8 +368,9 @@
       const known = new Set([...now.keys(), ...held.keys()])
       held.clear()
       now.forEach((text, id) => held.set(id, text))
+      const changed = item => known.has(item.context) || item.children?.some(changed)
       for (const manager of running.items()) // only the list of kernels is drawn again
-        if (manager.running({mode: 'list'}).some(item => known.has(item.context))) manager.runningChanged.emit(undefined)
+        if (manager.running({mode: 'list'}).some(changed)) manager.runningChanged.emit(undefined)
     }
   }
 
