@@ -69,7 +69,7 @@ help:
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
 	@echo "make clients   39 client libraries against a real server, each in an environment of its own (4 GB)"
 	@echo "make hub     JupyterHub with real users of this machine (root), in an environment of its own (2 GB)"
-	@echo "make matrix  a small suite with torch 2.4 to the newest, Python 3.10 to 3.14 and others, each in an environment of its own (50 GB)"
+	@echo "make matrix  a small suite with torch 2.4 to the newest, Python 3.10 to 3.14 and others, each in an environment of its own, one after the other (8 GB; NAME=WORD for some)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -173,10 +173,12 @@ frameworks: $(STAMP) .venv-frameworks/.ready
 	.venv-frameworks/bin/python tests/frameworks/torchvision_for_cpus.py
 	@touch $@
 
-# Package indexes have torch for CUDA. It runs without a card; TORCH_INDEX names an index of CPU builds.
+# Package indexes have torch for CUDA. It runs without a card; TORCH_INDEX names an index of CPU builds. Nothing is kept: the
+# packages of all environments are 50 GB.
 matrix: export UV_EXTRA_INDEX_URL = $(TORCH_INDEX)
+matrix: export UV_NO_CACHE = 1
 matrix: $(STAMP) packages
-	$(BIN)/python -m pytest -q -rs -m soak tests/install/test_matrix.py
+	$(BIN)/python -m pytest -q -rs -m soak tests/install/test_matrix.py $(if $(NAME),-k '$(NAME)')
 
 clients: $(STAMP) .venv-clients/.ready
 	$(BIN)/python -m pytest -q -rs -m soak tests/clients

@@ -1,13 +1,14 @@
 """Parking, `rt.use`, magics, the ledger and JupyterLab in environments of other versions.
 
-`make matrix` runs this file, which makes the environments and writes MATRIX.md. An environment that cannot be made here
-is in that table with the reason, and its test is skipped.
+`make matrix` runs this file, which makes one environment after the other and writes MATRIX.md. An environment that
+cannot be made here is in that table with the reason, and its test is skipped. One in which a test failed is kept.
 """
 
 import datetime
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,8 +60,7 @@ FILES = """
 def made(environment: Environment) -> Path:
     """The Python of the `environment`, which is made, or brought to the newest releases that it allows.
 
-    Skips the test if that cannot be done, and writes the reason into the table. uv shares the files of packages
-    between the environments.
+    Skips the test if that cannot be done, and writes the reason into the table.
     """
     tools = "pytest pytest-timeout hypothesis hatchling editables playwright tokenizers"
     place = str(environment.place)
@@ -106,7 +106,7 @@ def test_the_suite_passes_in_an_environment_of_other_versions(environment: Envir
     versions = dict(zip(names, json.loads(told.stdout), strict=True))
     places = [str(ROOT), str(ROOT / "kernel_ext"), str(ROOT / "panels")]
     done = subprocess.run(
-        [python, *"-m pytest -q -rs -p no:cacheprovider --tb=short -m".split(), "not soak"]
+        [python, *"-m pytest -q -rsfE -p no:cacheprovider --tb=short -m".split(), "not soak"]
         + [f"tests/{name}" for name in FILES],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
@@ -115,8 +115,10 @@ def test_the_suite_passes_in_an_environment_of_other_versions(environment: Envir
         text=True,
     )
     sys.stdout.write(done.stdout)
-    (result,) = re.findall(
-        r"^(\d+ \w+.*) in [\d.]+s", done.stdout, re.M
-    )  # libraries print after it
-    written(environment, versions, result)
+    # libraries print after pytest's last line, and a crash leaves none
+    found = re.findall(r"^(\d+ \w+.*?)(?:, \d+ warnings?)? in [\d.]+s", done.stdout, re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\w+)", done.stdout, re.M)
+    result = found[-1] if found else f"ended with status {done.returncode}"
+    written(environment, versions, ": ".join(filter(None, [result, ", ".join(failed)])))
     assert done.returncode == 0, done.stdout[-3000:]
+    shutil.rmtree(environment.place)
