@@ -227,7 +227,7 @@ def unsaved_in(sections: Iterable[Section]) -> Unsaved:
         size = sum(lease.bytes for lease in own)
         if size:
             owner = section.owner
-            title = f"{owner.title or f'pid {owner.pid}'}, {show_bytes(size)}"
+            title = f"{owner.name}, {show_bytes(size)}"
             found.setdefault((owner.user, owner.server), []).append(title)
     return lambda user, server: "; ".join(sorted(found.get((user, server), ())))
 

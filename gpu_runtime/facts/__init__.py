@@ -103,7 +103,6 @@ from .decisions import (
 from .engines import ENGINES, Engine
 from .problems import Problem, ProblemKind, problems
 from .snapshot import (
-    UNUSUAL,
     AllocatorBlock,
     AllocatorMap,
     Applied,

@@ -241,11 +241,14 @@ class Owner(Value):
     @property
     def label(self) -> str:
         """The owner's name for people: `train.ipynb (pid 4121)`."""
-        if not self.notebook:
-            return f"pid {self.pid}"
-        if not self.pid:  # the sum of a user's processes
-            return self.title
+        if not self.notebook or not self.pid:  # without a pid it is the sum of a user's processes
+            return self.name
         return f"{self.title} (pid {self.pid})"
+
+    @property
+    def name(self) -> str:
+        """The owner's name in a list that shows pids beside it: `train.ipynb`, or `pid 4121`."""
+        return self.title or f"pid {self.pid}"
 
     @property
     def title(self) -> str:
@@ -1279,7 +1282,7 @@ def lease_title(lease: Lease, owner: Owner | None) -> str:
         return lease.name
     if lease.kind == USER:
         return owner.user
-    return owner.title or f"pid {owner.pid}"
+    return owner.name
 
 
 # The kinds of leases that are evicted. A block of code keeps its bytes until it ends.

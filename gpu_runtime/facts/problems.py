@@ -217,8 +217,8 @@ def _processes(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _long_waits(seen: Snapshot) -> Iterator[Problem]:
-    for ticket in seen.tickets:
-        if ticket.verb != "use" or seen.now - ticket.arrived < LONG_WAIT_SECONDS:
+    for ticket in seen.waiting:
+        if seen.now - ticket.arrived < LONG_WAIT_SECONDS:
             continue
         need = ticket.need_text or "memory"
         because = f": {ticket.because}" if ticket.because else "."

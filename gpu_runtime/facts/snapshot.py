@@ -186,7 +186,7 @@ class ProcessState(StrEnum):
     ENDED = "ended"  # its leases are about to be removed
 
 
-UNUSUAL = frozenset(
+_UNUSUAL = frozenset(
     {ProcessState.STOPPED, ProcessState.DUMPING, ProcessState.SILENT, ProcessState.ENDED}
 )
 
@@ -253,6 +253,24 @@ class Snapshot(Value):
         """The lease called `name` of the owner with this id, or None."""
         section = self.sections.get(owner_id)
         return section.lease(name) if section else None
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        """The requests that wait for room, in the order of the queue."""
+        return tuple(ticket for ticket in self.tickets if ticket.verb == "use")
+
+    def is_asleep(self, ticket: Ticket) -> bool:
+        """Whether other requests overtake the waiting `ticket`, because its process has stopped."""
+        return self.now - ticket.refreshed > self.rules.refresh_seconds
+
+    def state_of(self, owner_id: str) -> ProcessState | None:
+        """The state of the process with this id; None if it is unknown."""
+        presence = self.presences.get(owner_id)
+        return presence.state if presence else None
+
+    def trouble(self, owner_id: str) -> Presence | None:
+        """The state of the process with this id if it is stopped, silent or ended; else None."""
+        return self.presences[owner_id] if self.state_of(owner_id) in _UNUSUAL else None
 
     def title(self, owner_id: str, name: str) -> str:
         """The name of a lease for people, also of one that is requested. A notebook's own code has its name."""

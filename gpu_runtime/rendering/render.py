@@ -256,7 +256,6 @@ def _device(view: DeviceView) -> dict[str, Any]:
 
 def _lease(snapshot: Snapshot, lease: Lease) -> dict[str, Any]:
     owner = snapshot.sections[lease.owner].owner
-    presence = snapshot.presences.get(lease.owner)
     return {
         "name": lease.name,
         "kind": lease.kind,
@@ -270,7 +269,7 @@ def _lease(snapshot: Snapshot, lease: Lease) -> dict[str, Any]:
         "importance": lease.importance,
         "keep": lease.keep,
         "owner": owner.label,
-        "owner_state": presence.state.value if presence else None,
+        "owner_state": snapshot.state_of(lease.owner),
         "pid": owner.pid,
         "user": owner.user,
         "notebook": owner.notebook,

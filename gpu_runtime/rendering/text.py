@@ -258,13 +258,11 @@ def _lines(
 
 def _waiting(snapshot: Snapshot) -> Iterator[str]:
     """The requests that wait for room: the process, the time and the reason."""
-    for ticket in snapshot.tickets:
-        if ticket.verb == "use":
-            waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
-            because = f": {ticket.because}" if ticket.because else ""
-            name = "" if ticket.name == views.KERNEL else f" for {ticket.name}"
-            who = views.holder(snapshot, ticket.owner)
-            yield clean(f"{who} waits {waited}{name}{because}")
+    for ticket in snapshot.waiting:
+        waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
+        because = f": {ticket.because}" if ticket.because else ""
+        name = "" if ticket.name == views.KERNEL else f" for {ticket.name}"
+        yield clean(f"{views.holder(snapshot, ticket.owner)} waits {waited}{name}{because}")
 
 
 def _cut(line: str, width: int) -> str:

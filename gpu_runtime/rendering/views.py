@@ -15,7 +15,6 @@ from gpu_runtime.facts import (
     KERNEL,
     NORMAL,
     THIS_PROCESS,
-    UNUSUAL,
     Device,
     DeviceView,
     Event,
@@ -363,7 +362,7 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
 
 def processes(snapshot: Snapshot) -> list[Process]:
     """Each notebook of the `snapshot`, and each other process that holds memory or waits for it."""
-    waits = {ticket.owner: ticket for ticket in reversed(snapshot.tickets) if ticket.verb == "use"}
+    waits = {ticket.owner: ticket for ticket in reversed(snapshot.waiting)}
     found = []
     for id, section in snapshot.sections.items():
         claims, owner, ticket = section.claims(), section.owner, waits.get(id)
@@ -371,7 +370,7 @@ def processes(snapshot: Snapshot) -> list[Process]:
             found.append(
                 Process(
                     id,
-                    clean(owner.title) or f"pid {owner.pid}",
+                    clean(owner.name),
                     clean(owner.user),
                     owner.pid,
                     _process_state(snapshot, section, ticket),
@@ -387,9 +386,8 @@ def processes(snapshot: Snapshot) -> list[Process]:
 
 def _process_state(snapshot: Snapshot, section: Section, ticket: Ticket | None) -> str:
     """What a process does. Who waits is not idle, though no cell may run."""
-    presence = snapshot.presences.get(section.owner.id)
-    if presence is not None and presence.state in UNUSUAL:
-        return presence.text(snapshot.now)
+    if trouble := snapshot.trouble(section.owner.id):
+        return trouble.text(snapshot.now)
     if ticket is not None:
         return f"waits {show_seconds(max(0.0, snapshot.now - ticket.arrived))}"
     if section.busy_since:
@@ -423,9 +421,8 @@ def _residues(snapshot: Snapshot) -> Iterator[Holding]:
             if size:
                 owner = holder(snapshot, section.owner.id)
                 for one in section.staying_on(device):
-                    title = section.owner.title or f"pid {section.owner.pid}"
                     why = f"stays: {clean(one.why)}"
-                    yield Holding(title, one.bytes, device, owner, why, "stays")
+                    yield Holding(section.owner.name, one.bytes, device, owner, why, "stays")
                 if cache := section.cache_on(device):
                     yield Holding(RESIDUE, cache, device, owner, "", "residue")
 
@@ -466,10 +463,8 @@ def holder(snapshot: Snapshot, owner_id: str, events: Iterable[Event] = ()) -> s
         notebooks = notebooks_in((*snapshot.events, *events))
         return ended_label(owner_id, notebooks.get(owner_id, ""))
     label = holder_label(section.owner, snapshot.owner)
-    presence = snapshot.presences.get(owner_id)
-    if presence is None or presence.state not in UNUSUAL:
-        return label
-    return f"{label}, {presence.text(snapshot.now)}"
+    trouble = snapshot.trouble(owner_id)
+    return f"{label}, {trouble.text(snapshot.now)}" if trouble else label
 
 
 def owners(snapshot: Snapshot) -> list[Owner]:

@@ -210,8 +210,8 @@ class OthersWait:
         cards = {share.device for lease in held for share in lease.shares}
         new = [
             ticket
-            for ticket in snapshot.tickets
-            if ticket.verb == "use" and ticket.owner != me and ticket.key not in self._told
+            for ticket in snapshot.waiting
+            if ticket.owner != me and ticket.key not in self._told
             if snapshot.now - ticket.arrived >= TOLD_AFTER_SECONDS
             if any(share.device in cards for share in ticket.need)
         ]

@@ -164,7 +164,7 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
     if owner.notebook:
         return Cell(short(owner.title), None, clean(owner.notebook))
     is_this_process = owner.id == snapshot.owner.id
-    return Cell(f"pid {owner.pid}", None, THIS_PROCESS if is_this_process else "no notebook")
+    return Cell(owner.name, None, THIS_PROCESS if is_this_process else "no notebook")
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
@@ -216,8 +216,7 @@ def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
 
 def notebook_name(section: Section) -> str:
     """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""
-    owner = section.owner
-    return short(owner.title) if owner.notebook else f"pid {owner.pid}"
+    return short(section.owner.name)
 
 
 def process_name(section: Section) -> str:
@@ -227,8 +226,8 @@ def process_name(section: Section) -> str:
 
 def why_no_answer(snapshot: Snapshot, owner_id: str) -> str:
     """Why the process with the id `owner_id` cannot act on a request, as a sentence; empty if it can."""
-    presence = snapshot.presences.get(owner_id)
-    return _NO_ANSWER.get(presence.state, "") if presence else ""
+    state = snapshot.state_of(owner_id)
+    return _NO_ANSWER.get(state, "") if state else ""
 
 
 _NO_ANSWER = {

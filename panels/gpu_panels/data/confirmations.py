@@ -360,13 +360,11 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     if proposal.verb == "defrag":
         return ""
     if proposal.verb == "interrupt":
-        presence = snapshot.presences.get(proposal.owner)
-        is_silent = presence is not None and presence.state is ProcessState.SILENT
+        is_silent = snapshot.state_of(proposal.owner) is ProcessState.SILENT
         does_something = section.busy_since or is_silent
         return "" if does_something else f"{section.owner.label} runs no cell any more."
     if proposal.verb == "resume":
-        presence = snapshot.presences.get(proposal.owner)
-        is_stopped = presence is not None and presence.state is ProcessState.STOPPED
+        is_stopped = snapshot.state_of(proposal.owner) is ProcessState.STOPPED
         return "" if is_stopped else f"{section.owner.label} is not stopped any more."
     lease = section.lease(proposal.name)
     if lease is None:
@@ -409,7 +407,7 @@ def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
 
 
 def _ticket(key: str, snapshot: Snapshot) -> Ticket | None:
-    return next((one for one in snapshot.tickets if one.key == key and one.verb == "use"), None)
+    return next((one for one in snapshot.waiting if one.key == key), None)
 
 
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:

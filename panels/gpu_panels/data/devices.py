@@ -59,7 +59,6 @@ from .cells import (
     why_no_answer,
 )
 from .confirmations import is_idle, is_idle_notebook, ticket_title
-from .rows import ASLEEP_SECONDS
 from .rows import buttons as usual_buttons
 from .timeline import MARKED, devices_of, spans_of
 
@@ -501,7 +500,7 @@ def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
     recalled leases will free. Free bytes are reserved only for what the request needs beyond these bytes.
     """
     id, left = view.device.id, max(0, view.room_bytes or 0)
-    waiting = [ticket for ticket in snapshot.tickets if _is_awake_wait(ticket, snapshot)]
+    waiting = [ticket for ticket in snapshot.waiting if not snapshot.is_asleep(ticket)]
     recalled = {lease: size for ticket in waiting for lease, size in ticket.recalls.items()}
     freed = sum(
         share.bytes
@@ -519,10 +518,6 @@ def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
         if size:
             found.append((ticket, size))
     return found
-
-
-def _is_awake_wait(ticket: Ticket, snapshot: Snapshot) -> bool:
-    return ticket.verb == "use" and snapshot.now - ticket.refreshed <= ASLEEP_SECONDS
 
 
 # -- buttons ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def seen_by(snapshot: Snapshot, user: str) -> Snapshot:
     for id, section in snapshot.sections.items():
         if id not in own:
             theirs.setdefault(section.owner.user, []).append(section)
-    waiting = {ticket.owner for ticket in snapshot.tickets if ticket.verb == "use"}
+    waiting = {ticket.owner for ticket in snapshot.waiting}
     sums = [_sum(name, sections, snapshot) for name, sections in theirs.items()]
     sum_of = {
         section.owner.id: one.owner.id

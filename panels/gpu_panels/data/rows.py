@@ -10,7 +10,6 @@ from gpu_runtime.facts import (
     HOST,
     KERNEL,
     THIS_PROCESS,
-    UNUSUAL,
     USER,
     Event,
     Lease,
@@ -72,8 +71,6 @@ from .confirmations import VERBS, ticket_title
 
 # -- the queue on the tab Now, the requests to other processes, and the strip of problems
 
-ASLEEP_SECONDS = 2.0  # a request that was not refreshed for longer is overtaken by others
-
 QUEUE = (
     Column("#", True, "Place in the queue"),
     Column("Request"),
@@ -90,11 +87,10 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
     silent: dict[str, list[Unanswered]] = {}
     for one in snapshot.unanswered:
         silent.setdefault(one.ticket.key, []).append(one)
-    waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
     asked = [ticket for ticket in snapshot.tickets if ticket.verb != "use"]
     rows = [
         _waiting_row(ticket, position, snapshot, silent.get(ticket.key, []))
-        for position, ticket in enumerate(waiting, 1)
+        for position, ticket in enumerate(snapshot.waiting, 1)
     ]
     rows += [_asked_row(ticket, snapshot, silent.get(ticket.key, [])) for ticket in asked]
     return tuple(rows)
@@ -111,9 +107,8 @@ def _waiting_row(
     ticket: Ticket, position: int, snapshot: Snapshot, silent: Sequence[Unanswered]
 ) -> Row:
     because = clean(ticket.because) or "free memory"
-    unrefreshed = snapshot.now - ticket.refreshed
-    if unrefreshed > ASLEEP_SECONDS:
-        stopped = f"Its process has been stopped for {lasting(unrefreshed)}"
+    if snapshot.is_asleep(ticket):
+        stopped = f"Its process has been stopped for {lasting(snapshot.now - ticket.refreshed)}"
         because = f"{stopped}; other requests overtake it. {because}"
     elif silent:
         because = f"{_no_answer_since(silent, snapshot)} {because}"
@@ -139,7 +134,7 @@ def _is_shown(ticket: Ticket, snapshot: Snapshot) -> bool:
 
 def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
     """The button that ends the wait of `ticket`, disabled if its process is stopped."""
-    is_asleep = snapshot.now - ticket.refreshed > ASLEEP_SECONDS
+    is_asleep = snapshot.is_asleep(ticket)
     why_not = "Its process is stopped, and cannot end its wait" if is_asleep else ""
     return Button("cancel", VERBS["cancel"], why_not)
 
@@ -250,7 +245,7 @@ def _in_brackets(lease: Lease) -> str:
 def _activity_cell(one: Process, snapshot: Snapshot) -> Cell:
     """What the process does: it waits, does not answer, runs a cell, is parked, or is idle."""
     section, ticket = one.section, one.ticket
-    kernel = kernel_cell(section, snapshot.now, snapshot.presences.get(section.owner.id))
+    kernel = kernel_cell(section, snapshot.now, snapshot.trouble(section.owner.id))
     if kernel.kind == "alarm":
         return kernel
     if failed := _failed_load(section, snapshot):
@@ -300,12 +295,12 @@ def _what_to_press(section: Section, ticket: Ticket | None, snapshot: Snapshot) 
     owner = section.owner
     if not owner.pid:  # the sum of another user's processes
         return None
-    presence = snapshot.presences.get(owner.id)
-    if presence is not None and presence.state is ProcessState.STOPPED:
+    state = snapshot.state_of(owner.id)
+    if state is ProcessState.STOPPED:
         return _button("resume", f"{owner.id}/", snapshot)
     if ticket is not None:
         return _button("cancel", ticket.key, snapshot)
-    if presence is not None and presence.state is ProcessState.SILENT:
+    if state is ProcessState.SILENT:
         return _button("interrupt", f"{owner.id}/", snapshot)
     failed = _failed_load(section, snapshot)
     if failed is not None and failed.model in snapshot.names.get(owner.id, ()):
@@ -424,7 +419,7 @@ def summary(snapshot: Snapshot) -> str:
     """The number of problems, and what else is unusual: `No problems; 1 waits; sim:1 drained`."""
     count = len(problems(snapshot))
     words = [f"{count} problem{'s' if count != 1 else ''}" if count else NO_PROBLEMS]
-    if waits := len({ticket.owner for ticket in snapshot.tickets if ticket.verb == "use"}):
+    if waits := len({ticket.owner for ticket in snapshot.waiting}):
         words.append(f"{waits} wait{'s' if waits == 1 else ''}")
     failed = sum(bool(_failed_load(one, snapshot)) for one in snapshot.sections.values())
     if failed:
@@ -646,7 +641,7 @@ def _process_cells(section: Section, snapshot: Snapshot) -> tuple[Cell, ...]:
         notebook_cell(owner, snapshot),
         Cell(clean(owner.user)),
         Cell(str(owner.pid), owner.pid) if owner.pid else NOTHING,
-        kernel_cell(section, snapshot.now, snapshot.presences.get(owner.id)),
+        kernel_cell(section, snapshot.now, snapshot.trouble(owner.id)),
     )
 
 
@@ -767,14 +762,13 @@ _UNUSUAL_HINTS = {
 }
 
 
-def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
+def kernel_cell(section: Section, now: float, trouble: Presence | None = None) -> Cell:
     """The state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`; `–` if it is unknown."""
-    if presence is not None and presence.state in UNUSUAL:
-        seconds = now - presence.since if presence.since else 0.0
-        text = presence.text(now)
-        if presence.state is ProcessState.SILENT:
-            text = f"no answer, {lasting(seconds)}" if presence.since else "no answer"
-        return Cell(text, seconds, _UNUSUAL_HINTS[presence.state], "alarm")
+    if trouble is not None:
+        seconds, text = now - trouble.since if trouble.since else 0.0, trouble.text(now)
+        if trouble.state is ProcessState.SILENT:
+            text = f"no answer, {lasting(seconds)}" if trouble.since else "no answer"
+        return Cell(text, seconds, _UNUSUAL_HINTS[trouble.state], "alarm")
     if section.busy_since:
         seconds = now - section.busy_since
         return Cell(f"busy {lasting(seconds)}", seconds, "It runs a cell", "strong")

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from gpu_runtime.facts import (
     ASLEEP,
     KERNEL,
-    UNUSUAL,
     DeviceView,
     Lease,
     Section,
@@ -77,9 +76,8 @@ def shown(
     found = [_problem(row) for row in problem_rows(snapshot, first_seen or FirstSeen())]
     is_tile_elsewhere = tile is not None and tile.key != ledger.key
     several = f"{len(others) + 1} ledgers are active" if is_tile_elsewhere and others else ""
-    waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
     notes = ["simulated"] if snapshot.simulated else []
-    if waiting:
+    if waiting := snapshot.waiting:
         notes.append(f"{len(waiting)} waiting")
     if several:
         notes.append(several)
@@ -182,12 +180,11 @@ def _largest_first(section: Section) -> tuple[int, int, str]:
 
 def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> dict[str, Any]:
     owner = section.owner
-    presence = snapshot.presences.get(owner.id)
-    is_unusual = presence is not None and presence.state in UNUSUAL
+    trouble = snapshot.trouble(owner.id)
     is_other_user = owner.user and owner.user != snapshot.owner.user
     leases = sorted(section.leases, key=lambda lease: (lease.on_host, -lease.bytes, lease.name))
     rows = [_row(lease, section, snapshot) for lease in leases]
-    waits = [one.arrived for one in snapshot.tickets if (one.owner, one.verb) == (owner.id, "use")]
+    waits = [one.arrived for one in snapshot.waiting if one.owner == owner.id]
     residue = sum(section.residue.values())
     for number, one in enumerate(section.staying):
         found = {"where": one.device, "state": f"stays: {clean(one.why)}"}
@@ -199,7 +196,7 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
         "title": notebook_name(section),
         "pid": owner.pid,
         "user": clean(owner.user) if is_other_user else "",
-        "trouble": presence.state.value if is_unusual and presence else "",
+        "trouble": trouble.state.value if trouble else "",
         "waits": _epoch(min(waits, default=0.0), snapshot),
         "busy": _epoch(section.busy_since, snapshot),
         "idle": _epoch(section.idle_since, snapshot),
