@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Busy, StillInUse
-from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
+from gpu_runtime.facts import (
+    Book,
+    Lease,
+    LeaseId,
+    Owner,
+    Phase,
+    Presence,
+    ProcessState,
+    Section,
+    Share,
+    Wait,
+)
 from gpu_runtime.ledgers.liveness import Sight
 from gpu_runtime.owner import requests
 from gpu_runtime.owner.requests import HUNG_SECONDS, explained, presence, presences
@@ -18,6 +29,8 @@ from .conftest import alongside, fakes
 
 OWNER = Owner("box", "boot", 4121, 7)
 BUSY, IDLE = Section(OWNER, busy_since=90.0), Section(OWNER, idle_since=80.0)
+LEAVING = Lease(OWNER.id, "qwen", shares=(Share("sim:0", 20 * 10**9),), phase=Phase.LEAVING)
+LEAVES = Section(OWNER, idle_since=80.0, leases=(LEAVING,))
 USED = Section(OWNER, leases=(Lease(OWNER.id, "qwen", last_used=70.0, settled_at=60.0),))
 
 
@@ -50,12 +63,18 @@ def test_the_state_of_a_process(section, sight, silent_since, expected):
         (BUSY, HUNG_SECONDS, None, None),
         (BUSY, HUNG_SECONDS, 5.0, 5.0),
         (IDLE, 60.0, None, None),
+        (LEAVES, HUNG_SECONDS + 100.0, None, None),
+        (LEAVES, HUNG_SECONDS + 100.1, None, HUNG_SECONDS + 100.1),
     ],
 )
 def test_a_process_whose_cell_blocks_it_is_silent_since_its_last_sign(
     runtime, clock, monkeypatch, section, quiet, asked_ago, silent
 ):
-    """Or since the oldest request that it has not answered, if that is longer ago. An idle process may sleep long."""
+    """Or since the oldest request that it has not answered, if that is longer ago. An idle process may sleep long.
+
+    A process that has begun to make room may copy for 50 times the estimate, here 2 s for 20 GB. In an earlier version
+    it was never named if it blocked meanwhile: its beginning counted as an answer.
+    """
     rt = runtime(clock=clock)
     ledger, book = rt._session.ledger, Book(sections={OWNER.id: section})
     monkeypatch.setattr(ledger, "sights", lambda book: {OWNER.id: Sight.ALIVE})

@@ -7,6 +7,8 @@ import pytest
 
 from gpu_runtime import Busy, GpuError, NotAllowed, Runtime, StillInUse
 from gpu_runtime.facts import ProcessState, problems
+from gpu_runtime.facts.problems import ProblemKind
+from gpu_runtime.owner import requests
 from gpu_runtime.rendering import answers
 from tests.clock import PATIENCE, until
 from tests.owner.conftest import alongside, fakes
@@ -137,6 +139,20 @@ def test_a_stopped_process_is_named_with_since_when_until_it_answers(kernel, con
     kernel.signal(signal.SIGCONT)
     until(lambda: not console.status().unanswered)
     until(lambda: console.leases()["device"].tolist() == ["host"])
+
+
+def test_a_process_that_blocks_while_it_makes_room_is_silent(kernel, console, monkeypatch):
+    """Its lease is marked as leaving, so it has answered, and no cell of it runs."""
+    monkeypatch.setattr(requests, "HUNG_SECONDS", 1.0)
+    monkeypatch.setattr(requests, "MOVE_FACTOR", 1.0)
+    blocks = "lambda what: what == 'move' and ctypes.PyDLL(None).sleep(3600)"
+    kernel.do("import ctypes", f"rt.register('stuck', {blocks}, backend='fake', size='4GiB')")
+    kernel.do("rt.preload('stuck')")
+    console.evict("stuck", wait=False)
+    until(lambda: state(console, kernel) is ProcessState.SILENT)
+    assert not console.status().unanswered
+    [problem] = problems(console.status())
+    assert problem.kind is ProblemKind.SILENT and f"kill -INT {kernel.pid}" in problem.text
 
 
 @pytest.mark.soak
