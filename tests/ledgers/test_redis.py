@@ -26,7 +26,7 @@ from gpu_runtime.ledgers.liveness import OwnerFile, read_roster
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from gpu_runtime.ledgers.redis import page as redis_page
 from gpu_runtime.ledgers.redis.page import RedisBook
-from tests.clock import PATIENCE, scaled, until
+from tests.clock import PATIENCE, until
 from tests.redis_server import redis_server
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
@@ -365,7 +365,7 @@ def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(
     """Owners in other containers may live, and their rosters (copies of their sections in files)
     cannot be read from here. Until they have registered, only facts are written.
     """
-    monkeypatch.setattr("gpu_runtime.ledgers.redis.page.REGISTER_SECONDS", scaled(2.0))
+    monkeypatch.setattr("gpu_runtime.ledgers.redis.page.REGISTER_SECONDS", 3600.0)
     ledger = open_at(redis.empty())
     other = open_at(f"unix://{redis.socket}?db={redis.databases}")
     ledger.patience_seconds = other.patience_seconds = PATIENCE
@@ -374,8 +374,9 @@ def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(
         return float(redis.cli("HGET", page_of(ledger), "opens", database=redis.databases))
 
     put(ledger, "mine")
-    first = opens()
-    assert time.time() < first, "a fact was written meanwhile"
+    assert time.time() < opens(), "a fact was written meanwhile"
+    first = time.time() + 0.5  # the hour is cut short
+    redis.cli("HSET", page_of(ledger), "opens", str(first), database=redis.databases)
     promise(ledger, gib=1)
     assert time.time() >= first
     promise(other, gib=1)
