@@ -22,7 +22,7 @@ DEVICES = "sim:24GiB,host:64GiB"
 CELLS = (
     "%load_ext gpu\nimport torch\nx = torch.ones(5_000_000)\n%gpu load qwen --backend fake --size 8GiB",
     "%gpu console",
-    "import time\nfor _ in range(900):\n    time.sleep(0.1)  # a long cell",
+    "import time\nfor _ in range(36_000):\n    time.sleep(0.1)  # a long cell",
 )
 
 
@@ -70,8 +70,8 @@ def test_the_page_is_live_and_a_click_acts(live):
     live.tab("Models")
     live.row("qwen", "sim:0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
+    live.page.locator(".outcome.done", has_text="evict qwen").wait_for()  # it is shown for 20 s
     live.row("qwen", "RAM").wait_for()
-    live.page.locator(".outcome.done", has_text="evict qwen").wait_for()
 
 
 def test_an_open_console_is_no_use_of_the_notebook(live):

@@ -177,10 +177,10 @@ def test_the_users_settings_choose_the_words_and_an_alert(train):
     page.locator(".jp-Dialog").get_by_role("button", name="Restore").click()
     status(train, "sim:0 14/22 GiB · simulated")
     choose(train, show="notebook", alertPercent=60)
+    page.locator(".Toastify__toast", has_text="sim:0 is 65 % full").wait_for()  # for 20 s
     marked = status(train, "train.ipynb 14.0 GiB · simulated")
     page.locator(".gpu-status.gpu-problem").wait_for()
     assert "sim:0: 14.0 of 21.6 GiB" in marked.get_attribute("title")
-    page.locator(".Toastify__toast", has_text="sim:0 is 65 % full").wait_for()
     second = train.seen.context.new_page()  # it has polled when its item is marked
     second.goto(page.url)
     second.locator(".gpu-status.gpu-problem").wait_for()

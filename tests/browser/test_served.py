@@ -248,10 +248,11 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
     for said in ("Evict qwen?", "This frees 14.0 GiB on sim:0.", f"Held by pid {pid(kernel)}"):
         seen.page.locator("[role=dialog]").get_by_text(said).wait_for()
     seen.page.locator("button", has_text="Evict, freeing").click()
+    # It is shown for 20 s.
+    seen.page.locator(".outcome.done", has_text="evict qwen").first.wait_for()
     for page in (seen, second):
         page.row("qwen", pid(kernel), "RAM").wait_for()
     assert where(kernel) == "host"
-    seen.page.locator(".outcome.done", has_text="evict qwen").first.wait_for()
     seen.row("qwen", pid(kernel)).locator("button", has_text="Restore").click()
     seen.page.locator("[role=dialog] button", has_text="Restore").click()
     second.row("qwen", pid(kernel), "sim:0").wait_for()
@@ -272,8 +273,8 @@ def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box)
         row.locator("button", has_text="Park").click()
         seen.page.locator("[role=dialog]").get_by_text("Park train.ipynb?").wait_for()
         seen.page.locator("button", has_text="Park, freeing 8.0 MiB").click()
-        seen.row("train.ipynb", "parked").wait_for()
         seen.page.locator(".outcome.done", has_text="park train.ipynb").wait_for()
+        seen.row("train.ipynb", "parked").wait_for()
         assert "came back from RAM" in notebook.run("float(weights.sum())")
         seen.row("train.ipynb", "sim:0").locator("button", has_text="Park").wait_for()
         assert (seen.errors, seen.elsewhere) == ([], [])
