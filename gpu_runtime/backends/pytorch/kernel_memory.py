@@ -23,12 +23,10 @@ digests: a damaged piece raises Damaged, and never becomes a value.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import sys
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,18 +34,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ...devices.allocators import rounded
 from ...devices.probe import Probe
 from ...devices.process_memory import Block, Memory, trim_heap
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...threads import all_outside_modes
 from ...units import MIB, show_bytes
-from ..base import Backend, Damaged, NotStill, Progress, Stillness, is_out_of_memory
+from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
 from . import park_file, streams, swap
 from . import storages as st
 from .host_copies import digest, every_key, forget_keys, keys_on_cards
-from .park_file import ParkFile
+from .park_file import Stored, Written
 from .search import FOREIGN, UNREADABLE, Found, Known, Place, counted_on, search
 from .torch_model import ending
 
@@ -60,13 +57,6 @@ CHANGES = "its memory changes while it is copied"
 BATCH_BYTES = 4 * MIB  # of small tensors on a card that are digested together
 COPIES = 4  # how often bytes that change meanwhile are copied
 REST_SECONDS = 10.0  # how long the work of a card may take to end
-
-
-class Stored(NamedTuple):
-    """The place of a storage's bytes in a file."""
-
-    file: ParkFile
-    start: int
 
 
 class Away(NamedTuple):
@@ -82,15 +72,6 @@ class Away(NamedTuple):
     def bytes(self) -> torch.Tensor:
         """The content of the storage, as a tensor [nbytes] of uint8."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-
-
-class Written(NamedTuple):
-    """A file with the bytes of offloaded storages, which they may move to; see `KernelBackend.write`."""
-
-    file: ParkFile
-    starts: Mapping[int, int]  # the key of a storage -> the place of its bytes
-    exchanges: int  # what `exchanges` of the kernel's memory was
-    read_seconds: float  # what reading the file took
 
 
 class _IsRecorded(Exception):
@@ -575,26 +556,9 @@ class KernelBackend(Backend):
         with model.gate:
             exchanges = model.exchanges
             going = [one for one in model.away if one.storage.nbytes() and not one.stored]
-        ends = [
-            *itertools.accumulate(
-                [rounded(one.storage.nbytes(), st.ALIGNED_BYTES) for one in going]
-            )
-        ]
-        starts = [0, *ends][:-1]
-        file = ParkFile(directory, ends[-1] if ends else 0, encrypted=encrypted)
-
-        def fill(start: int, buffer: torch.Tensor) -> None:
-            """Copies the bytes from `start` on into the `buffer`."""
-            with model.gate:  # no byte is exchanged meanwhile
-                if model.exchanges != exchanges:
-                    raise NotStill("its memory returned")
-                for i, part, inner in _overlaps(starts, going, start, len(buffer)):
-                    source = going[i].bytes if going[i].copy is None else going[i].copy
-                    _copy_bytes(buffer[inner], source[part])
-
-        seconds = file.write(fill)
-        keys = [one.storage._cdata for one in going]
-        return Written(file, dict(zip(keys, starts, strict=True)), exchanges, seconds)
+        contents = {one.storage._cdata: partial(_in_ram, one) for one in going}
+        sizes = [one.storage.nbytes() for one in going]
+        return park_file.written(model, contents, sizes, exchanges, directory, encrypted=encrypted)
 
     def move_on(self, model: KernelMemory, written: Written) -> None:
         """Frees the offloaded bytes that are `written`. The caller keeps other moves away.
@@ -604,51 +568,24 @@ class KernelBackend(Backend):
         mark = model.stillness.mark()
         if model.exchanges != written.exchanges:
             raise NotStill("its memory returned")
-        starts, exchange = written.starts, swap.Exchange()
+        exchange = swap.Exchange()
         away = []
-        pages = written.file.mapped() if model.memory.counted else None
+        pages = written.mapped() if model.memory.counted else {}
         for one in model.away:
-            start = starts.get(one.storage._cdata)
-            if start is None:
+            key = one.storage._cdata
+            if key not in written.stored:
                 away.append(one)
                 continue
-            away.append(one._replace(copy=None, stored=Stored(written.file, start)))
-            if pages is not None:
-                size = one.storage.nbytes()
-                content = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=start)
+            away.append(one._replace(copy=None, stored=written.stored[key]))
+            if key in pages:
+                content = pages[key]
                 exchange.put(one.storage, content.untyped_storage(), refuses=content)
         self._exchange(model, mark, exchange, tuple(away), model.noted)
 
     def _read(self, coming: Sequence[Away], fresh: Sequence[torch.Tensor | None]) -> None:
         """Copies those of `coming` that are in files to `fresh`; for None it only compares. Raises Damaged."""
-        rows = [row for row in zip(coming, fresh, strict=True) if row[0].stored]
-        for file in {one.stored.file for one, _ in rows if one.stored}:
-            self._read_file(file, [row for row in rows if row[0].stored.file is file])  # type: ignore[union-attr]
-
-    def _read_file(self, file: ParkFile, rows: list[tuple[Away, torch.Tensor | None]]) -> None:
-        """As `_read`, for storages in the same `file`."""
-        rows.sort(key=lambda row: row[0].stored.start)  # type: ignore[union-attr]
-        here = [one for one, _ in rows]
-        starts = [one.stored.start for one in here if one.stored]
-
-        def drain(start: int, buffer: torch.Tensor) -> None:
-            """Copies the bytes in the `buffer` to the tensors that have some of them."""
-            for i, part, inner in _overlaps(starts, here, start, len(buffer)):
-                target = rows[i][1]
-                if target is not None:
-                    _copy_bytes(target[part], buffer[inner])
-
-        try:
-            sizes = [one.storage.nbytes() for one in here]
-            file.read(
-                drain, [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-            )
-        except park_file.Damaged as error:
-            found = _overlaps(starts, here, error.start, error.end - error.start)
-            lost = [here[i].storage for i, *_ in found]
-            keys = frozenset([one._cdata for one in lost])
-            size = sum([one.nbytes() for one in lost])
-            raise Damaged(f"{error}", file.directory, keys, size) from None
+        rows = zip(coming, fresh, strict=True)
+        park_file.read([(one.storage._cdata, one.stored, to) for one, to in rows if one.stored])
 
     def _address(self, one: Away) -> int:
         """The address of the bytes of `one` on a simulated card. Those in a file are compared."""
@@ -885,33 +822,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies `source`, uint8 on the CPU, to `target`. Between CPU tensors torch's own threads take no part.
-
-    They wait for one another. On busy cores, several copies at a time took ten times as long.
-    """
-    if target.device.type == "cpu":
-        start = torch._C._data_address(source) + source.storage_offset()  # it may refuse writes
-        ctypes.memmove(target.data_ptr(), start, source.nbytes)
-        return
-    with streams.current_card(str(target.device)):
-        target.copy_(source)
-
-
-def _overlaps(
-    starts: Sequence[int], stored: Sequence[Away], start: int, count: int
-) -> Iterator[tuple[int, slice, slice]]:
-    """The storages with bytes among the `count` bytes from `start` of a file in which they begin at `starts`.
-
-    Yields for each its number, and where these bytes are: in the storage, and after `start`.
-    """
-    for i in range(max(0, bisect_right(starts, start) - 1), len(starts)):
-        if starts[i] >= start + count:
-            return
-        low = max(start, starts[i])
-        high = min(start + count, starts[i] + stored[i].storage.nbytes())
-        if low < high:
-            yield i, slice(low - starts[i], high - starts[i]), slice(low - start, high - start)
+def _in_ram(one: Away) -> torch.Tensor:
+    return one.bytes if one.copy is None else one.copy
 
 
 def _note(model: KernelMemory, size: int) -> None:
