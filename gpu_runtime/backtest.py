@@ -10,7 +10,7 @@ granted transfer takes the seconds that the history has for it. A lane is a path
 as from the disk to the card, or from the card to host memory. Each lane does one transfer at a time.
 With stages, a large model leaves the card in stages, and a waiting model returns in parts meanwhile,
 as in `scheduler.admission`. An engine and a notebook leave the card whole. A notebook is never dropped;
-if the replay has a disk, its memory may move on from host memory to the disk.
+if the replay has a disk, its memory may move on from host memory to the disk, and so may a model whose load is slower.
 
 Two policies are always replayed too, with the plain engine. `lru` is the reference. `clairvoyant`
 knows when each model is used next, so it shows the most that a better policy could gain.
@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from .errors import BadSetting, BadSize, GpuError
 from .facts import (
     DISK_BYTES_PER_SECOND,
+    DISK_SECONDS_PER_BYTE,
     HOST,
     HOST_BYTES_PER_SECOND,
     IMPORTANCE,
@@ -360,8 +361,8 @@ def replay(
     measured result.
 
     `card_bytes` must be at least the bytes of the largest model, and `host_bytes` may be 0. The disk
-    takes `disk_bytes` of notebooks. Raises ValueError if a model of the history does not fit onto the
-    card, and GpuError if its notebooks have no room to leave the card.
+    takes `disk_bytes` of notebooks, and of models whose load is slower. Raises ValueError if a model of
+    the history does not fit onto the card, and GpuError if its notebooks have no room to leave the card.
     """
     if history.largest > card_bytes:
         raise ValueError(f"a card of {card_bytes} bytes cannot hold the largest model")
@@ -506,9 +507,16 @@ class _Replay:
         self.stale = False
         leases, now = [], self.book.sections[OWNER.id].leases
         room = max(0, self.disk_bytes - sum([lease.disk_bytes for lease in now]))
+        again = sum([lease.disk_bytes for lease in now if lease.droppable])
+        rooms = {NOTEBOOK: room, MODEL: max(0, (room + again) // 2 - again)}  # as in owner/disk.py
         for lease in now:
-            if room != lease.disk_room and self.models[lease.name].kind == NOTEBOOK:
-                lease = replace(lease, disk_room=room)
+            costs = self.models[lease.name]
+            slower = (
+                costs.kind == NOTEBOOK or costs.load_seconds > costs.bytes * DISK_SECONDS_PER_BYTE
+            )
+            left = rooms.get(costs.kind, 0) if slower else 0
+            if left != lease.disk_room:
+                lease = replace(lease, disk_room=left)
             users, last, uses = self.used.get(lease.name, (0, 0.0, ""))
             if (users, last) != (lease.pins, lease.last_used) and lease.phase is not Phase.ARRIVING:
                 lease = replace(lease, pins=users, last_used=last, recent_uses=uses)
@@ -685,7 +693,8 @@ class _Replay:
         self.moved_bytes += moved
         self.restores += not admission.is_part(lease)
         return (
-            costs.restore_seconds * moved / costs.bytes + lease.disk_bytes / DISK_BYTES_PER_SECOND
+            costs.restore_seconds * moved / costs.bytes
+            + min(moved, lease.disk_bytes) / DISK_BYTES_PER_SECOND
         )
 
     def _done(self, lane: str, steps: tuple[Step, ...], more: deque[Step]) -> None:
@@ -704,7 +713,7 @@ class _Replay:
             lease, kind = self.book.lease(OWNER.id, name), self.models[name].kind
             if lease is None or before is None or before.phase is not Phase.ARRIVING:
                 continue
-            came = before.bytes_on(HOST) - lease.bytes_on(HOST)
+            came = before.ram_bytes - lease.ram_bytes
             stays = came if self.engine.shadows and kind == MODEL else 0
             idle = replace(
                 lease,

@@ -698,8 +698,8 @@ class Runtime:
         The history is in the CSV files `requests` and `models`. Without files, the history is the
         journal of the last `days` days (7). `policy`, `engine`, `device` and `host` are lists of
         words, or strings of words with commas. A word of `device` or `host` is a size such as "80GB", or a
-        percentage of the bytes of all models, such as "50%"; so is `disk`, which takes the memory of
-        notebooks that RAM has no room for. Raises BadSetting, GpuError.
+        percentage of the bytes of all models, such as "50%"; so is `disk`, which takes what
+        RAM has no room for: notebooks, and models whose load is slower. Raises BadSetting, GpuError.
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
         choices |= {"device": device, "host": host, "disk": disk}

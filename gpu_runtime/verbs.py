@@ -254,7 +254,7 @@ HISTORY = (  # what `backtest` replays, and with what
     option("--engine", "E,E", "plain, full or bounded"),
     option("--device", "SIZE,SIZE", "cards, such as 80GB,10% of all models"),
     option("--host", "SIZE,SIZE", "RAM, such as 0GB,256GB,50%"),
-    option("--disk", "SIZE", "the disk for notebooks that RAM has no room for (0GB)"),
+    option("--disk", "SIZE", "the disk for what RAM has no room for (0GB)"),
 )
 NEW_NAME = positional("name", "NAME", "the name to give it", "models")
 SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")

@@ -13,6 +13,7 @@ from .book import (
     ASLEEP,
     DISK,
     DISK_BYTES_PER_SECOND,
+    DISK_SECONDS_PER_BYTE,
     EVICTED,
     HOST,
     HOST_BYTES_PER_SECOND,

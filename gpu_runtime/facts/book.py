@@ -44,6 +44,8 @@ MOST_EVENTS = 16  # events in one page; every reader decodes them, so older ones
 NEVER = 0.0
 LEAST_LOAD_SECONDS = 0.1  # a shorter load counts as this long: shorter times differ by chance
 DISK_BYTES_PER_SECOND = 10**9  # of a load that was never measured
+# What a byte costs that moves from host memory to a disk: it is written, compared, and read again
+DISK_SECONDS_PER_BYTE = 3 / DISK_BYTES_PER_SECOND
 HOST_BYTES_PER_SECOND = 10 * 10**9  # of a restore that was never measured
 
 

@@ -86,6 +86,17 @@ def test_no_notebook_goes_to_the_disk_so_that_an_engine_may_sleep_in_ram():
     assert result.waits == pytest.approx((0.0, 10.0, 10.5))
 
 
+@pytest.mark.parametrize("disk, loads, last", [(0, 4, 100.5), (39, 3, 11.5), (40, 3, 31.5)])
+def test_a_model_whose_load_is_slower_goes_to_the_disk_and_is_read_from_there(disk, loads, last):
+    """For c, a is written and compared in 20 s. Later b is too, if half of the disk holds both; else it is unloaded."""
+    turns = history((0, "a"), (200, "b"), (400, "c"), (600, "a"), a=10, b=10, c=10)
+    slow = {name: model._replace(load_seconds=100.0) for name, model in turns.models.items()}
+    result = run(turns._replace(models=slow), 10, host=10, disk=disk)
+    third = 100.5 if loads == 4 else 20 + 100.5
+    assert result.loads == loads
+    assert result.waits == pytest.approx(sorted((100.0, 100.5, third, last)))
+
+
 def test_a_model_in_use_does_not_leave():
     """The model b waits for the end of a's use, at 10 + 60 s, and then for its own load."""
     result = run(history((0, "a", 60), (5, "b"), a=10, b=10), 10)
