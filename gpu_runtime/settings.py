@@ -188,10 +188,10 @@ class Settings:
         "How long cells that follow one another keep the card while another process waits for it; never less than five "
         "times what leaving and returning takes.")
     gpu_park_dir: str | None = _text(None,
-        "A directory on a local disk, to which parked memory of notebooks moves when RAM is short, or when they are "
-        "idle for long. Unset: it stays in RAM.")
+        "A directory on a local disk, to which parked memory of notebooks, and models whose load is slower than the "
+        "disk, move when RAM is short; notebooks also when they are idle for long. Unset: all stays in RAM.")
     gpu_park_disk_gb: float | None = _number(None,
-        "The most GiB of parked memory on this disk, of all notebooks together. Unset: what is free but a tenth of "
+        "The most GiB on this disk, of all notebooks and models together. Unset: what is free but a tenth of "
         "the disk.", "a number of GiB above 0, such as 200", above=0, most=2**20)
     gpu_park_encrypt: bool = _truth(False,
         "With GPU_PARK_DIR: parked memory is encrypted on the disk, with a key that only the process has. It needs "

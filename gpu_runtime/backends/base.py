@@ -27,6 +27,11 @@ class Damaged(Exception):
         super().__init__(why)
         self.directory, self.keys, self.bytes = directory, keys, size
 
+    @property
+    def sentence(self) -> str:
+        """What has happened to the bytes, as the end of a sentence."""
+        return f"its bytes in the file in {self.directory} {self}"
+
 
 class Stillness(Protocol):
     """Knows whether running code may touch the kernel's tensors."""
@@ -119,6 +124,30 @@ class Backend:
 
     def measure(self, model: Any) -> Shares:
         """The bytes that `model` holds on each device. Empty for a dropped model."""
+        raise NotImplementedError
+
+    def stows(self, model: Any) -> bool:
+        """Whether the bytes of `model` in host memory may move on to a file on a disk.
+
+        Then its handle has `disk_bytes`, and `move` also reads the file. If bytes there are damaged,
+        `move` raises Damaged, and nothing has moved.
+        """
+        return False
+
+    def write(self, model: Any, directory: Path, *, encrypted: bool = False) -> Any:
+        """Writes the bytes of `model` in host memory to a new file in `directory`; they also stay there.
+
+        On a simulated card they stay readable later, so the file cannot be `encrypted`. Returns what
+        `move_on` needs. Raises OSError, an error whose text is the end of a sentence about bytes that
+        the disk has not kept, and NotStill if bytes are moved meanwhile.
+        """
+        raise NotImplementedError
+
+    def move_on(self, model: Any, written: Any) -> None:
+        """Frees the bytes in host memory that are `written`.
+
+        Raises NotStill if bytes have moved since the write, or cannot be freed now.
+        """
         raise NotImplementedError
 
     def working_bytes(self, model: Any) -> int | None:

@@ -342,8 +342,8 @@ class Lease(Value):
     copy: str = ""
     copy_bytes: int = 0
     copied_bytes: int = 0
-    # Of the bytes of a notebook's own code that are in RAM: those that are in a file on a disk
-    # instead, and take no RAM (`GPU_PARK_DIR`).
+    # Of the bytes of `shares` in host memory: those that are in a file on a disk instead, and take
+    # no RAM (`GPU_PARK_DIR`).
     disk_bytes: int = 0
     disk_room: int = 0  # the bytes that the disk can take more; 0: there is none
     stowing: bool = False  # whether the bytes in RAM are being written there now
@@ -523,6 +523,11 @@ class Lease(Value):
         """The bytes that can move to the disk once they are in host memory; 0 if not all of them fit."""
         rest = self.own_bytes - self.disk_bytes
         return rest if rest <= self.disk_room else 0
+
+    @property
+    def kept_on_disk(self) -> bool:
+        """Whether the lease is on a disk, or can leave host memory for one, so that it need not be unloaded."""
+        return self.on_disk or (self.on_host and self.stow_bytes > 0)
 
     @property
     def shed_bytes(self) -> int:
@@ -1188,8 +1193,10 @@ def away_word(lease: Lease) -> str:
     """What a lease in host memory is called there; empty for any other lease."""
     if not lease.on_host:
         return ""
+    if lease.on_disk:
+        return "on disk"
     if lease.kind == "kernel":
-        return "on disk" if lease.on_disk else "parked"
+        return "parked"
     return ASLEEP if lease.backend in (*ENGINES, "llama_cpp") else "in RAM"
 
 

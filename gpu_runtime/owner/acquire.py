@@ -21,7 +21,7 @@ from .. import threads
 from ..backends.base import Progress, is_out_of_memory
 from ..catalog.fields import require_loadable
 from ..devices.allocators import Peak, counts_bytes
-from ..errors import NotResident, first_line
+from ..errors import DoesNotFit, NotResident, first_line
 from ..facts import (
     ASLEEP,
     KERNEL,
@@ -56,7 +56,7 @@ from ..threads import outside_modes
 from ..units import parse_room, parse_seconds, show_bytes, show_seconds
 from ..user_frames import shorten_interrupt
 from ..version import VERSION
-from . import arrivals, failures, release, requests
+from . import arrivals, disk, failures, release, requests
 from .pins import AnchorRef, Held
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
@@ -175,9 +175,14 @@ def obtain(
     requested = session.wall()
     with in_one_line(session, partial(outcome_of, session, resident)):
         if session.settings.enable_memory_governor:
-            _obtain_governed(
-                session, resident, anchor, rank, alive, for_wish, limit, progress, with_load
-            )
+            given = (anchor, rank, alive, for_wish, limit, progress, with_load)
+            try:
+                _obtain_governed(session, resident, *given)
+            except DoesNotFit:  # what must leave the card may need the RAM that its bytes take
+                if not (resident.lease.on_host and resident.lease.stow_bytes):
+                    raise
+                disk.stow(session, resident, "What leaves the card for it needs its place in RAM.")
+                _obtain_governed(session, resident, *given)
         else:
             _load_ungoverned(session, resident, anchor, progress)
     if anchor is not None:

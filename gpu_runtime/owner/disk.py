@@ -1,9 +1,10 @@
-"""Moves a notebook's parked bytes from RAM to a file on a local disk (`GPU_PARK_DIR`).
+"""Moves bytes that have left their card from RAM to a file on a local disk (`GPU_PARK_DIR`).
 
-Only bytes of a notebook's own code move there, as a whole, while the notebook is parked. The move
-begins when other memory needs the RAM, when the notebook was idle for GPU_HIBERNATE_SECONDS, or by
-hand. The process stays. If its memory is needed meanwhile, it returns from RAM, and the move ends
-without an effect. The lease shows the bytes on the disk, which claim no host memory.
+They are the memory of a notebook's own code, or a model of PyTorch, and move as a whole. A model that
+can be loaded again moves only if its load is slower than the disk. The move begins when other memory
+needs the RAM; that of a notebook also when it was idle for GPU_HIBERNATE_SECONDS, or by hand. The
+process stays. If the bytes are needed meanwhile, they return from RAM, and the move ends without an
+effect. The lease shows the bytes on the disk, which claim no host memory.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ..devices.process_memory import trim_heap
 from ..errors import BadSetting, DoesNotFit, GpuError, StillInUse
 from ..facts import HOST, KERNEL, Book, Lease, World
 from ..ledgers.access import file_system_of, is_network
-from ..units import GIB, show_bytes, show_seconds
-from .resident import Place
+from ..units import GIB, MIB, show_bytes, show_seconds
+from .resident import Place, Resident
 from .session import Session, log
 
-KernelResident = Any  # its module imports this one
 AGAIN_SECONDS = 60.0  # after a failure, nothing moves to the disk for so long
 ROOM_SECONDS = 10.0  # how old the room on the disk may be in the book
 SPARE_PART = 0.1  # of the disk that stays free if GPU_PARK_DISK_GB is not set
+LEAST_MEASURED = 64 * MIB  # a smaller file shows no rate of the disk
 _IN_RAM = ("tmpfs", "ramfs")
 
 UNSET = (
@@ -80,36 +81,67 @@ def directory(session: Session) -> Path:
     raise BadSetting("GPU_PARK_DIR", named, why)
 
 
-def room(session: Session, book: Book) -> int:
-    """The bytes that the disk may take beside those of all owners in `book`. Raises GpuError, OSError."""
+def room(session: Session, book: Book, lease: Lease) -> int:
+    """The bytes that the disk may take for `lease` beside those of all leases in `book`.
+
+    Leases that can be loaded again get at most half of the room that the others leave. Raises GpuError, OSError.
+    """
     disk = os.statvfs(directory(session))
     free = disk.f_bavail * disk.f_frsize
     most = session.settings.gpu_park_disk_gb
+    others = [one for one in book.leases() if one.id != lease.id]
+    there = {one.id: one.disk_bytes + (one.stow_bytes if one.stowing else 0) for one in others}
     if most is None:
-        return max(0, free - int(SPARE_PART * disk.f_blocks * disk.f_frsize))
-    others = [lease for lease in book.leases() if lease.owner != session.me and lease.stowing]
-    taken = sum([lease.disk_bytes for lease in book.leases()])
-    taken += sum([lease.stow_bytes for lease in others])
-    return max(0, min(free, int(most * GIB) - taken))
+        left = free - int(SPARE_PART * disk.f_blocks * disk.f_frsize)
+    else:
+        left = min(free, int(most * GIB) - sum(there.values()) - lease.disk_bytes)
+    if lease.droppable:
+        again = sum([there[one.id] for one in others if one.droppable]) + lease.disk_bytes
+        left = (left + again) // 2 - again
+    return max(0, left)
 
 
-def with_disk(session: Session, resident: KernelResident, lease: Lease) -> Lease:
-    """The `lease` of a notebook with its bytes on the disk, and the room that it has there."""
+def with_disk(session: Session, resident: Resident, lease: Lease, handle: Any) -> Lease:
+    """The `lease` with the bytes of `handle` on the disk, and its room there. Without a disk, the same lease."""
+    if session.settings.gpu_park_dir is None or handle is None:
+        return lease
     left = 0
-    if session.settings.gpu_park_dir is not None and session.clock() >= resident.stow_again_at:
+    if session.clock() >= resident.stow_again_at and resident.backend.stows(handle):
         try:
-            left = room(session, session.ledger.read())
+            book = session.ledger.read()
+            if _is_slower(session, book, lease):
+                left = room(session, book, lease)
         except (GpuError, OSError) as error:
             resident.stow_again_at = session.clock() + AGAIN_SECONDS
-            log.warning("parked memory stays in RAM: %s", error)
+            if f"{error}" != session.disk_error:
+                log.warning("parked memory stays in RAM: %s", error)
+            session.disk_error = f"{error}"
     resident.room_seen_at = session.clock()
     left -= left % (1 << max(0, left.bit_length() - 10))  # else the book would change all the time
-    on_disk = resident.handle.disk_bytes if resident.handle is not None else 0
+    on_disk = min(getattr(handle, "disk_bytes", 0), lease.bytes_on(HOST))
     return replace(lease, disk_bytes=on_disk, disk_room=left, stowing=lease.stowing and left > 0)
 
 
-def stow(session: Session, resident: KernelResident, because: str, by: str = "") -> int:
-    """Moves the parked bytes of this notebook to the disk. Returns their number; 0 if none is in RAM.
+def _is_slower(session: Session, book: Book, lease: Lease) -> bool:
+    """Whether loading the `lease` again takes longer than the disk; then its bytes may go there.
+
+    They would be written, compared and read. Pages in RAM that other processes use too stay anyway.
+    """
+    now = book.lease(lease.owner, lease.name)
+    if now and now.copy and any(one.copy == now.copy for one in book.leases() if one.id != now.id):
+        return False
+    return (
+        not lease.droppable
+        or lease.reload_seconds > lease.own_bytes * session.disk_seconds_per_byte
+    )
+
+
+def _what(resident: Resident) -> str:
+    return "parked memory" if resident.lease.kind == KERNEL else resident.spec.name
+
+
+def stow(session: Session, resident: Resident, because: str, by: str = "") -> int:
+    """Moves the bytes of `resident` in RAM to the disk. Returns their number; 0 if none is in RAM.
 
     `because` is the sentence of the event, and `by` the person who requested it. Raises GpuError.
     """
@@ -125,7 +157,7 @@ def stow(session: Session, resident: KernelResident, because: str, by: str = "")
         session.done_with(key.note)
 
 
-def start(session: Session, resident: KernelResident, because: str, by: str = "") -> None:
+def start(session: Session, resident: Resident, because: str, by: str = "") -> None:
     """As `stow`, in a thread of its own. A failure is logged. Nothing happens during such a move."""
     if not resident.stowing.acquire(blocking=False):
         return
@@ -143,7 +175,7 @@ def start(session: Session, resident: KernelResident, because: str, by: str = ""
     try:
         size = _reserve(session, resident)
     except (GpuError, OSError) as error:
-        log.warning("parked memory stays in RAM: %s", error)
+        log.warning("%s stays in RAM: %s", _what(resident), error)
     finally:
         if not size:
             resident.stowing.release()
@@ -151,18 +183,15 @@ def start(session: Session, resident: KernelResident, because: str, by: str = ""
         threads.start(partial(work, size))
 
 
-def _reserve(session: Session, resident: KernelResident) -> int:
+def _reserve(session: Session, resident: Resident) -> int:
     """Reserves room on the disk, and returns the bytes that are to move. Raises DoesNotFit, GpuError."""
-    handle: Any = resident.handle
-    if handle is None or resident.place is not Place.AWAY:
-        return 0
-    size = int(handle.away_bytes - handle.disk_bytes)
-    if not size:
+    size, name = resident.lease.ram_bytes, resident.spec.name
+    if resident.handle is None or resident.place is not Place.AWAY or not size:
         return 0
 
     def reserve(book: Book, world: World) -> tuple[Book, int]:
-        left = room(session, book)
-        lease = book.lease(session.me, KERNEL)
+        lease = book.lease(session.me, name)
+        left = room(session, book, lease or resident.lease)
         if size > left or lease is None:
             return book, left
         return book.with_lease(replace(lease, disk_room=left, stowing=True)), left
@@ -171,9 +200,9 @@ def _reserve(session: Session, resident: KernelResident) -> int:
     if size > left:
         _pause(session, resident)
         raise DoesNotFit(
-            f"{show_bytes(size)} of parked memory stays in RAM: the disk of {session.settings.gpu_park_dir} has "
+            f"{show_bytes(size)} of {_what(resident)} stays in RAM: the disk of {session.settings.gpu_park_dir} has "
             f"{show_bytes(max(0, left))} for it (GPU_PARK_DISK_GB).",
-            name=KERNEL,
+            name=name,
             need_bytes=size,
             device="disk",
         )
@@ -181,34 +210,34 @@ def _reserve(session: Session, resident: KernelResident) -> int:
     return size
 
 
-def _stow(session: Session, resident: KernelResident, size: int, because: str, by: str) -> None:
+def _stow(session: Session, resident: Resident, size: int, because: str, by: str) -> None:
     """Writes the bytes, and then frees them in RAM. Raises GpuError; then they are in RAM as before."""
     backend: Any = resident.backend
     began = time.perf_counter()
     named = session.settings.gpu_park_dir
     try:
         encrypted = session.settings.gpu_park_encrypt
-        written = backend.write(resident.handle, directory(session), encrypted=encrypted)
-        if not resident.begin_moving():
-            raise NotStill("its memory returned")
-        try:
-            backend.move_on(resident.handle, written)
-        finally:
-            resident.stay()
+        if (handle := resident.handle) is None:
+            raise NotStill("it was released meanwhile")
+        written = backend.write(handle, directory(session), encrypted=encrypted)
+        resident.move_on(written)
     except NotStill as error:
         _settle(session, resident)
-        raise StillInUse(f"parked memory stays in RAM: {error}.", name=KERNEL) from None
+        name = resident.spec.name
+        raise StillInUse(f"{_what(resident)} stays in RAM: {error}.", name=name) from None
     except Exception as error:
         if isinstance(error, GpuError):
             raise
         _pause(session, resident)
         why = getattr(error, "strerror", None) or f"what was written there: its bytes {error}"
         raise GpuError(
-            f"{show_bytes(size)} of parked memory stays in RAM: the disk of {named} fails ({why})."
+            f"{show_bytes(size)} of {_what(resident)} stays in RAM: the disk of {named} fails ({why})."
         ) from error
-    lease = resident.lease
-    seconds = lease.restore_seconds + written.read_seconds
-    resident.lease = replace(lease, restore_seconds=seconds)
+    if size >= LEAST_MEASURED:
+        session.disk_seconds_per_byte = (written.seconds + written.read_seconds) / size
+    with resident.gate:
+        seconds = resident.lease.restore_seconds + written.read_seconds
+        resident.lease = replace(resident.lease, restore_seconds=seconds)
     _settle(session, resident)
     session.probe.empty_cache()
     trim_heap()
@@ -218,16 +247,16 @@ def _stow(session: Session, resident: KernelResident, size: int, because: str, b
     session.note(lease, "stowed", "disk", because, fresh=True, size=size, device=HOST, by=by)
 
 
-def _pause(session: Session, resident: KernelResident) -> None:
+def _pause(session: Session, resident: Resident) -> None:
     resident.stow_again_at = session.clock() + AGAIN_SECONDS
     _settle(session, resident)
 
 
-def _settle(session: Session, resident: KernelResident) -> None:
+def _settle(session: Session, resident: Resident) -> None:
     """Publishes where the bytes are now."""
     before = resident.lease
     lease = replace(resident.lease, stowing=False)
-    after = with_disk(session, resident, lease)
+    after = with_disk(session, resident, lease, resident.handle)
     with resident.gate:
         if resident.lease.shares == lease.shares:  # else another move has settled it
             resident.lease = after
@@ -235,16 +264,18 @@ def _settle(session: Session, resident: KernelResident) -> None:
         session.publish()
 
 
-def look_after(session: Session, resident: KernelResident) -> None:
-    """Moves the memory of a notebook that was parked and idle for GPU_HIBERNATE_SECONDS to the disk.
-
-    Also publishes the room on the disk.
-    """
-    settings, lease, now = session.settings, resident.lease, session.clock()
-    if settings.gpu_park_dir is None or lease.stowing or resident.place is Place.MOVING:
+def look_after(session: Session) -> None:
+    """Publishes the room on the disk. Moves a notebook there that was parked and idle for GPU_HIBERNATE_SECONDS."""
+    settings, now = session.settings, session.clock()
+    if settings.gpu_park_dir is None:
         return
-    if now - resident.room_seen_at >= ROOM_SECONDS:
-        _settle(session, resident)
-    idle = now - resident.last_used
-    if lease.on_host and resident.lease.stow_bytes and idle >= settings.gpu_hibernate_seconds:
-        start(session, resident, f"It was idle for {show_seconds(settings.gpu_hibernate_seconds)}.")
+    for resident in list(session.residents.values()):
+        lease = resident.lease
+        if resident.handle is None or lease.stowing or resident.place is Place.MOVING:
+            continue
+        if now - resident.room_seen_at >= ROOM_SECONDS:
+            _settle(session, resident)
+        idle = now - resident.last_used >= settings.gpu_hibernate_seconds
+        if lease.kind == KERNEL and lease.on_host and resident.lease.stow_bytes and idle:
+            seconds = show_seconds(settings.gpu_hibernate_seconds)
+            start(session, resident, f"It was idle for {seconds}.")

@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Damaged, NotStill, Stillness, is_out_of_memory
 from ..backends.torch_release import why_not_moved
-from ..errors import CannotGovern, DoesNotFit, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
+from ..errors import CannotGovern, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
 from ..facts import (
     DISK,
     HOST,
@@ -628,8 +629,6 @@ def look_after(session: Session) -> None:
     if kernel is None:
         return
     kernel.catch_up()
-    if kernel.resident is not None:
-        disk.look_after(session, kernel.resident)
     _know_pieces(session, kernel)
     _relieve(session, kernel.resident)
     if settings.gpu_park != "idle":
@@ -745,12 +744,10 @@ class KernelResident(Resident):
         """`handle` is the handle of the kernel's backend."""
         super().__init__(SPEC, session.backend(KERNEL), session.me, session.clock)
         self._session = session
-        self.stowing = threading.Lock()  # held while its parked bytes move to a disk
-        self.stow_again_at = 0.0  # after a failure of the disk: when it is tried again
         self.came_from = "RAM"  # where the bytes of the last move were
-        self.room_seen_at = 0.0  # when the room on the disk was looked up
         self.claims: Bytes = {}  # the least bytes that the lease claims for the running cell
         self.footprint = self._footprint
+        self.with_disk = partial(disk.with_disk, session, self)
         handle.on_swapped = self.swapped
 
     def _used_now(self) -> None:
@@ -793,7 +790,6 @@ class KernelResident(Resident):
         """
         if lease.all_on_device:
             lease = claiming(lease, self.claims)
-        lease = disk.with_disk(self._session, self, lease)
         super().settle_at(lease, anchor)
         if lease.on_host:
             self.claim({})
@@ -809,12 +805,22 @@ class KernelResident(Resident):
             return super().carry(step)
         except NotStill as error:
             raise StillInUse(f"{error}", name=KERNEL) from None
-        except Damaged as error:
-            names = holdings.names_of(self._session, error.keys)
-            raise GpuError(
-                f"{show_bytes(error.bytes)} of {names} cannot return from the file in {error.directory}: the "
-                f"bytes there {error}. Once {names} is deleted, the rest returns."
-            ) from None
+
+    def damaged(self, error: Damaged) -> GpuError:
+        names = holdings.names_of(self._session, error.keys)
+        return GpuError(
+            f"{show_bytes(error.bytes)} of {names} cannot return: {error.sentence}. Once {names} is deleted, "
+            f"the rest returns."
+        )
+
+    def move_on(self, written: Any) -> None:
+        """As `Resident.move_on`, while no cell runs."""
+        if not self.begin_moving():
+            raise NotStill("its memory returned")
+        try:
+            super().move_on(written)
+        finally:
+            self.stay()
 
     def remeasure(self) -> bool:
         """Measures the kernel again. Returns whether its lease has changed.
@@ -1029,10 +1035,6 @@ def bring_back(
             return acquire.obtain(session, resident, anchor, timeout=timeout)
         except StillInUse:  # a thread prevented the return: try again after a pause
             time.sleep(AGAIN_SECONDS)
-        except DoesNotFit:  # what must leave the card may need the RAM that these bytes take
-            if not resident.lease.shed_bytes:
-                raise
-            disk.stow(session, resident, "What leaves the card for it needs its place in RAM.")
     return acquire.obtain(session, resident, anchor, timeout=timeout)
 
 

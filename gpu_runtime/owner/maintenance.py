@@ -21,7 +21,7 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import drain, holdings, kernel, operations, release, requests
+from . import disk, drain, holdings, kernel, operations, release, requests
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Session
@@ -56,6 +56,7 @@ def tick(session: Session, notebook: str = "") -> float:
     session.journal.flush()
     drain.vacate(session)
     kernel.look_after(session)
+    disk.look_after(session)
     give_back(session)
     if session.activity.running:
         session.ledger.give_sign()  # a cell that blocks the interpreter ends these signs

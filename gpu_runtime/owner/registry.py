@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -44,7 +45,7 @@ from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
 from ..units import show_bytes, show_seconds
-from . import acquire, arrivals, failures, release, requests
+from . import acquire, arrivals, disk, failures, release, requests
 from .pins import release_calls, watch_zero_grad
 from .resident import Place, Resident
 from .session import Session
@@ -212,6 +213,7 @@ def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call
     resident.footprint = lambda: session.sizing.footprint(
         resident, acquire.allowed_devices(session, resident)
     )
+    resident.with_disk = partial(disk.with_disk, session, resident)
     return resident
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..backends.base import Backend, Progress
-from ..errors import LoadFailed
+from ..backends.base import Backend, Damaged, NotStill, Progress
+from ..errors import GpuError, LoadFailed
 from ..facts import (
     Declared,
     Drop,
@@ -31,6 +31,7 @@ from ..facts import (
     encode_uses,
     merged_uses,
 )
+from ..units import show_bytes
 from .pins import AnchorRef, Held, Training, called_by, govern_calls, release_calls, thread_of
 
 MOVE_LOOK_SECONDS = 0.001  # between two looks at whether a move has ended
@@ -56,6 +57,11 @@ class Stays(Exception):
 
 def _ignore_loss(kind: str, because: str) -> None:
     """The value of `report_loss` until the registry sets another function. Does nothing."""
+
+
+def _unchanged(lease: Lease, handle: Any) -> Lease:
+    """The value of `with_disk` until the registry sets another function."""
+    return lease
 
 
 def _nothing() -> None:
@@ -87,12 +93,16 @@ class Resident:
         self.footprint: Callable[[], Footprint]  # the bytes it needs
         self.others: Callable[[], Iterable[Resident]] = tuple  # the models of this process
         self.report_loss: Callable[[str, str], None] = _ignore_loss  # (kind, because)
+        self.with_disk: Callable[[Lease, Any], Lease] = _unchanged  # see `disk.with_disk`
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
         self.value: Any = None  # what `use` yields
         self.gate = threading.Lock()  # protects place and pins; held for a few instructions
         self.work = threading.Lock()  # held while bytes move
+        self.stowing = threading.Lock()  # held while its bytes in RAM move to a disk
+        self.stow_again_at = 0.0  # after a failure of the disk: when it is tried again
+        self.room_seen_at = 0.0  # when the room on the disk was looked up
         self._worker = 0  # the thread that holds `work`
         self.pauses = False  # whether new uses wait for a request of another process
         self.is_forgotten = False  # for good: its name may be another model's
@@ -282,6 +292,7 @@ class Resident:
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
+        lease = self.with_disk(lease, handle)
         with self.gate:
             self.require_known()
             lease = self.in_pieces(lease, handle)
@@ -360,15 +371,13 @@ class Resident:
                     if self.needed_elsewhere():
                         raise Stays("an autograd graph or a view needs its weights")
                     raise Stays("its weights differ from their source, so they exist nowhere else")
-                value = self.value
-                self._drop()
-                # The next load fills this object again, so the user's hooks, modes and settings stay.
-                self._shell = lambda: value
-                govern_calls(value, self, dropped=True)
+                self._unload()
                 return ()
             try:
                 more = {"shadow": True} if shadow else {}
                 self.backend.move(self.handle, self.lease.after(step.shares), **more)
+            except Damaged as error:
+                raise self.damaged(error) from None
             except BaseException:
                 if getattr(self.handle, "ended", False):  # an engine that did not sleep or wake
                     self._drop()
@@ -379,8 +388,27 @@ class Resident:
                 self.shadow_bytes = getattr(self.handle, "shadow_bytes", 0)
             return self.backend.measure(self.handle)
 
+    def damaged(self, error: Damaged) -> GpuError:
+        """The error of a move that found damaged bytes in a file. A model with a source is unloaded."""
+        name, lost = self.spec.name, f"{show_bytes(error.bytes)} of {self.spec.name} cannot return"
+        if self.droppable():
+            self._unload()
+            return GpuError(f"{lost}: {error.sentence}. {name} is loaded again from its source.")
+        return GpuError(
+            f"{lost}: {error.sentence}, and they exist nowhere else.\n"
+            f"  To give them up and keep the rest:  rt.forget({name!r})"
+        )
+
+    def move_on(self, written: Any) -> None:
+        """Frees the bytes in RAM that are `written` to a disk. Raises NotStill; see `Backend.move_on`."""
+        with self._working():
+            if self.handle is None:
+                raise NotStill("it was released meanwhile")
+            self.backend.move_on(self.handle, written)
+
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
         """Records where the model is now. `anchor`, if given, pins the model in the same step."""
+        lease = self.with_disk(lease, self.handle)
         with self.gate:
             self.lease = lease
             if self.is_forgotten:  # nobody uses it any more; its bytes count until they are freed
@@ -467,7 +495,14 @@ class Resident:
     def leave_to_parent(self) -> None:
         """In a forked child: makes the model's value a plain object, and replaces the locks."""
         release_calls(self.value)
-        self.gate, self.work = threading.Lock(), threading.Lock()
+        self.gate, self.work, self.stowing = (threading.Lock() for _ in range(3))
+
+    def _unload(self) -> None:
+        """Drops the model. The next load fills its object again, so the user's hooks, modes and settings stay."""
+        value = self.value
+        self._drop()
+        self._shell = lambda: value
+        govern_calls(value, self, dropped=True)
 
     def _drop(self) -> None:
         handle, value = self.handle, self.value

@@ -33,6 +33,7 @@ from ..catalog.files import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
 from ..facts import (
+    DISK_SECONDS_PER_BYTE,
     KERNEL,
     Asker,
     Book,
@@ -117,6 +118,8 @@ class Session:
         self.machine = Machine() if machine is None else machine
         self.record, self.recording = record, recording
         self.rank = policy(settings.gpu_policy)
+        self.disk_seconds_per_byte = DISK_SECONDS_PER_BYTE  # until this disk is measured
+        self.disk_error = ""  # why this disk cannot be used, as it was last logged
         self.sizing = Sizing(measurements or Measurements(), probe, wall)
         self.maps = Maps(ledger, probe, clock=clock, wall=wall)
         user = ledger.owner.user

@@ -106,7 +106,14 @@ def warm_pool_bytes(context: Context, wanted: str) -> int:
 
 def _warm(context: Context, wanted: str) -> list[Lease]:
     lease, book, world = context.request.lease, context.book, context.world
-    return warm(book, world, asker=lease.owner, importance=lease.importance, wanted=wanted)
+    return warm(
+        book,
+        world,
+        asker=lease.owner,
+        importance=lease.importance,
+        wanted=wanted,
+        also=lease.id,
+    )
 
 
 def leaving_the_host(
@@ -510,7 +517,7 @@ def _seconds_to_return(lease: Lease) -> float:
 def leavers(context: Context, rank: Policy) -> tuple[Leaver, ...]:
     """What may leave for the request: the candidates of `cheapest_way`, in the order of its search.
 
-    First those that give back host memory: copies, models, then notebooks that move to a disk. They
+    First those that give back host memory: copies, models, then those that move to a disk. They
     are left out if host memory has room for all that may leave the cards. The leases on cards follow;
     those of owners that do not answer are last.
     """
@@ -686,7 +693,8 @@ class _Eviction:
         copy = f"the copy of {lease.name} in RAM"
         free = f"free {copy}"
         if not lease.shadow_bytes:
-            free = f"move {show_bytes(lease.stow_bytes)} of its parked memory from RAM to its disk"
+            what = "its parked memory" if lease.kind == "kernel" else lease.name
+            free = f"move {show_bytes(lease.stow_bytes)} of {what} from RAM to its disk"
         if lease.owner != self.request.lease.owner:
             self.recalled_shadows.append(lease.id)
             self.sentences.append(f"{self._owner(lease)} is asked to {free}.")

@@ -179,7 +179,7 @@ def host_bytes_to_be_had(book: Book, world: World, wanted: str) -> int:
                 staying += lease.ram_bytes
     limit = limit_of(book, world, HOST)
     for lease in book.leases():
-        if lease.disk_room and lease.id != wanted:
+        if lease.disk_room and lease.id != wanted and (lease.keep or not lease.droppable):
             most = max(most, lease.disk_room)
             if lease.on_host or lease.own_bytes <= limit - staying:
                 stowable += lease.stow_bytes

@@ -202,7 +202,7 @@ def _steps(
     if idle <= demand.idle_seconds or idle < lease.keep_alive:
         return ()
     on_host = view.device.is_host
-    if on_host and not lease.droppable:
+    if on_host and (not lease.droppable or lease.kept_on_disk):
         return ()  # the rest of a lease in parts must not follow to the host
     full = _pressure_after(view, freed)
     if world.rules.relief == "auto" and not on_host:

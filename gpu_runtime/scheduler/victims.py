@@ -528,13 +528,21 @@ def unfinished_steps(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...
 
 
 def warm(
-    book: Book, world: World, *, asker: str, importance: int, owner: str = "", wanted: str = ""
+    book: Book,
+    world: World,
+    *,
+    asker: str,
+    importance: int,
+    owner: str = "",
+    wanted: str = "",
+    also: str = "",
 ) -> list[Lease]:
     """Leases of the `book` in host memory that may be unloaded now.
 
     If `owner` is given, only leases of this owner are returned. A lease in parts (partly on a card,
     partly in host memory) counts as being in host memory. If such a lease is unloaded, its bytes on
-    the card are freed too. `asker`, `importance` and `world` are as in `reason_to_stay`. The lease
+    the card are freed too. A lease that can move to a disk instead is left out, unless its id is
+    `also`. `asker`, `importance` and `world` are as in `reason_to_stay`. The lease
     with the id `wanted` stays, because it is about to return to a card.
     """
     found = []
@@ -542,6 +550,8 @@ def warm(
         if not lease.droppable or lease.all_on_device or lease.id == wanted:
             continue
         if owner and lease.owner != owner:
+            continue
+        if lease.kept_on_disk and (lease.id != also or not lease.ram_bytes):
             continue
         if not reason_to_stay(lease, world, asker=asker, importance=importance):
             found.append(lease)
@@ -682,9 +692,9 @@ def host_room_for(
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
     """Leases whose shadows are freed, and leases to unload, so that `lease` fits into host memory.
 
-    If these are not enough for a lease that exists nowhere else, leases move from host memory to a
-    disk. For a lease that its source can load again, this costs more than it saves: its bytes are
-    read once, and those of the others are written, compared and read. The result is None if `lease`
+    If these are not enough, leases move from host memory to a disk. For a lease whose source is as fast
+    as the disk, this costs more than it saves: its bytes are read once, and those of the others are
+    written, compared and read. For a lease with a slower source, only such leases move. The result is None if `lease`
     fits as it is, or if the room cannot be made. `host_room` is the host's free bytes. The function
     `renewed` is called if the shadows are too few. Its parameter is the number of bytes that are
     free once all shadows are freed. It returns the leases to unload.
@@ -699,9 +709,11 @@ def host_room_for(
     short = shortage - shadows_total(able)
     unloaded = renewed(host_room + shadows_total(able)) if short > 0 else ()
     if short > 0 and not unloaded:
-        if lease.droppable:
+        if lease.droppable and not lease.stow_bytes:
             return None
         able = held_shadows(book, owner=owner, spared=left_out, to_disk=True)
+        if lease.droppable:
+            able = [other for other in able if other.shadow_bytes or other.droppable]
         if shadows_total(able) < shortage:
             return None
     freed = sum([other.bytes_on(HOST) for other in unloaded])

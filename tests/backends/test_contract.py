@@ -1,6 +1,7 @@
 """The contract that every backend fulfils, for every kind of model."""
 
 import json
+import os
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -185,6 +186,36 @@ def test_load_offload_restore_and_drop_free_every_byte(mover):
     case.backend.drop(model)
     assert case.probe.used() == NOTHING
     assert case.backend.measure(model) == ()
+
+
+@pytest.mark.parametrize("kind", ["torch", "transformers"])
+def test_from_ram_it_moves_on_to_a_disk_holds_nothing_and_returns_to_any_card(
+    request, probe, llama, tiny_gguf, tmp_path, kind
+):
+    """Its bytes count as host memory's for the backend; that they are on the disk is the owner's knowledge."""
+    case = _case(request, kind, probe, llama, tiny_gguf)
+    model = case.load()
+    (share,), value, before = (
+        case.backend.measure(model),
+        case.backend.value(model),
+        answer(case, model),
+    )
+    for device in ("sim:1", "sim:0"):
+        case.backend.move(model, case.on("host"))
+        assert case.backend.stows(model)
+        case.backend.move_on(model, case.backend.write(model, tmp_path))
+        assert model.disk_bytes == share.bytes and case.probe.used() == NOTHING
+        assert case.backend.measure(model) == (Share("host", share.bytes),)
+        assert not os.listdir(tmp_path)
+        case.backend.move(model, case.on(device))
+        assert model.disk_bytes == 0 and case.probe.used() == NOTHING | {device: share.bytes}
+        assert case.backend.value(model) is value and same(answer(case, model), before)
+    case.backend.move(model, case.on("host"))
+    case.backend.move_on(model, case.backend.write(model, tmp_path))
+    assert case.backend.droppable(model) == case.backend.unchanged(model) == (kind != "torch")
+    case.backend.drop(model)
+    again = case.load(into=value)
+    assert same(answer(case, again), before)
 
 
 def test_asleep_it_holds_nothing_on_its_card_and_awake_it_answers_as_before(sleeper):

@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from gpu_runtime import BadSetting, GpuError
 from gpu_runtime.backends.pytorch import park_file
-from gpu_runtime.facts import HOST
+from gpu_runtime.facts import HOST, Book, Lease, Section, Share
 from gpu_runtime.owner import disk, maintenance
 from gpu_runtime.units import GIB, MIB
-from tests import simgpu
+from tests import simgpu, tiny_models
 from tests.clock import until
 
 from .kernels import FLOATS, cell, keep, own
@@ -175,3 +176,152 @@ def test_a_return_does_not_wait_for_a_disk_that_is_written(parked, monkeypatch):
     until(lambda: not kernel.resident.stowing.locked())
     assert own(rt).keys() == {"sim:0"} and kernel_lease(rt).disk_bytes == 0
     assert_whole(kernel)
+
+
+# -- models
+
+
+WHOLE = {"cpu_memory_max_percent": 1.0, "gpu_memory_max_percent": 1.0, "eviction_grace_seconds": 0}
+SIZE = 4 * MIB
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Linear(FLOATS, 4, bias=False).eval()
+
+
+@pytest.fixture
+def nets(runtime, tmp_path):
+    """A runtime whose card and RAM each hold one of the models a, b and c, which exist nowhere else."""
+    rt = runtime(devices="sim:5MiB,host:5MiB", gpu_park_dir=str(tmp_path), **WHOLE)
+    for name in "abc":
+        rt.register(name, net)
+    return rt
+
+
+def weights(rt, name: str) -> bytes:
+    with rt.use(name) as model:
+        return model.weight.detach().numpy().tobytes()
+
+
+def places(rt) -> dict[str, str]:
+    return {lease.name: lease.where for lease in rt.status().leases()}
+
+
+def test_models_that_exist_nowhere_else_take_turns_on_card_ram_and_disk(nets, tmp_path):
+    before = {name: weights(nets, name) for name in "abc"}
+    assert places(nets) == {"a": "disk", "b": "host", "c": "sim:0"}
+    assert nets.status().devices[-1].claimed_bytes == SIZE and not os.listdir(tmp_path)
+    for name in "abcacb":
+        assert weights(nets, name) == before[name]
+        assert sorted(places(nets).values()) == ["disk", "host", "sim:0"]
+    shown = str(nets.status())
+    assert "on disk" in shown, shown
+
+
+def damage(rt, name: str) -> None:
+    """Changes a byte of the file of the model `name`."""
+    [file] = {one.file for one in rt._session.residents[name].handle.stored.values()}
+    fd = file._file.fileno()
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDWR)  # without O_DIRECT, to change one byte
+    [old] = os.pread(fd, 1, 5)
+    os.pwrite(fd, bytes([old ^ 1]), 5)
+
+
+def test_a_damaged_file_of_a_model_without_a_source_is_an_error_that_names_both(nets, tmp_path):
+    before = {name: weights(nets, name) for name in "abc"}
+    damage(nets, "a")
+    with pytest.raises(GpuError, match="4.0 MiB of a cannot return") as raised:
+        weights(nets, "a")
+    assert str(tmp_path) in str(raised.value) and "rt.forget('a')" in str(raised.value)
+    assert places(nets)["a"] == "disk" and weights(nets, "b") == before["b"]
+    damage(nets, "a")  # as it was
+    assert weights(nets, "a") == before["a"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return str(tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model"))
+
+
+@pytest.fixture
+def llms(runtime, tmp_path, llama):
+    """A runtime whose card and RAM each hold one of the models a and b, which can be loaded again."""
+
+    def make(**settings):
+        given = {"gpu_park_dir": str(tmp_path), **WHOLE, **settings}
+        rt = runtime(devices="sim:1MiB,host:1MiB", **given)
+        for name in "abc":
+            rt.register(name, llama)
+        return rt
+
+    return make
+
+
+def sums(rt, name: str) -> list[float]:
+    with rt.use(name) as model:
+        return [float(one.detach().double().sum()) for one in model.parameters()]
+
+
+@pytest.mark.parametrize("shadows", ["never", "auto"])
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_model_whose_load_is_slower_than_the_disk_goes_there_and_another_is_unloaded(
+    llms, monkeypatch, slow, shadows
+):
+    """What is compared are the measured seconds of its load and those of the disk for its bytes."""
+    rt = llms(gpu_shadows=shadows)
+    rt._session.disk_seconds_per_byte = 0.0 if slow else 1.0
+    before = sums(rt, "a")
+    for name in "bca":
+        assert sums(rt, name) == before
+    assert ("disk" in places(rt).values()) is slow
+    for name in "bcab":
+        assert sums(rt, name) == before
+    assert (rt.status().totals["loads"] == 3) is slow
+
+
+def test_a_damaged_file_of_a_model_with_a_source_is_loaded_again_and_said_once(llms, caplog):
+    rt = llms(gpu_shadows="never")
+    rt._session.disk_seconds_per_byte = 0.0
+    before = sums(rt, "a")
+    with rt.use("a") as kept:
+        pass
+    for name in "bc":
+        sums(rt, name)
+    damage(rt, "a")
+    assert sums(rt, "a") == before
+    said = [one.message for one in caplog.records if "loaded again" in one.message]
+    assert len(said) == 1 and "of a cannot return" in said[0]
+    with rt.use("a") as again:
+        assert again is kept
+
+
+def test_a_changed_model_on_disk_is_not_unloaded_and_its_change_returns(llms):
+    """Its cheap check says that its source has its bytes. The comparison before the write finds the change."""
+    rt = llms(gpu_shadows="never")
+    rt._session.disk_seconds_per_byte = 0.0
+    with rt.use("a") as model, torch.no_grad():
+        next(model.parameters()).data.add_(1)
+    before = sums(rt, "a")
+    for name in "bc":
+        sums(rt, name)
+    assert places(rt)["a"] == "disk"
+    with pytest.raises(GpuError):
+        rt.evict("a", drop=True)
+    assert sums(rt, "a") == before
+
+
+def test_models_that_can_be_loaded_again_leave_half_of_the_room_to_others(nets):
+    """Of 100 MiB, 20 are a notebook's and 30 such a model's: 10 are left for another one, and 50 in all."""
+    session, size = nets._session, 100 * MIB / GIB
+    object.__setattr__(session.settings, "gpu_park_disk_gb", size)
+
+    def lease(name: str, size: int, **more: object) -> Lease:
+        shares = (Share(HOST, size * MIB),)
+        return Lease(session.me, name, shares=shares, disk_bytes=size * MIB, **more)
+
+    held = (lease("kernel", 20, kind="kernel"), lease("one", 30, droppable=True))
+    book = Book().with_section(Section(session.owner, held))
+    fresh = replace(lease("two", 8), disk_bytes=0)
+    assert disk.room(session, book, fresh) == 50 * MIB
+    assert disk.room(session, book, replace(fresh, droppable=True)) == 10 * MIB

@@ -10,6 +10,7 @@ from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.feasibility import why_no_return
 from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.victims import warm
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, at, book, decide, lease, owner, request, ticket, world
 
@@ -80,6 +81,57 @@ def test_no_notebook_goes_to_the_disk_for_a_model_that_can_be_loaded_again():
         assert verdict.recalls == {at(by, "idle"): 0} and not verdict.shadows
         _, steps, _ = obey(page, owner(by).id, THERE, "k", None, lru)
         assert [type(step) for step in steps] == [Drop]
+
+
+def slow(name, by=1, disk=9, **fields):
+    """A model whose load is slower than its owner's disk, which has room for `disk` GiB."""
+    return lease(name, by=by, disk_room=int(disk * GIB), **{"last_used": NOW - 60, **fields})
+
+
+def test_a_model_whose_load_is_slow_moves_to_the_disk_and_is_not_unloaded():
+    """Faster models are unloaded first. If its disk is full, it is unloaded as they are."""
+    fast = lease("fast", by=1, host=6, last_used=NOW - 60)
+    held = kernel(1, sim0=6)
+    for there_too, expected in (
+        ((slow("slow", host=6),), [(Shed, at(1, "slow"))]),
+        ((slow("slow", host=6, disk=5),), [(Drop, at(1, "slow"))]),
+        ((slow("slow", host=2), fast), [(Drop, at(1, "fast"))]),
+    ):
+        there = THERE if len(there_too) == 1 else world(sim0=7, host=9, grace_seconds=0)
+        _, verdict = decide(book(*there_too, held), request("other", 6), there)
+        assert [(type(step), step.lease) for step in verdict.steps] == expected
+
+
+def test_a_slow_model_goes_to_the_disk_for_a_slow_one_and_for_no_fast_one():
+    other, notebook = slow("warm", host=6), kernel(1, host=6, disk=9)
+    for going, beside, expected in (
+        (slow("idle", sim0=6), other, Shed),
+        (lease("idle", by=1, sim0=6, last_used=NOW - 60), other, Drop),
+        (slow("idle", sim0=6), notebook, Drop),
+    ):
+        _, verdict = decide(book(going, beside), request("other", 6), THERE)
+        step = verdict.steps[0]
+        assert (type(step), step.lease) == (
+            expected,
+            beside.id if expected is Shed else going.id,
+        )
+
+
+def test_a_model_on_a_disk_is_not_unloaded_for_room_in_ram():
+    """It claims none. Nor does pressure on the host's memory unload it."""
+    there = replace(THERE, rules=replace(THERE.rules, relief="always"))
+    stowed = slow("stowed", host=6, disk_bytes=6 * GIB, last_used=NOW - 10**6)
+    page = book(stowed, slow("kept", sim0=6, droppable=False))
+    assert stowed.kept_on_disk and not warm(page, there, asker=owner(1).id, importance=0)
+    _, verdict = decide(page, request("other", 6), there)
+    assert [(type(step), step.lease) for step in verdict.steps] == [(Move, at(1, "kept"))]
+
+
+def test_a_requested_model_in_ram_may_itself_be_unloaded():
+    """What leaves for it exists nowhere else and needs its room, and its source is there."""
+    page = book(slow("wanted", host=6), slow("kept", sim0=6, droppable=False, disk=0))
+    _, verdict = decide(page, request("wanted", 6), THERE)
+    assert (Drop, at(1, "wanted")) in [(type(step), step.lease) for step in verdict.steps]
 
 
 def test_bytes_on_a_disk_claim_no_ram_and_return_whole():

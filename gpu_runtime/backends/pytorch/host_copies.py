@@ -201,7 +201,7 @@ def staying(
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):
         storage = group.storage._cdata
         before = model.own.get(storage)
-        if memory.device == HOST or before is None or before.device != HOST:
+        if memory.device == HOST or before is None or before.device != HOST or source.is_meta:
             continue
         content = target.untyped_storage()
         if not (swap.can_swap() and group.storage.device == content.device):

@@ -547,12 +547,10 @@ class KernelBackend(Backend):
 
     # -- bytes that move on to a file
 
-    def write(self, model: KernelMemory, directory: Path, *, encrypted: bool = False) -> Written:
-        """Writes the offloaded bytes to a new file in `directory`, while they stay in host memory.
+    def stows(self, model: KernelMemory) -> bool:
+        return True
 
-        On a simulated card they stay readable there, so the file cannot be `encrypted`.
-        Raises OSError, Damaged of `park_file`, and NotStill if the bytes return meanwhile.
-        """
+    def write(self, model: KernelMemory, directory: Path, *, encrypted: bool = False) -> Written:
         with model.gate:
             exchanges = model.exchanges
             going = [one for one in model.away if one.storage.nbytes() and not one.stored]
@@ -561,10 +559,6 @@ class KernelBackend(Backend):
         return park_file.written(model, contents, sizes, exchanges, directory, encrypted=encrypted)
 
     def move_on(self, model: KernelMemory, written: Written) -> None:
-        """Frees the offloaded bytes that are `written`. The caller keeps other moves away.
-
-        Raises NotStill if bytes have left or returned since the write, or cannot be exchanged now.
-        """
         mark = model.stillness.mark()
         if model.exchanges != written.exchanges:
             raise NotStill("its memory returned")

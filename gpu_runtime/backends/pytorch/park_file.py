@@ -275,7 +275,7 @@ def read(rows: Iterable[tuple[int, Stored, torch.Tensor | None]]) -> None:
         _read_file(file, sorted(here, key=lambda row: row[1].start))
 
 
-def _read_file(file: ParkFile, rows: Sequence[tuple[int, Stored, torch.Tensor | None]]) -> None:
+def _read_file(file: ParkFile, rows: list[tuple[int, Stored, torch.Tensor | None]]) -> None:
     """As `read`, for storages in the same `file`, in their order there."""
     starts, sizes = [one.start for _, one, _ in rows], [one.bytes for _, one, _ in rows]
 
@@ -291,9 +291,10 @@ def _read_file(file: ParkFile, rows: Sequence[tuple[int, Stored, torch.Tensor | 
     except Damaged as error:
         lost = [i for i, *_ in _overlaps(starts, sizes, error.start, error.end - error.start)]
         keys = frozenset([rows[i][0] for i in lost])
-        raise base.Damaged(
-            f"{error}", file.directory, keys, sum([sizes[i] for i in lost])
-        ) from None
+        size = sum([sizes[i] for i in lost])
+        raise base.Damaged(f"{error}", file.directory, keys, size) from None
+    finally:
+        rows.clear()  # frames in the traceback of an error have this list
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -19,6 +19,8 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +33,11 @@ from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...threads import all_outside_modes, with_own_modes
 from ...version import NEWER_TORCH
 from ..base import Backend, Progress, is_out_of_memory
-from . import host_copies, streams, swap
+from . import host_copies, park_file, streams, swap
 from . import storages as st
 from .host_copies import SharedCopy
 from .kernel_memory import without_collections
+from .park_file import Written
 from .storages import Group, TensorSlot, grouped
 from .torch_model import (
     Destination,
@@ -184,6 +187,33 @@ class TorchBackend(Backend):
             raise
         release_cached(left)
 
+    def stows(self, model: TorchModel) -> bool:
+        return model.in_ram() is not None
+
+    def write(self, model: TorchModel, directory: Path, *, encrypted: bool = False) -> Written:
+        with model.gate:
+            exchanges, going = model.exchanges, model.in_ram() or []
+        contents = {one.storage._cdata: partial(model.content, one) for one in going}
+        sizes = [one.nbytes for one in going]
+        return park_file.written(model, contents, sizes, exchanges, directory, encrypted=encrypted)
+
+    def move_on(self, model: TorchModel, written: Written) -> None:
+        exchange, away = swap.Exchange(), dict(model.away)
+        with park_file.in_place(model, written.exchanges):
+            mapped = {} if written.stored.keys() <= away.keys() else written.mapped()
+            for group in model.groups():
+                key = group.storage._cdata
+                if key in mapped:
+                    exchange.put(group.storage, mapped[key].untyped_storage(), refuses=mapped[key])
+                elif key in written.stored:
+                    away[key] = torch.empty(0, dtype=torch.uint8)
+            now = {"away": away, "stored": {**model.stored, **written.stored}}
+            try:
+                swap.at_once([*exchange.calls, *assignments(model, **now)])
+            except BaseException:
+                exchange.undo()
+                raise
+
     def piece_bytes(self, model: TorchModel) -> int:
         return model.piece_bytes()
 
@@ -197,7 +227,8 @@ class TorchBackend(Backend):
         model.hand_over()
         calls = handing_over(model, self.probe.place(HOST))
         nothing = {**nowhere(), "module": nn.Module(), "optimizer": None}
-        swap.at_once([*calls, *assignments(model, **nothing)])
+        with model.gate:
+            swap.at_once([*calls, *assignments(model, **nothing)])
         del calls
         release_cached(left)
 
@@ -401,6 +432,7 @@ class TorchBackend(Backend):
                 targets = host_copies.copied(unchanged, sources, places, self.probe.place(HOST))
             else:
                 targets = st.copied(sources, places, self.probe.place(HOST), progress)
+            model.read(going, targets)
         kept = host_copies.without(model, going)
         digests = host_copies.digests(model, going, places, unchanged)
         if shadow and not model.bases and not model.is_shared:
@@ -412,7 +444,8 @@ class TorchBackend(Backend):
         del copies, ends
         move = TwoPhaseMove(model, groups, going, places, targets)
         unchanged.clear()
-        self._commit(model, move, goal, {"shadow": kept, "digests": digests}, proof)
+        with model.gate:
+            self._commit(model, move, goal, {"shadow": kept, "digests": digests}, proof)
 
     def _destination(
         self, model: TorchModel, groups: Sequence[st.Group], shares: Shares
@@ -439,7 +472,8 @@ class TorchBackend(Backend):
         """
         before = {name: getattr(model, name) for name in nowhere() if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
-        after |= {"own": move.own, "away": move.away, **more}
+        after |= {"own": move.own, "away": move.away, "stored": move.stored, **more}
+        after["exchanges"] = model.exchanges + 1
         try:
             if not proof.then([*move.calls, *assignments(model, **after)]):
                 name = model.spec.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,9 @@ from ...errors import CannotGovern
 from ...facts import HOST, ModelSpec
 from ...threads import import_whole, outside_modes
 from ...units import MIB, show_bytes
+from ..base import Damaged
+from . import park_file, swap
 from . import storages as st
-from . import swap
 from .storages import Group
 from .swap import can_guard
 
@@ -37,6 +39,7 @@ from .swap import can_guard
 # the place of the first part, because a storage is on one card only.
 
 T = TypeVar("T")
+log = logging.getLogger("gpu_runtime")
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -330,6 +333,11 @@ class TorchModel:
         # storage on a card -> a copy in host memory of the bytes that it had when it moved there
         self.shadow: dict[int, torch.Tensor] = {}
         self.digests: dict[int, torch.Tensor] = {}  # storage -> the digest of its loaded bytes
+        # storage whose bytes moved on from host memory -> their place in a file. On a real card its
+        # tensor in `away` is empty then; on a simulated one the storage has a mapping of the file.
+        self.stored: dict[int, park_file.Stored] = {}
+        self.gate = threading.Lock()  # held while bytes are exchanged, or read for a file
+        self.exchanges = 0  # how often bytes have moved; -1: it was dropped
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
         # Two models may share storages, such as the parts of one pipeline. A shared storage moves
         # only with the model that was placed first. `bases` are the models that share storages with
@@ -342,6 +350,11 @@ class TorchModel:
     def shadow_bytes(self) -> int:
         """The bytes in host memory that are copies of the model's storages on a card."""
         return sum(shadow.nbytes for shadow in self.shadow.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of the model that are in files, and not in host memory."""
+        return sum([one.bytes for one in self.stored.values()])
 
     @outside_modes
     def groups(self, found: Iterable[st.TensorSlot] = ()) -> list[st.Group]:
@@ -408,9 +421,39 @@ class TorchModel:
         return on_card or all(slot.tensor.dim() == 0 for slot in group.slots)
 
     def content(self, group: st.Group) -> torch.Tensor:
-        """The bytes of the storage of `group`, [nbytes] uint8, wherever they are now."""
+        """The bytes of the storage of `group`, [nbytes] uint8, on its card or in host memory.
+
+        For bytes in a file the tensor has no content: its device is `meta`.
+        """
+        if group.storage._cdata in self.stored:
+            return torch.empty(group.nbytes, dtype=torch.uint8, device="meta")
         away = self.away.get(group.storage._cdata)
         return group.bytes if away is None else away
+
+    def read(self, groups: Sequence[st.Group], targets: Sequence[Tensor]) -> None:
+        """Copies those of `groups` that are in files to their `targets`. Raises Damaged, and then nothing is valid."""
+        rows = zip(groups, targets, strict=True)
+        keys = [(group.storage._cdata, target) for group, target in rows]
+        park_file.read([(key, self.stored[key], to) for key, to in keys if key in self.stored])
+
+    @outside_modes
+    def in_ram(self) -> list[st.Group] | None:
+        """The storages whose bytes are in host memory, which may move on to a file.
+
+        None if they must stay there: another model uses them, or code could still write them.
+        """
+        if not self.memories or self.bases or self.is_shared:
+            return None
+        found = []
+        for group in self.groups():
+            key = group.storage._cdata
+            memory = self.own.get(key) or self.memories[0]
+            if memory.device != HOST or key in self.stored or not group.nbytes:
+                continue
+            if key not in self.away and not swap.refuses_writes(group.bytes):
+                return None
+            found.append(group)
+        return found
 
     @outside_modes
     def piece_bytes(self) -> int:
@@ -615,6 +658,7 @@ class TwoPhaseMove:
         self.rebound: list[st.Group] = []
         self.own = _staying(model.own, groups, going)
         self.away = _staying(model.away, groups, going)
+        self.stored = _staying(model.stored, groups, going)
         copies: list[Tensor] = []
         can_swap = swap.can_swap()
         for group, memory, target in zip(going, places, targets, strict=True):
@@ -673,13 +717,30 @@ def _staying(
 
 
 def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that give the module of `model`, which keeps them, its bytes in `host`."""
-    away = [
-        group
-        for group in model.groups()
-        if group.storage._cdata in model.away or swap.refuses_writes(group.bytes)
-    ]
-    return st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
+    """Calls for `at_once` that give the module of `model`, which keeps them, its bytes in `host`.
+
+    Bytes in files are read. Tensors whose bytes are damaged there become empty, and a warning names them.
+    """
+    away, lost = [], []
+    for group in model.groups():
+        if group.storage._cdata in model.stored and ending.is_set():
+            continue
+        if group.storage._cdata in model.away or swap.refuses_writes(group.bytes):
+            away.append(group)
+    while True:
+        contents = [model.content(group) for group in away]
+        contents = [torch.empty_like(one, device="cpu") if one.is_meta else one for one in contents]
+        try:
+            model.read(away, contents)
+            break
+        except Damaged as error:
+            lost += [group for group in away if group.storage._cdata in error.keys]
+            away = [group for group in away if group.storage._cdata not in error.keys]
+            log.warning(
+                "%s of %s is lost: %s.", show_bytes(error.bytes), model.spec.name, error.sentence
+            )
+    calls = st.rebinding(away, [_ordinary(one, host) for one in contents])
+    return [*calls, *st.emptying([slot for group in lost for slot in group.slots])]
 
 
 def _ordinary(content: Tensor, host: Memory) -> Tensor:
@@ -714,8 +775,8 @@ def dropped_sentence(name: str) -> str:
 
 def nowhere() -> dict[str, Any]:
     """New attributes of a model's handle while the model is on no device."""
-    tables = ("own", "away", "noted", "layout", "shadow", "digests")
-    return {"memories": (), "dispatch": None, **{name: {} for name in tables}}
+    tables = ("own", "away", "noted", "layout", "shadow", "digests", "stored")
+    return {"memories": (), "dispatch": None, "exchanges": -1, **{name: {} for name in tables}}
 
 
 def assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:

@@ -38,6 +38,7 @@ from ..formats.safetensors import Checkpoint
 from . import storages as st
 from . import swap
 from .host_copies import CopiedPart, SharedCopy, TornCopy, content_id, digest
+from .park_file import Written, in_place
 from .sentence_modules import recipe_of
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel, assignments, dropped_sentence, ending, nowhere
@@ -221,6 +222,19 @@ class TransformersBackend(TorchBackend):
         if known != model.shadow.keys():
             model.shadow = {storage: model.shadow[storage] for storage in known}
 
+    def write(
+        self, model: TransformersModel, directory: Path, *, encrypted: bool = False
+    ) -> Written:
+        """As `TorchBackend.write`. The bytes are compared with the source, so `unchanged` reads no file."""
+        written = super().write(model, directory, encrypted=encrypted)
+        for group in model.groups():
+            if group.storage._cdata in written.stored and model.reproducible:
+                given = model.given.get(group.layout)
+                with in_place(model, written.exchanges):
+                    now = digest(model.content(group))
+                model.reproducible = given is not None and torch.equal(given, now)
+        return written
+
     def free_shadow(self, model: TransformersModel) -> None:
         model.shadow = {}
 
@@ -247,12 +261,13 @@ class TransformersBackend(TorchBackend):
                     calls += [swap.unreadable(tensor, sentence) for tensor in group.tensors]
             else:
                 calls += st.emptying(group.slots)
-        try:
-            swap.at_once([*exchange.calls, *calls, *assignments(model, **nowhere())])
-        except BaseException:
-            if model.memories:
-                exchange.undo()
-            raise
+        with model.gate:
+            try:
+                swap.at_once([*exchange.calls, *calls, *assignments(model, **nowhere())])
+            except BaseException:
+                if model.memories:
+                    exchange.undo()
+                raise
         del exchange, calls, group  # the old bytes are freed with the last reference to them
         release_cached(left)
 
@@ -310,7 +325,7 @@ class TransformersBackend(TorchBackend):
         """Whether `model` is droppable, and every storage still has the digest of its loaded bytes.
 
         `fingerprint.digest` states what equal digests prove. After one difference, the model is
-        never droppable again.
+        never droppable again. Those of bytes in a file were compared when they were written.
         """
         if not self.droppable(model):
             return False
@@ -335,8 +350,10 @@ def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
-    """The digest of the bytes of each storage of the `model`, by the storage's layout."""
-    groups = st.grouped(st.slots(model.module))
+    """The digest of the bytes of each storage of the `model` that is in no file, by the storage's layout."""
+    groups = [
+        one for one in st.grouped(st.slots(model.module)) if one.storage._cdata not in model.stored
+    ]
     contents = {group.layout: model.content(group) for group in groups}
     devices = {content.device for content in contents.values()}
     st.synchronise(devices)  # side streams may still write
