@@ -408,6 +408,29 @@ def test_a_full_disk_is_named_where_no_keeper_can_start(tmp_path, monkeypatch):
         ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
 
 
+def test_links_in_the_directory_lead_no_keeper_elsewhere(here, tmp_path, monkeypatch):
+    """Members may write there, and root's keeper follows none of their links, whatever the setting of the kernel."""
+    target, started = tmp_path / "target", []
+    one = here()
+    (one.directory / "book-of-a-newer-version.db").unlink()
+    (one.directory / f".book-{os.getpid()}").symlink_to(target)
+    server._close_to_version_0_2(one.directory)
+    assert (one.directory / "CURRENT").read_bytes().startswith(b"SQLite format 3")
+    (one.directory / "keeper.starting").unlink()
+    (one.directory / "keeper.starting").symlink_to(target)
+    with pytest.raises(LedgerUnavailable, match="keeper.starting"):
+        one._start()
+    monkeypatch.setattr(server, "spawn", lambda arguments, log: started.append(arguments))
+    for place in (one.directory.parent / "sim-1x8GiB", tmp_path / "elsewhere"):
+        (place / one.directory.name).mkdir(parents=True)
+        (place / one.directory.name / wire.WANTED).touch()
+    (one.directory.parent / "sim-link").symlink_to(tmp_path / "elsewhere")
+    service = SimpleNamespace(_stays=True, _directory=one.directory)
+    server.Server._start_wanted(service)
+    assert started == [[str(one.directory.parent / "sim-1x8GiB" / one.directory.name)]]
+    assert not target.exists()
+
+
 CONTAINED = """
 import sys
 from pathlib import Path

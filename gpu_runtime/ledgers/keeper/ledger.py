@@ -403,7 +403,9 @@ class KeeperLedger(Ledger):
         root = shared_root(self.directory)
         if root is not None and os.geteuid() not in (0, owner := os.stat(root).st_uid):
             with contextlib.suppress(OSError):  # the directory was deleted
-                (self.directory / WANTED).touch()  # the service starts it, if `root` is above
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                # The service starts it, if `root` is above. A member may have put a link there.
+                os.close(os.open(self.directory / WANTED, flags, 0o600))
             group = group_name(root)
             return (
                 f"it does not run, and {name_of(owner)} must start it:  "
@@ -414,9 +416,11 @@ class KeeperLedger(Ledger):
                 f"gpu-console 0.2 keeps a book of its own there, for pid {', '.join(older)}.\n"
                 f"  Restart these notebooks with this version"
             )
-        lock = os.open(
-            self.directory / "keeper.starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            lock = os.open(self.directory / "keeper.starting", flags, 0o600)
+        except OSError as error:  # such as a link of a member
+            raise self._unavailable(str(error)) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # another process starts it

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import os
 import resource
+import secrets
 import selectors
 import signal
 import socket
 import stat
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import closing, suppress
@@ -230,7 +232,10 @@ class Server:
         """A service starts keepers of its ledger's simulated devices, which members want."""
         if not self._stays:
             return
+        above = os.path.realpath(self._directory.parent)
         for wanted in self._directory.parent.glob(f"sim-*/{self._directory.name}/{WANTED}"):
+            if os.path.realpath(wanted.parent) != os.path.join(above, *wanted.parts[-3:-1]):
+                continue  # a member's link leads elsewhere
             with suppress(OSError):  # no file or process can be made: tried again at the next look
                 wanted.unlink()
                 spawn([str(wanted.parent)], sys.stderr.fileno())
@@ -518,10 +523,16 @@ def _close_to_version_0_2(directory: Path) -> None:
     place = directory / "book-of-a-newer-version.db"
     if place.exists():
         return
-    draft = directory / f".book-{os.getpid()}"
-    with closing(sqlite3.connect(draft, isolation_level=None)) as db:
-        db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INT, schema INT, body BLOB)")
-        db.execute("INSERT INTO book VALUES (?, 1, ?, x'')", (directory.name, SCHEMA + 1))
+    # Members may put links into the directory, which SQLite would follow.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as made:
+        with closing(sqlite3.connect(f"{made}/book", isolation_level=None)) as db:
+            db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INT, schema INT, body BLOB)")
+            db.execute("INSERT INTO book VALUES (?, 1, ?, x'')", (directory.name, SCHEMA + 1))
+        content = Path(made, "book").read_bytes()
+    draft = directory / f".new-{secrets.token_hex(4)}"
+    with open(draft, "xb") as file:  # follows no link
+        file.write(content)
     access_to(directory).open_file(draft)
     os.replace(draft, place)
     os.symlink(place.name, draft)
