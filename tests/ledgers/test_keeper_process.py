@@ -271,6 +271,27 @@ def test_a_stopped_keeper_whose_directory_was_deleted_is_replaced(here):
         fresh.kill()
 
 
+@pytest.mark.parametrize("step", ["mkdir", "open"])
+def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(here, monkeypatch, step):
+    """A soak deleted it between two steps of a start, and the caller got "cannot be written"."""
+    one, real, torn = here(), getattr(os, step), []
+    put(one, "qwen")
+
+    def deleted_once(path, *arguments, **more):
+        if str(path).endswith(("/owners", "/keeper.starting")) and not torn:
+            torn.append(path)
+            shutil.rmtree(one.directory.parent, ignore_errors=True)
+        return real(path, *arguments, **more)
+
+    keeper_of(one).kill()
+    until(lambda: not one._wire.is_open())
+    shutil.rmtree(one.directory.parent)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, deleted_once)
+        assert names(one) == ["qwen"]
+    assert torn
+
+
 HOSTILE = {
     "garbage": b"\xff" * 100,
     "half a frame": struct.pack("<I", 1000) + b"x",

@@ -284,7 +284,13 @@ class KeeperLedger(Ledger):
                 self._require_trusted(wire)
                 return self._greet(wire)
             except (OSError, _Lost, Torn) as error:
-                why = self._start() or str(error)
+                try:
+                    why = self._start() or str(error)
+                except LedgerUnavailable as unavailable:
+                    # Somebody deletes the directory while it is made: it is made again.
+                    if not isinstance(unavailable.__cause__, FileNotFoundError):
+                        raise
+                    why = str(unavailable.__cause__)
                 if time.monotonic() > deadline:
                     raise self._unavailable(why) from error
             time.sleep(pause)
