@@ -137,12 +137,12 @@ def test_a_server_that_does_not_sleep_or_wake_is_ended(
     backend, loaded, place, monkeypatch, fault, said, wakes
 ):
     """What it holds then is not known. Nothing of it is left: no process, no bytes, no claim."""
-    if fault == "late":
-        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 0.2)
-        loaded.engine._started_in = 0.0
     pids = loaded.pids
     if wakes:
         asleep(backend, loaded)
+    if fault == "late":
+        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 0.2)
+        loaded.engine._started_in = 0.0
     (place / "fault").write_text(fault)
     with pytest.raises(EngineDied, match=f"it did not {'wake' if wakes else 'sleep'}: it {said}"):
         backend.move(loaded, ON_CARD if wakes else (Share(HOST, WEIGHTS),))
