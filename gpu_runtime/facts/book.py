@@ -353,6 +353,9 @@ class Lease(Value):
     model_type: str = "other"
     quantization: str = ""
     fixed: str = ""  # why torch cannot move a notebook's memory, which is then not movable
+    # What the sleeping engine of the lease keeps on cards. It counts in its owner's residue, and only
+    # the end of the engine frees it.
+    residue: Shares = ()
 
     def __str__(self) -> str:
         in_use = ", in use" if self.pins else ""
@@ -454,14 +457,15 @@ class Lease(Value):
     def freed_by(self, target: Shares) -> Shares:
         """The bytes that become free on each device when the lease's bytes move to `target`.
 
-        An empty `target` means that the lease is dropped.
+        An empty `target` means that the lease is dropped, and what its sleeping engine keeps with it.
 
         >>> whole = Lease("1", "a", shares=(Share("sim:0", 9),), piece_bytes=3)
         >>> whole.freed_by((Share("host", 6),))
         (Share(device='sim:0', bytes=6),)
         """
         if not target or any([share.device != HOST for share in target]):
-            return self.shares
+            ends = self.residue and not target and self.on_host
+            return (*self.shares, *self.residue) if ends else self.shares
         on_cards = tuple([share for share in self.shares if share.device != HOST])
         staying = self.card_bytes - sum([share.bytes for share in target])
         if staying <= 0 or not self.piece_bytes or len(on_cards) > 1:
@@ -475,7 +479,7 @@ class Lease(Value):
         if not recalls or self.id not in recalls:
             return ()
         part = recalls[self.id]
-        return self.freed_by((Share(HOST, part),)) if part else self.shares
+        return self.freed_by((Share(HOST, part),) if part else ())
 
     def after(self, target: Shares) -> Shares:
         """The places of the model's own bytes after a move to `target`, which may be partial.

@@ -429,7 +429,8 @@ class Leaver(Value):
 
     lease: str  # its id
     # "copy" (in RAM, of bytes that are on a card), "model" or "engine" (on a card), "in RAM" (a
-    # model), "asleep" (an engine), "notebook" (on a card) or "parked" (in RAM)
+    # model), "asleep" (an engine, in RAM, or what it keeps on a card), "notebook" (on a card) or
+    # "parked" (in RAM)
     what: str
     frees: Shares
     # Seconds that leaving adds to its next use, as the policy `keep_score` counts them: a restore if

@@ -27,6 +27,7 @@ from ..facts import (
     Measurement,
     ModelSpec,
     Move,
+    Share,
     Shares,
     encode_uses,
     merged_uses,
@@ -215,6 +216,7 @@ class Resident:
             self._uses_noted = self.uses
             self.note_uses(encode_uses([self._wall() - (self._clock() - self.last_used)]))
         part = getattr(self.handle, "part", None)
+        kept = getattr(self.handle, "kept", {}) if self.lease.on_host else {}
         return replace(
             self.lease,
             pins=pins,
@@ -226,6 +228,7 @@ class Resident:
             moves_again_at=self.moves_again_at,
             shadow_bytes=self.shadow_bytes,
             keep=self.spec.keep,
+            residue=tuple([Share(card, size) for card, size in kept.items() if size]),
             **(part.claim if part is not None else _NOT_SHARED),
             importance=self.lease.importance if pins else self.spec.importance,
         )

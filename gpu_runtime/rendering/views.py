@@ -156,7 +156,8 @@ def lease_parts(snapshot: Snapshot, view: DeviceView) -> Iterator[LeasePart]:
         for lease in section.leases:
             leaving = 0
             if lease.phase is Phase.LEAVING:
-                leaving = _bytes_on(lease.freed_by(lease.target), device)
+                freed = _bytes_on(lease.freed_by(lease.target), device)
+                leaving = min(freed, _bytes_on(lease.shares, device))  # no residue
             on_disk = lease.disk_bytes if view.device.is_host else 0
             sizes = {
                 "settled": _bytes_on(lease.shares, device) - leaving - on_disk,

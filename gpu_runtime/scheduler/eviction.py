@@ -22,6 +22,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..facts import (
+    ASLEEP,
     ENGINES,
     HOST,
     Book,
@@ -459,6 +460,8 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
             continue  # the block runs in this kernel, and needs what the kernel holds
         if reason_to_stay(lease, world, asker=asker, importance=importance):
             continue
+        if lease.residue and lease.on_host and lease.droppable and lease.id != request.lease.id:
+            lease = _residue_of(lease, world)
         if not lease.on_device:
             continue
         if not lease.droppable and not can_move(lease, world):
@@ -469,6 +472,17 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
             continue
         found.append(lease)
     return found
+
+
+def _residue_of(lease: Lease, world: World) -> Lease:
+    """What the sleeping engine of `lease` keeps on cards, as a lease that is only dropped.
+
+    The end of the engine frees it, and its next use is a load in place of a wake.
+    """
+    lost = cost_of_leaving(lease, world)
+    return replace(
+        lease, shares=lease.residue, movable=False, reload_seconds=lost, restore_seconds=0.0
+    )
 
 
 def _priced(
@@ -548,6 +562,8 @@ def _leaver(lease: Lease, world: World, frees: Shares, what: str = "") -> Leaver
     if lease.kind == "kernel":
         kind = "notebook"
     seconds = cost_of_leaving(lease, world)
+    if lease.residue and lease.on_device:
+        kind = ASLEEP
     return Leaver(
         lease.id,
         away_word(lease) or kind,

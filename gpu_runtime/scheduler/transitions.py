@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from msgspec.structs import replace
@@ -246,9 +247,14 @@ def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by:
 def perform(book: Book, step: Step, world: World) -> Book:
     """The book as if `step` had succeeded. Dry runs use this function."""
     owner, _, name = step.lease.partition("/")
-    if isinstance(step, (Drop, Shed)):
-        return left(book, step, (), world)
     lease = book.lease(owner, name)
+    if isinstance(step, (Drop, Shed)):
+        if isinstance(step, Drop) and lease and lease.residue:  # the end of a sleeping engine
+            section = book.sections[owner]
+            rest = Counter(section.residue)
+            rest.subtract({share.device: share.bytes for share in lease.residue})
+            book = book.with_section(replace(section, residue=dict(+rest)))
+        return left(book, step, (), world)
     shares = lease.after(step.shares) if lease else step.shares
     to_device = any(share.device != HOST for share in step.shares)
     if isinstance(step, Load) or to_device:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Share
+from gpu_runtime.facts import Drop, Phase, Share
 from gpu_runtime.rendering import answers
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import POLICIES, gigabytes, keep_score
@@ -110,6 +110,42 @@ def test_what_may_not_leave_is_not_listed():
     assert not found.granted and [one.lease for one in found.leavers] == [at(1, "idle")]
     _, verdict = decide(page, wanted, there)
     assert not verdict.recalls and not found.leavers[0].leaves, "it alone is not enough"
+
+
+def test_what_a_sleeping_engine_keeps_on_the_card_is_freed_only_if_the_rest_is_not_enough():
+    """Its end costs the difference of load and wake, and frees few bytes."""
+    kept = Share("sim:0", 2 * GIB)
+    slept = lease(
+        "slept", by=2, host=1, backend="vllm", reload_seconds=40, restore_seconds=1, residue=(kept,)
+    )
+    assert slept.freed_by(()) == (*slept.shares, kept)
+    assert replace(slept, shares=(kept,)).freed_by(()) == (kept,), "it counts once"
+    idle = lease("idle", by=2, sim0=6, restore_seconds=0.4)
+    there = world(sim0=10, host=64, grace_seconds=0)
+
+    def page(*leases):
+        return book(*leases, limits=there.limits, residue={2: {"sim:0": 2 * GIB}})
+
+    for need, victims in ((7, ["idle"]), (9, ["idle", "slept"]), (11, [])):
+        found = plan(page(slept, idle), request("big", need), there, keep_score)
+        assert sorted(name.split("/")[1] for name in found.victims) == victims
+        _, verdict = decide(page(slept, idle), request("big", need), there)
+        assert {at(2, name) for name in victims} == {*getattr(verdict, "recalls", ())}
+    found = plan(page(slept, idle), request("big", 9), there, keep_score)
+    assert rows(found.leavers) == [("idle", "model", 0.4, True), ("slept", "asleep", 40 - 1, True)]
+    assert found.leavers[1].frees == (kept,)
+    mine = replace(slept, owner=at(1, "")[:-1])
+    own = book(mine, limits=there.limits, residue={1: {"sim:0": 2 * GIB}})
+    after, verdict = decide(own, request("big", 9), there)
+    assert [(type(step), step.source) for step in verdict.steps] == [(Drop, (kept,))]
+    assert after.find(mine.id).phase is Phase.LEAVING
+    _, again = decide(after, request("other", 9, key="later"), there)
+    assert not again.steps, "its bytes are free soon"
+    mine = replace(mine, shares=(Share("host", 2 * GIB),))
+    used = lease("used", sim0=7, pins=1)
+    own = book(mine, used, limits=there.limits, residue={1: {"sim:0": 2 * GIB}})
+    after, verdict = decide(own, request("slept", 2), there)
+    assert not verdict.steps and after.find(mine.id) == mine, "it does not end itself to wake"
 
 
 def test_the_list_is_short_and_fits_80_columns():

@@ -13,7 +13,7 @@ import pytest
 from gpu_runtime import Runtime, samples
 from gpu_runtime.backends.engines import backend as engines
 from gpu_runtime.backends.engines.recipes import Vllm
-from gpu_runtime.facts import HOST, Evidence
+from gpu_runtime.facts import HOST, Evidence, Share
 from gpu_runtime.owner import registry
 from gpu_runtime.rendering import answers
 from gpu_runtime.serving.api import openai
@@ -78,6 +78,22 @@ def test_what_sleeping_engines_keep_on_the_card_is_residue_and_no_byte_counts_tw
     assert places(rt) == {"a": {"sim:0": 4 * GIB - kept}, "b": {HOST: WEIGHTS}}
     rt.evict("b", drop=True)
     assert rt.status().devices[0].residue_bytes == kept
+
+
+def test_an_engine_ends_if_what_it_keeps_asleep_is_all_that_stands_in_the_way(
+    rt, place, monkeypatch
+):
+    """Both models sleep for the third. The budget of 5.4 GiB lacks 0.35 then, so one of them ends."""
+    monkeypatch.setattr(rt.probe, "charged", charged_in(place))
+    pids = {name: use(rt, name) for name in "ab"}
+    rt.register("c", "org/name", backend="vllm", size="4.75GiB")
+    use(rt, "c")
+    assert sum(all(map(alive, pids[name])) for name in "ab") == 1
+    assert rt.status().devices[0].residue_bytes == GIB // 2
+    [gone] = {"a", "b"} - places(rt).keys()
+    assert rt.why(gone)[0].action == "unloaded" and "c needs 4.8 GiB" in rt.why(gone)[0].because
+    found = next(one for one in rt.why(gone).leavers if one.what == "asleep")
+    assert found.frees == (Share("sim:0", GIB // 2),) and found.seconds > 0
 
 
 def test_an_engine_that_sleeps_is_called_asleep_and_why_compares_its_seconds(rt):
