@@ -22,7 +22,7 @@ from .. import files, threads
 from ..backends.base import NotStill
 from ..devices.process_memory import trim_heap
 from ..errors import BadSetting, DoesNotFit, GpuError, StillInUse
-from ..facts import HOST, KERNEL, Book, Lease, World
+from ..facts import DISK_SECONDS_PER_BYTE, HOST, KERNEL, Book, Lease, World
 from ..ledgers.access import file_system_of, is_network
 from ..units import GIB, MIB, show_bytes, show_seconds
 from .resident import Place, Resident
@@ -32,6 +32,7 @@ AGAIN_SECONDS = 60.0  # after a failure, nothing moves to the disk for so long
 ROOM_SECONDS = 10.0  # how old the room on the disk may be in the book
 SPARE_PART = 0.1  # of the disk that stays free if GPU_PARK_DISK_GB is not set
 LEAST_MEASURED = 64 * MIB  # a smaller file shows no rate of the disk
+MEASURED_SECONDS = 600.0  # how long a rate counts: the disk may have been busy
 _IN_RAM = ("tmpfs", "ramfs")
 
 UNSET = (
@@ -235,6 +236,7 @@ def _stow(session: Session, resident: Resident, size: int, because: str, by: str
         ) from error
     if size >= LEAST_MEASURED:
         session.disk_seconds_per_byte = (written.seconds + written.read_seconds) / size
+        session.disk_measured_at = session.clock()
     with resident.gate:
         seconds = resident.lease.restore_seconds + written.read_seconds
         resident.lease = replace(resident.lease, restore_seconds=seconds)
@@ -269,6 +271,8 @@ def look_after(session: Session) -> None:
     settings, now = session.settings, session.clock()
     if settings.gpu_park_dir is None:
         return
+    if now - session.disk_measured_at >= MEASURED_SECONDS:
+        session.disk_seconds_per_byte = DISK_SECONDS_PER_BYTE
     for resident in list(session.residents.values()):
         lease = resident.lease
         if resident.handle is None or lease.stowing or resident.place is Place.MOVING:

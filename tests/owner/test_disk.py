@@ -325,3 +325,20 @@ def test_models_that_can_be_loaded_again_leave_half_of_the_room_to_others(nets):
     fresh = replace(lease("two", 8), disk_bytes=0)
     assert disk.room(session, book, fresh) == 50 * MIB
     assert disk.room(session, book, replace(fresh, droppable=True)) == 10 * MIB
+
+
+def test_a_measured_rate_of_the_disk_counts_for_ten_minutes(runtime, tmp_path, clock, monkeypatch):
+    """Measured while the disk was busy, it would keep models from it for good: none would measure it again."""
+    monkeypatch.setattr(disk, "LEAST_MEASURED", SIZE)
+    rt = runtime(devices="sim:5MiB,host:5MiB", gpu_park_dir=str(tmp_path), clock=clock, **WHOLE)
+    session, before = rt._session, rt._session.disk_seconds_per_byte
+    for name in "abc":
+        rt.register(name, net)
+        weights(rt, name)
+    measured = session.disk_seconds_per_byte
+    clock.now += 599
+    disk.look_after(session)
+    assert session.disk_seconds_per_byte == measured != before
+    clock.now += 1
+    disk.look_after(session)
+    assert session.disk_seconds_per_byte == before
