@@ -40,7 +40,7 @@ def keeper_of(notebook: Notebook) -> psutil.Process:
 
 def told(output: str) -> list[str]:
     """The lines of a cell's `output` but for those of a wait, which are many on a busy machine, and of a return."""
-    quiet = ("You have waited", "Waited")
+    quiet = ("You have waited", "Waited", "restoring this notebook")
     lines = [line for line in output.splitlines() if line and not line.startswith(quiet)]
     returns = [line for line in lines if "came back" in line]
     assert len(returns) < 2
