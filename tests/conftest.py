@@ -237,15 +237,18 @@ def _empty_cards(_small_collections: None) -> Iterator[None]:
         assert not left, "this module left memory of simulated cards:\n" + "\n".join(left)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Appends the result of a soak run to its log."""
-    if os.environ.get("SOAK"):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Appends the result of a soak run to its log. A run that one of its tests starts is a part of that test."""
+    marks = terminalreporter.config.option.markexpr
+    if os.environ.get("SOAK") and "not soak" not in marks:
         count = lambda *words: sum(len(terminalreporter.stats.get(word, ())) for word in words)
         chosen = terminalreporter.config
-        run = " ".join([*chosen.args, f"-m '{chosen.option.markexpr}'"])
+        run = " ".join([*chosen.args, f"-m '{marks}'"])
         run += f" -k '{chosen.option.keyword}'" if chosen.option.keyword else ""
+        run += ", interrupted" if exitstatus == pytest.ExitCode.INTERRUPTED else ""
+        examples = settings().max_examples if "hypothesis" in marks else 0
         figures = count("passed"), count("failed", "error"), count("skipped")
-        soak.write(run, settings().max_examples, *figures, time.monotonic() - _began)
+        soak.write(run, examples, *figures, time.monotonic() - _began)
 
 
 def _why_no_gpu() -> str:

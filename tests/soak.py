@@ -47,6 +47,7 @@ def add(ledger: str, **counts: float) -> None:
 def write(run: str, examples: int, passed: int, failed: int, skipped: int, seconds: float) -> None:
     """Writes the result of a soak, good or bad. The counts of a failed soak are not added to the
     total of the passed ones. `run` has the words that chose the tests; `tests` alone stands for all.
+    Without property tests, `examples` is 0.
     """
     text = RESULTS.read_text() if RESULTS.exists() else ""
     rows, today = so_far(text), str(datetime.date.today())
@@ -55,7 +56,14 @@ def write(run: str, examples: int, passed: int, failed: int, skipped: int, secon
         rows[row] = Done(count, held if failed else held + count, today)
     parts = (line for line in text.splitlines() if line.startswith("| `"))
     runs = {} if run.split()[0] == "tests" else {line.split("`")[1]: line for line in parts}
-    cells = (today, f"{examples:,}", passed, failed, skipped, round(seconds / 60))
+    cells = (
+        today,
+        f"{examples:,}" if examples else "–",
+        passed,
+        failed,
+        skipped,
+        round(seconds / 60),
+    )
     runs[run] = f"| `{run}` | {' | '.join(map(str, cells))} |"
     RESULTS.write_text(
         "# The soaks\n\n"

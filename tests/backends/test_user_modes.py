@@ -26,6 +26,5 @@ def test_the_backends_pass_all_their_tests_in_each_mode_of_the_user(mode):
     command += ["-k", "not llama_cpp and not llama-server"]
     command += [HERE / name for name in FILES.split()]
     environment = {**os.environ, "BACKENDS_IN_MODE": mode}
-    environment.pop("SOAK", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
