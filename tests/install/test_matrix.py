@@ -33,6 +33,11 @@ class Environment(NamedTuple):
         """Its directory."""
         return ROOT / ".venv-matrix" / str(self)
 
+    @property
+    def asked(self) -> dict[str, str]:
+        """Name of a package -> its version; empty for the newest."""
+        return {name: rule.strip("=") for name, rule in re.findall(r"([\w-]+)(\S*)", self.packages)}
+
     def __str__(self) -> str:
         return f"{self.python}-{self.packages.split()[0].replace('==', '-')}"
 
@@ -83,15 +88,27 @@ def made(environment: Environment) -> Path:
 
 def written(environment: Environment, versions: dict[str, str], result: str) -> None:
     """Writes the line of the `environment` in the table, and the day."""
-    asked = dict(re.findall(r"([\w-]+)(\S*)", environment.packages))
     cells = [versions.get("python", environment.python)]
-    cells += [versions.get(name) or asked[name].strip("=") or "newest" for name in SHOWN]
+    cells += [versions.get(name) or environment.asked[name] or "newest" for name in SHOWN]
     line = f"| {' | '.join([*cells, result, str(datetime.date.today())])} |"
     number = ENVIRONMENTS.index(environment)
     head, rows = TABLE.read_text().split("|---|\n")
     lines = rows.splitlines()
     lines[number : number + 1] = [line]
     TABLE.write_text(f"{head}|---|\n" + "".join(f"{one}\n" for one in lines))
+
+
+def test_the_oldest_environment_has_the_lowest_versions_that_the_package_allows_and_the_page_names() -> (
+    None
+):
+    oldest, rules = ENVIRONMENTS[0], (ROOT / "pyproject.toml").read_text()
+    page = " ".join((ROOT / "docs/installation.md").read_text().split())
+    for name in SHOWN:
+        lowest = ".".join(oldest.asked[name].split(".")[:2])
+        assert f"{name}>={lowest}" in rules
+        assert f"{name} {lowest}" in page.replace("JupyterLab", "jupyterlab")
+    assert f'requires-python = ">={oldest.python}"' in rules
+    assert f"{oldest.python} to {ENVIRONMENTS[-1].python}" in page
 
 
 @pytest.mark.soak
