@@ -198,6 +198,10 @@ def test_the_users_settings_choose_the_words_and_an_alert(train):
 def test_the_list_of_running_kernels_shows_what_each_holds(train):
     """In its view as a tree, and in that as a list."""
     train.command("running:show-panel")
+    kernels = train.page.locator(".jp-RunningSessions .lm-AccordionPanel-title", has_text="Kernels")
+    # JupyterLab 4.2 closes the sections when the page is loaded again
+    if kernels.get_attribute("aria-expanded") == "false":
+        kernels.locator(".lm-AccordionPanel-titleLabel").click()
     beside = train.page.locator(".jp-RunningSessions-itemDetail:visible")
     for _view in ("tree", "list", "tree"):  # whichever comes first
         beside.get_by_text("14.0 GiB", exact=True).wait_for()  # raises if there are two
