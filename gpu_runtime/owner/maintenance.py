@@ -288,12 +288,22 @@ def obey(session: Session) -> tuple[Order, ...]:
 
     key = session.new_key("obey")
     try:
-        steps, orders = session.decide(decision)
-        for step in steps:
-            release.step_aside(session, step, key, by=step.by)
-        return orders
+        before: tuple[Move | Drop | Shed, ...] = ()
+        while True:
+            steps, orders = session.decide(decision)
+            for step in steps:
+                release.step_aside(session, step, key, by=step.by)
+            if steps == before or not any(map(_frees_host_memory, steps)):
+                return orders
+            before = steps  # a lease on a card may now leave for the host
     finally:
         session.done_with(key.note)
+
+
+def _frees_host_memory(step: Move | Drop | Shed) -> bool:
+    return isinstance(step, Shed) or (
+        isinstance(step, Drop) and any(share.device == HOST for share in step.source)
+    )
 
 
 def _start_orders(session: Session) -> None:

@@ -499,10 +499,7 @@ class Session:
         waiting = {ticket.owner for ticket in after.tickets}
         if waiting and transitions.affects_waiters(before, after):
             concerned |= waiting
-        for ticket in after.tickets:
-            if ticket.owner == self.me:
-                ids = (*ticket.recalls, *ticket.shadows, ticket.name)
-                concerned.update(id.partition("/")[0] for id in ids if "/" in id)
+        concerned |= transitions.newly_addressed(before, after, self.me)
         if concerned:
             self.ledger.ring(concerned)
 

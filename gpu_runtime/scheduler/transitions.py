@@ -40,6 +40,7 @@ from ..facts import (
     Shed,
     Staying,
     Step,
+    Ticket,
     Value,
     World,
 )
@@ -585,3 +586,35 @@ def _relevant_part(lease: Lease) -> Lease:
     return replace(
         lease, pins=min(lease.pins, 1), pinned_since=0.0, last_used=0.0, uses=0, measured_bytes=None
     )
+
+
+REPEAT_SECONDS = 1.0  # after so long, a ticket wakes the owners that it names once more
+
+
+def newly_addressed(before: Book, after: Book, owner: str) -> set[str]:
+    """The ids of the owners that can do something new for the tickets of `owner`.
+
+    A ticket that only repeats its words concerns nobody, within REPEAT_SECONDS. If it did, two owners
+    that wait for each other's models would wake each other for ever (1,300 writes a second, and a
+    core each).
+    """
+    found = set()
+    for ticket in after.tickets:
+        if ticket.owner != owner:
+            continue
+        old = before.ticket(ticket.key)
+        repeats = old is not None and ticket.refreshed < old.refreshed + REPEAT_SECONDS
+        known = _addressed(old) if old and repeats else set()
+        for id, size in _addressed(ticket):
+            lease = after.find(id)
+            # A part that left since is recalled anew, if the words are the same.
+            left = old and lease and lease.away_since >= old.refreshed
+            if (id, size) not in known or left:
+                found.add(id.partition("/")[0])
+    return found
+
+
+def _addressed(ticket: Ticket) -> set[tuple[str, int]]:
+    """What the ticket wants of which lease `OWNER/NAME`, or of the process `OWNER/`."""
+    whole = [(id, 0) for id in (*ticket.shadows, ticket.name) if "/" in id]
+    return {*ticket.recalls.items(), *whole}

@@ -79,3 +79,19 @@ def test_a_live_graph_keeps_the_weights_that_it_needs(runtime, llama, room):
     assert where(rt) == {}, "nothing needs its bytes any more"
     with rt.use("w") as again:
         assert all(torch.equal(one, before[name]) for name, one in again.state_dict().items())
+
+
+def test_an_eviction_for_another_process_first_makes_room_in_host_memory(runtime, shared_book):
+    """Its two steps need no second wake-up: the requester may wait without a word."""
+    devices = "sim:2GiB,host:1GiB"
+    holder, other = (
+        runtime(ledger=shared_book, devices=devices, monitor=False, cpu_memory_max_percent=1.0)
+        for _ in "ab"
+    )
+    fakes(holder, old="1GiB", new="1GiB")
+    holder.preload("old"), holder.preload("new")
+    holder.evict("old")
+    assert where(holder) == {"old": "host", "new": "sim:0"}
+    other.evict("new", wait=False)
+    holder.tick()
+    assert where(holder) == {"new": "host"}

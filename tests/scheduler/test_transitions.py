@@ -213,6 +213,26 @@ def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
     assert transitions.affects_waiters(WAITED_FOR, after)
 
 
+def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
+    """Owners that wait for each other's models would wake each other for ever by repeated words."""
+    mine = ticket("b", by=2, recalls={f"{ME.id}/a": 0}, refreshed=NOW)
+    there = with_a().with_ticket(mine)
+    again = there.with_ticket(replace(mine, refreshed=NOW + 0.9, because="used 3 ms ago"))
+    later = there.with_ticket(replace(mine, refreshed=NOW + 1))
+    other = there.with_ticket(replace(mine, recalls={f"{ME.id}/a": size(1)}, refreshed=NOW + 0.9))
+    ordered = WAITED_FOR.with_ticket(ticket(f"{ME.id}/", by=2, key="who", verb="who"))
+    left = again.with_lease(replace(again.lease(ME.id, "a"), away_since=NOW + 0.5))
+
+    def concerned(before, after):
+        return transitions.newly_addressed(before, after, mine.owner)
+
+    assert concerned(WAITED_FOR, there) == {ME.id} == concerned(WAITED_FOR, ordered)
+    assert concerned(there, again) == set()
+    assert concerned(there, later) == {ME.id}  # it may not have been heard
+    assert concerned(there, other) == {ME.id}  # another part of it
+    assert concerned(there, left) == {ME.id}  # the part left; this one is recalled after it
+
+
 # -- publish ---------------------------------------------------------------------------------------
 def truth(*leases, keys=(), **fields):
     return Truth(ME, leases, keys, **fields)

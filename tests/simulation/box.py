@@ -330,6 +330,10 @@ class Kernel:
         """The owner's id in the book; empty until the runtime is open."""
         return self.rt._opened.me if self.rt is not None else ""
 
+    def owns(self, id: str) -> bool:
+        """Whether the lease `id` is of this process."""
+        return id.startswith(f"{self.me}/")
+
 
 class Box:
     """All processes, the devices that they share, and what has happened."""

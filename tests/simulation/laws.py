@@ -1,6 +1,7 @@
 """What must hold on the simulated box: after every step, while requests wait, at rest, and at the end."""
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ LOOK_SECONDS = 0.25  # how often the waiting requests are decided again
 GRANTED_SECONDS, SLOWLY_SECONDS = 2.5, 8.0
 # How often a waiting request and a monitor look by themselves. Most days it is seldom: a wake-up that was lost shows.
 LOOKS_SECONDS = (1.0, 30.0, 30.0)
+MOST_IN_VAIN, IN_VAIN_SECONDS = 200, 2.0  # writes of requests that wait, while nothing else changes
 carry_out_order, refuse_unlawful = maintenance.carry_out_order, clients.refuse_unlawful
 
 
@@ -51,6 +53,7 @@ class Laws:
         self._looked_at = 0.0
         self._totals: dict[str, int] = {}
         self._before = box.book()
+        self._in_vain: deque[float] = deque(maxlen=MOST_IN_VAIN)  # writes that change nothing
         self._carried_out: set[tuple[str, str]] = set()  # orders that threads carry out now
         acquire.admit = self._admit
         clients.refuse_unlawful = self._refuse_unlawful
@@ -90,6 +93,8 @@ class Laws:
     def after_step(self) -> None:
         if self.problem:
             return
+        if self.box.met["Refused"]:  # each owner checks the laws before it writes
+            self._broken("the keeper refuses a write")
         if self.box.changed():
             self._bytes()
             self._sums()
@@ -142,6 +147,7 @@ class Laws:
             for id in (ticket.name, *ticket.recalls):
                 most = ticket.importance if ticket.verb == "use" else -1
                 asked[id] = min(asked.get(id, most), most)
+        self._storm(before, book)
         for id in book.changed_since(before):
             if id not in book.sections or id not in before.sections:
                 continue
@@ -151,10 +157,22 @@ class Laws:
                 if lease.phase is not Phase.LEAVING or was.phase is not Phase.SETTLED:
                     continue
                 for_others = lease.key.endswith(":obey")
+                if for_others and lease.pins:
+                    self._broken(f"{lease.id} leaves for others, and is in use")
                 if for_others and was.importance < asked.get(lease.id, 0):
                     self._broken(f"{lease.id} leaves for a request of less importance")
                 if was.keep and lease.keep:
                     self._broken(f"{lease.id} leaves for {lease.key}, and is kept")
+
+    def _storm(self, before: Any, book: Any) -> None:
+        """Requests that wait do not wake one another for ever."""
+        if before.sections != book.sections or _wishes(before) != _wishes(book):
+            self._in_vain.clear()
+            return
+        now, often = self.box.machine.now, self._in_vain
+        often.append(now)
+        if len(often) == MOST_IN_VAIN and now - often[0] < IN_VAIN_SECONDS:
+            self._broken(f"{MOST_IN_VAIN} writes in {now - often[0]:.2f} s, which change nothing")
 
     def _wakes(self) -> None:
         """A request that can be granted is granted soon: no wake-up was lost."""
@@ -209,10 +227,21 @@ class Laws:
             if asker is None or _moves(kernel) or kernel.me not in book.sections:
                 continue
             now, wall = session.clock(), session.wall()
-            world = World(now, wall, session.probe.devices, session.limits, {}, session.rules)
             askers = {one.key: asker for one in book.tickets if one.owner != kernel.me}
-            _, steps, _ = recall.obey(book, kernel.me, world, "law", askers, session.rank)
-            yield from [f"{kernel.process} could evict {one.lease}, and does not" for one in steps]
+            found = []
+            # What only time has brought about, such as the end of a grace period, rings no bell.
+            mine = [
+                one
+                for one in book.tickets
+                if any(map(kernel.owns, (*one.recalls, *one.shadows, one.name)))
+            ]
+            rung = max([one.recalled_since or one.arrived for one in mine], default=now)
+            for at in (now, rung):
+                late = wall + at - now
+                world = World(at, late, session.probe.devices, session.limits, {}, session.rules)
+                found.append(recall.obey(book, kernel.me, world, "law", askers, session.rank)[1])
+            names = {one.lease for one in found[0]} & {one.lease for one in found[1]}
+            yield from [f"{kernel.process} could evict {id}, and does not" for id in sorted(names)]
 
     def _running(self, book: Any) -> dict[str, Kernel]:
         """The kernels that run and are in the book, by owner id."""
@@ -331,6 +360,14 @@ class Laws:
         return self.box.keeper and self.box.keeper.process
 
 
+def _wishes(book: Any) -> Any:
+    """The requests of the `book`, without their times and words."""
+    return [replace(one, refreshed=0.0, because="") for one in book.tickets]
+
+
 def _moves(kernel: Kernel) -> bool:
     """Whether bytes of a model move in this process, perhaps in its monitor, which does nothing else meanwhile."""
-    return any(one.work.locked() for one in [*kernel.rt._session.residents.values()])
+    session = kernel.rt._session
+    if any(key.endswith(":obey") for key in session.keys.texts()):
+        return True  # between two moves
+    return any(one.work.locked() for one in [*session.residents.values()])
