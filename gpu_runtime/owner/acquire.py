@@ -612,6 +612,7 @@ class LeasedBlock:
         self.delta_bytes: int | None = None
         self._before = 0
         self._peak: Peak | None = None  # None before the process uses CUDA
+        self._found, self._set = 1.0, 0.0  # torch's bound before the block, and the block's own
         # A cap needs CUDA, so a block that leases bytes starts CUDA if no code has started it.
         self._cuda = _cuda_of(torch, start=bool(self.bytes))
         if self._cuda:
@@ -624,23 +625,45 @@ class LeasedBlock:
         """Limits torch to the bytes that it reserved before the block, plus the leased bytes."""
         reserved = self._cuda.memory_reserved(self._torch)
         fraction = (reserved + self.bytes) / self.device.total_bytes
-        fraction = min(max(fraction, 0.01), 1.0)
-        self._cuda.set_per_process_memory_fraction(fraction, self._torch)
+        self._set = min(max(fraction, 0.01), 1.0)
+        self._found = _bound(self._cuda, self._torch, 1.0)
+        self._cuda.set_per_process_memory_fraction(self._set, self._torch)
+        _capped.append(self)
+
+    def _uncap(self, cuda: Any) -> None:
+        """Restores the bound that torch had before the block. A bound that was set since the block began stays."""
+        if self not in _capped:
+            return
+        _capped.remove(self)
+        for later in _capped:  # a block that began after this one finds what this one found
+            if later._torch == self._torch and abs(later._found - self._set) < 1e-6:
+                later._found = self._found
+        if cuda and abs(_bound(cuda, self._torch, self._set) - self._set) < 1e-6:
+            cuda.set_per_process_memory_fraction(self._found, self._torch)
 
     def end(self) -> None:
-        """Measures the block's use of memory for the last time and lifts the cap on torch."""
+        """Measures the block's use of memory for the last time and restores torch's bound."""
         # Looked up again: the block may have started CUDA, and a child forked in it has no CUDA.
         cuda = _cuda_of(self._torch)
         if cuda:
             peak = self._peak.bytes if self._peak else cuda.max_memory_allocated(self._torch)
             self.peak_bytes = peak - self._before
             self.delta_bytes = cuda.memory_allocated(self._torch) - self._before
-            cuda.set_per_process_memory_fraction(1.0, self._torch)
+        self._uncap(cuda)
 
     def __repr__(self) -> str:
         peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes)
         leased = show_bytes(self.bytes)
         return f"<{leased} on {self.device.id}; peak {peak}>"
+
+
+_capped: list[LeasedBlock] = []  # the running blocks that bound torch
+
+
+def _bound(cuda: Any, name: str, unknown: float) -> float:
+    """The part of the card that torch may take now; `unknown` if this torch cannot tell."""
+    read = getattr(cuda, "get_per_process_memory_fraction", None)
+    return read(name) if read else unknown
 
 
 def _cuda_of(name: str, *, start: bool = False) -> Any:

@@ -56,6 +56,15 @@ class FakeCuda:
             self.init()
         self.fractions.append(fraction)
 
+    def get_per_process_memory_fraction(self, name: str) -> float:
+        return self.fractions[-1] if self.fractions else 1.0
+
+
+class OldCuda(FakeCuda):
+    """A torch that cannot tell the bound."""
+
+    get_per_process_memory_fraction = None
+
 
 @pytest.fixture
 def block(monkeypatch):
@@ -82,6 +91,38 @@ def test_a_block_is_capped_and_measured(block, started):
     leased.end()
     assert (leased.peak_bytes, leased.delta_bytes) == (6 * GIB, GIB)
     assert cuda.fractions[1:] == [1.0]
+
+
+@pytest.mark.parametrize("cuda, bound", [(FakeCuda, 0.5), (OldCuda, 1.0)])
+def test_a_block_restores_the_bound_that_the_user_had_set(block, cuda, bound):
+    """Law 17. A torch that cannot tell the bound has none afterwards."""
+    torch = cuda()
+    torch.set_per_process_memory_fraction(0.5, "cuda:0")
+    block(torch, 0).end()
+    assert torch.fractions == [0.5]
+    block(torch, 8 * GIB).end()
+    assert torch.fractions == [0.5, 0.1, bound]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_blocks_of_two_threads_leave_the_bound_that_was_before_both(block, order):
+    torch = FakeCuda()
+    torch.set_per_process_memory_fraction(0.5, "cuda:0")
+    blocks = [block(torch, 8 * GIB), block(torch, 16 * GIB)]
+    assert torch.fractions == [0.5, 0.1, 0.2]
+    blocks[order[0]].end()
+    assert torch.fractions[-1] == (0.2, 0.1)[order[0]]
+    blocks[order[1]].end()
+    assert torch.fractions[-1] == 0.5
+
+
+def test_a_bound_that_is_set_inside_a_block_stays(block):
+    """An operator's enforced cap may come meanwhile."""
+    torch = FakeCuda()
+    leased = block(torch, 8 * GIB)
+    torch.set_per_process_memory_fraction(0.3, "cuda:0")
+    leased.end()
+    assert torch.fractions[-1] == 0.3
 
 
 def test_a_model_that_is_loaded_inside_a_block_leaves_the_block_its_peak(block):
