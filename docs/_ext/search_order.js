@@ -33,7 +33,7 @@ const ALSO = {
   kubespawner: "kubernetes", parallel: "split several", retention: "kept", screenshots: "pictures", speed: "long figures",
   state: "files", stored: "files", air: "network", ansible: "install", audit: "journal", backup: "back copy", benchmark: "bench",
   cap: "limit", class: "lecture", crash: "died", daemon: "keeper", delete: "remove", download: "downloaded hub",
-  gdpr: "sees", gpu: "card", gpus: "cards", huggingface: "hugging hub", kill: "end", leak: "who", max: "most limit",
+  gdpr: "sees", gpu: "card", gpus: "cards", frozen: "stuck hangs waits", hang: "stuck waits", huggingface: "hugging hub", kill: "end", leak: "who", max: "most limit",
   alive: "keep_alive", issue: "bug", mount: "container", multiple: "several many", nfs: "network", notification: "told alerts problem", offline: "network", oom: "memory",
   permission: "may operator", pipeline: "transformers", position: "order waiting", priority: "importance",
   privacy: "sees", queue: "waiting", quota: "limit", reserve: "claim room", reservation: "lecture claim",
