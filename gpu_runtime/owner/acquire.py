@@ -49,7 +49,7 @@ from ..facts import (
     parse_importance,
 )
 from ..safe_text import LONGEST_NAME, printable
-from ..scheduler import admission, explain
+from ..scheduler import admission, refusals
 from ..scheduler.admission import admit
 from ..scheduler.plan import is_new, recorded, with_runners_up
 from ..threads import outside_modes
@@ -200,7 +200,7 @@ def _let_others_pass(session: Session, resident: Resident, timeout: float | None
     while resident.pauses and resident.place is Place.HERE:
         now = session.clock()
         if deadline is not None and now >= deadline:
-            raise explain.busy(session.ledger.read(), name, wait, now - began)
+            raise refusals.busy(session.ledger.read(), name, wait, now - began)
         requests.pause(session, replace(wait, retry_at=now + NEAR_SECONDS), deadline)
 
 
@@ -305,7 +305,7 @@ def grants(
     The caller performs the steps of each grant. If the steps fail, or if they return only a part of
     the model, the caller takes the next item, for which the request is decided again. Parts of at
     least `stage_bytes` return while room is made for the rest; 0 means that no part returns alone.
-    Raises Busy, and the errors of `explain.refusal`.
+    Raises Busy, and the errors of `refusals.refusal`.
     """
     began = session.clock()
     deadline = None if timeout is None else began + timeout
@@ -317,7 +317,7 @@ def grants(
     try:
         while not is_here():
             if key.ended_by:
-                raise explain.wait_ended(
+                raise refusals.wait_ended(
                     wanted.name, key.ended_by, because, session.clock() - began
                 )
             held = session.pinned_by_caller()
@@ -351,7 +351,7 @@ def grants(
                 if session.reap():
                     continue
             if isinstance(verdict, Refuse):
-                raise explain.refusal(wanted.name, verdict)
+                raise refusals.refusal(wanted.name, verdict)
             returns = stage_bytes and session.ledger.read().lease(session.me, wanted.name)
             for step in verdict.steps:
                 departures.start(step, wait=not (returns and returns.piece_bytes))
@@ -363,7 +363,7 @@ def grants(
             because = verdict.because
             if deadline is not None and session.clock() >= deadline:
                 waited = session.clock() - began
-                raise explain.busy(session.ledger.read(), wanted.name, verdict, waited)
+                raise refusals.busy(session.ledger.read(), wanted.name, verdict, waited)
             if session.on_wait:
                 reported = True
                 session.on_wait(wanted.name, verdict)

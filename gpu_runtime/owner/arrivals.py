@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, LoadFailed, StillInUse, first_line
 from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, Wait, World, beside
-from ..scheduler import admission, explain
+from ..scheduler import admission, refusals
 from ..scheduler import transitions as books
 from ..scheduler.victims import shadow_kept
 from ..threads import Stoppable, Stopped
@@ -201,7 +201,7 @@ def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None
     """Writes to the log and the journal if the model's bytes are not on the granted devices."""
     if elsewhere := resident.backend.elsewhere(handle):
         lease = resident.lease
-        because = explain.elsewhere(resident.spec.name, lease.where, elsewhere)
+        because = refusals.elsewhere(resident.spec.name, lease.where, elsewhere)
         log.warning("%s", because)
         session.note(lease, "misplaced", "load", because)
 

@@ -17,7 +17,7 @@ from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost, first_line
 from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
 from ..fault_texts import WRITE_REFUSED, Fault, Kind, recognise
-from ..scheduler import explain
+from ..scheduler import refusals
 from ..scheduler import transitions as books
 from ..scheduler.victims import reason_to_stay
 from ..user_frames import user_lines
@@ -197,7 +197,7 @@ def out_of_memory(
     """
     world = session.world()
     book = books.publish(session.ledger.read(), session.truth(), world)
-    return explain.out_of_memory(
+    return refusals.out_of_memory(
         error,
         book,
         world,
@@ -246,7 +246,7 @@ def load_error(
         return error
     fault = recognise(str(error))
     driver_failed = fault is not None and fault.clears_model
-    failed = explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
+    failed = refusals.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
     # The lines of the traceback are stored as text, because a reference to the error would keep the
     # bytes of the load alive.
     failed.places = tuple(user_lines(error))

@@ -55,7 +55,7 @@ from ..facts import (
 )
 from ..ledgers.liveness import Sight, end_of
 from ..safe_text import quoted
-from ..scheduler import explain, recall, relief
+from ..scheduler import recall, refusals, relief
 from ..scheduler import transitions as books
 from ..scheduler.recall import Order
 from ..scheduler.victims import PERSON, reason_to_stay
@@ -485,7 +485,7 @@ def _move_refused(
 ) -> GpuError:
     lease = book.lease(me, resident.spec.name) or resident.lease
     if refusal.kind in ("in use", "busy"):
-        return explain.still_here(book, me, lease, refusal.because, world)
+        return refusals.still_here(book, me, lease, refusal.because, world)
     if refusal.kind == "away":
         return StillInUse(f"{lease.name} is being moved; try again.", name=lease.name)
     return DoesNotFit(

@@ -29,7 +29,7 @@ from ..names import (
     with_causes,
 )
 from ..scheduler.capacity import room, views
-from ..scheduler.explain import SMALLEST_STRANGER
+from ..scheduler.refusals import SMALLEST_STRANGER
 from ..scheduler.victims import reason_to_stay
 from ..threads import imported
 from ..units import parse_bytes, show_bytes

@@ -41,7 +41,7 @@ from ..facts import (
     of_notebook,
 )
 from ..notebook import variables
-from ..scheduler import explain
+from ..scheduler import refusals
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
 from ..units import show_bytes, show_seconds
@@ -238,7 +238,7 @@ def forget(session: Session, name: str) -> None:
     if not resident.begin_forgetting():
         book, world = session.look()
         lease = book.lease(session.me, resident.spec.name) or resident.lease
-        raise explain.still_here(book, session.me, lease, "in use", world)
+        raise refusals.still_here(book, session.me, lease, "in use", world)
 
     def work() -> None:
         release_calls(resident.value)

@@ -37,7 +37,7 @@ from ..facts import (
     merged_uses,
 )
 from ..ledgers.liveness import Sight
-from ..scheduler import admission, explain, feasibility, victims
+from ..scheduler import admission, feasibility, refusals, victims
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import MIB, show_bytes
@@ -118,7 +118,7 @@ def evict(
         if lease is None:
             return book, StillInUse(f"{name} is being loaded or moved; try again.", name=name)
         if why := victims.reason_to_stay(lease, world, asker=session.me, importance=-1):
-            return book, explain.still_here(book, session.me, lease, why, world)
+            return book, refusals.still_here(book, session.me, lease, why, world)
         host_room = room(book, world).get(HOST, 0)
         step = victims.eviction_step(
             lease, host_room, world, drop=drop, because=because, reason="evict"
@@ -177,7 +177,7 @@ def _only_copy(session: Session, lease: Lease, is_needed: bool) -> DoesNotFit:
     if is_needed:
         why = "is needed by an autograd graph or a view, and RAM has no room for it"
         advice = "delete what holds it, for example the loss of an unfinished step"
-    fixed = explain.advice_on_fixed(why, lease.name)
+    fixed = refusals.advice_on_fixed(why, lease.name)
     return DoesNotFit(
         f"{lease_title(lease, session.owner)} ({show_bytes(lease.bytes)}) {why}.\n"
         f"  {fixed or f'Raise CPU_MEMORY_MAX_PERCENT, or {advice}'}",

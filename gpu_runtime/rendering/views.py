@@ -1,7 +1,9 @@
 """What the faces show of a host: bars, rows and sentences, made from a Snapshot.
 
 This module is pure. The labels inside the sentences (state, holder, cards) are in
-`facts/book.py`; the layout is in `text.py`, `html.py` and the console.
+`facts/book.py`; the layout is in `text.py`, `html.py` and the console. A line of `%gpu why` is
+`event_sentence`: what happened, then the stored `Event.because`, which is worded where the decision
+is made (`scheduler/`, `owner/`).
 """
 
 from __future__ import annotations

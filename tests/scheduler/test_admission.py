@@ -17,7 +17,7 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler import explain
+from gpu_runtime.scheduler import refusals
 from gpu_runtime.scheduler.admission import MOST_LEASES, MOST_WAITING, admit
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.plan import plan
@@ -159,7 +159,7 @@ def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(more
     assert verdict.because == (
         f"qwen needs 10.0 GiB; sim:0 has 20.0 GiB, and pid 1 (12.0 GiB) {because}"
     )
-    told = str(explain.refusal("qwen", verdict))
+    told = str(refusals.refusal("qwen", verdict))
     assert hint in told and "forget" not in told
 
 

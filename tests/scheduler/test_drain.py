@@ -6,9 +6,9 @@ from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Phase, Refuse, Share, Shed, Wait
 from gpu_runtime.scheduler import caps, relief
 from gpu_runtime.scheduler.capacity import views
-from gpu_runtime.scheduler.explain import refusal
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import lru
+from gpu_runtime.scheduler.refusals import refusal
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, WALL, at, block, book, decide, lease, owner, replayed, request, world
 

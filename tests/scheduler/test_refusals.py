@@ -22,13 +22,13 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.explain import (
+from gpu_runtime.scheduler.plan import MOST_RUNNERS_UP, alternatives, interference, with_runners_up
+from gpu_runtime.scheduler.refusals import (
     busy,
     out_of_memory,
     refusal,
     still_here,
 )
-from gpu_runtime.scheduler.plan import MOST_RUNNERS_UP, alternatives, interference, with_runners_up
 from gpu_runtime.scheduler.transitions import arrived
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, book, decide, lease, owner, request, world
