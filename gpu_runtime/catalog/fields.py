@@ -1,8 +1,7 @@
-"""One model of the catalogue: the fields of its entry, and the ModelSpec that a process makes from it.
+"""Fields of a model are declared in GROUPS of `arguments.py`; this file reads the entry of a catalogue with them.
 
-The table of fields in `arguments.py` says how each field is checked and converted to the project's units: sizes
-to bytes, durations to seconds. An unknown field is kept, unless it looks like a misspelled known
-field, which is an error.
+From one entry it makes the ModelSpec of a process, in the project's units: sizes in bytes, durations in
+seconds. An unknown field is kept, unless it looks like a misspelled known field, which is an error.
 """
 
 from __future__ import annotations
