@@ -225,9 +225,9 @@ def _empty_cards(_small_collections: None) -> Iterator[None]:
     assert sys.exc_info()[1] is None, "this module left an error that this thread still handles"
     simgpu = sys.modules.get("tests.simgpu")
     if simgpu is not None and any(map(simgpu.used_bytes, range(simgpu.CARDS))):
-        from gpu_runtime.backends.pytorch import host_copies
+        from gpu_runtime.backends.pytorch import shadows
 
-        host_copies._on_cards.clear()  # it keeps 1 MiB on each card that it was used on
+        shadows._on_cards.clear()  # it keeps 1 MiB on each card that it was used on
         gc.collect()
         left = simgpu.leftovers()
         if left:  # garbage that was frozen while it was in use: looking for it takes a second

@@ -190,8 +190,8 @@ def _found(session: Session, limit: Any) -> Any:
     On simulated cards, tensors in our pages of host memory are no device memory: copies of models
     on a card, and bytes that are just leaving one. The parked storages of a kernel are found.
     """
-    from ..backends.pytorch.host_copies import every_key
     from ..backends.pytorch.search import FOREIGN, UNREADABLE, counted_on, search
+    from ..backends.pytorch.shadows import every_key
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
     host = session.probe.place(HOST)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.backends.base import NotStill
-from gpu_runtime.backends.pytorch import host_copies, kernel_memory, storages, swap
-from gpu_runtime.backends.pytorch.host_copies import WORDS, digest
+from gpu_runtime.backends.pytorch import kernel_memory, shadows, storages, swap
+from gpu_runtime.backends.pytorch.shadows import WORDS, digest
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import StillInUse
@@ -170,7 +170,7 @@ def test_small_tensors_on_a_card_are_digested_together(guards, monkeypatch):
 
     def counted(content: torch.Tensor) -> torch.Tensor:
         digests.append(content.nbytes)
-        return host_copies.digest(content)
+        return shadows.digest(content)
 
     monkeypatch.setattr(kernel_memory, "digest", counted)
 
@@ -279,6 +279,6 @@ def test_changes_that_plain_sums_miss_are_detected(edit):
 def test_both_ways_to_compute_the_sums_agree():
     """A card adds up products, while the CPU multiplies matrices. So a model keeps its fingerprint when it moves."""
     rows = content(4 * ROW).view(torch.int32).view(-1, WORDS)
-    keys = host_copies._keys(torch.device("cpu"))
+    keys = shadows._keys(torch.device("cpu"))
     products = torch.stack([(rows.long() * key).sum(1) for key in keys], dim=1)
     assert torch.equal(products, digest(content(4 * ROW)))

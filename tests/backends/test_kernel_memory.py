@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runtime.backends.base import NotStill
-from gpu_runtime.backends.pytorch import host_copies, kernel_memory, old_torch, search, streams
+from gpu_runtime.backends.pytorch import kernel_memory, old_torch, search, shadows, streams
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import HOST, Share
@@ -385,19 +385,19 @@ def test_a_workspace_is_released_on_each_used_card_without_any_tensor(kernel, mo
 
 def test_the_keys_of_digests_stay_on_their_card(kernel):
     """A model's digest is computed on the card while the notebook's own memory is parked."""
-    host_copies._on_cards.clear()
+    shadows._on_cards.clear()
     own, model = floats(1.0, count=MIB), floats(2.0, count=MIB)
     key = model.untyped_storage()._cdata
     kernel.handle.governed = kernel_memory.GovernedModels(lambda: [key])
     try:
-        before = host_copies.digest(model.view(torch.uint8))
+        before = shadows.digest(model.view(torch.uint8))
         assert kernel.bytes["simgpu:0"] == 8 * MIB
         kernel.park()
-        assert torch.equal(host_copies.digest(model.view(torch.uint8)), before)
+        assert torch.equal(shadows.digest(model.view(torch.uint8)), before)
         kernel.unpark()
         assert own.cpu()[0] == 1
     finally:
-        host_copies._on_cards.clear()
+        shadows._on_cards.clear()
 
 
 @settings(max_examples=settings().max_examples // 2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_runtime.backends.base import is_out_of_memory
-from gpu_runtime.backends.pytorch import host_copies
+from gpu_runtime.backends.pytorch import shadows
 from gpu_runtime.backends.pytorch.storages import grouped, slots
 from gpu_runtime.backends.pytorch.torch_model import cut, pieces
 from gpu_runtime.backends.registry import open_backend
@@ -54,7 +54,7 @@ def boxed(kind: str) -> Box:
         probe = simgpu.SimProbe()
         for card in range(simgpu.CARDS):
             # fingerprints need their keys on each card; they stay there
-            host_copies._keys(torch.device("simgpu", card))
+            shadows._keys(torch.device("simgpu", card))
     return Box(probe, kind, probe.used())
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runtime.backends.pytorch import host_copies
+from gpu_runtime.backends.pytorch import shadows
 from gpu_runtime.backends.pytorch import storages as storages_module
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.probe import open_probe
@@ -126,7 +126,7 @@ def test_without_memory_for_the_digest_the_storages_are_copied(probe, llama, cop
     def full(_):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(host_copies, "digest", full)
+    monkeypatch.setattr(shadows, "digest", full)
     copied.clear()
     move(backend, model, HOST)
     assert sum(copied) == sum(share.bytes for share in backend.measure(model))
@@ -150,7 +150,7 @@ def test_a_failed_move_leaves_the_bytes_and_the_copy(probe, llama, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_copies, "copied", broken)
+        patch.setattr(shadows, "copied", broken)
         with pytest.raises(KeyboardInterrupt):
             move(backend, model, HOST)
     same(content(model), before)

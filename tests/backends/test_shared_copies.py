@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from gpu_runtime.backends.pytorch import host_copies, storages, transformers_backend
+from gpu_runtime.backends.pytorch import shadows, storages, transformers_backend
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices import process_memory
 from gpu_runtime.devices.probe import open_probe
@@ -33,7 +33,7 @@ def mine():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Lets models of some hundred KiB be shared. Pages that an earlier test holds do not count."""
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(shadows, "LEAST_BYTES", 1)
     gc.collect()
     monkeypatch.setattr(sys.modules[__name__], "EARLIER", {one.inode for one in held_by(ME)})
 
@@ -164,13 +164,13 @@ def test_without_a_copy_of_its_own_in_host_memory_the_weights_are_compared(llama
 def test_a_storage_without_bytes_has_a_digest_too(llama):
     module = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(0))])
     [group] = storages.grouped(storages.slots(module))
-    stored = host_copies._Stored(host_copies._key(group.layout), 0, 0, b"", ())
+    stored = shadows._Stored(shadows._key(group.layout), 0, 0, b"", ())
     pages = SharedPages.create(4096)
     pages.seal()
-    copy = host_copies.SharedCopy(pages, "files", (stored,))
+    copy = shadows.SharedCopy(pages, "files", (stored,))
     copy.tensors([group], [group.bytes], open_probe("sim:1GiB,host:1GiB").place(HOST), None)
     [found] = copy.proven([group]).values()
-    assert torch.equal(found, host_copies.digest(group.bytes))
+    assert torch.equal(found, shadows.digest(group.bytes))
 
 
 @pytest.mark.parametrize("touch", ["same bytes", "card"])
@@ -195,7 +195,7 @@ def test_a_write_during_the_second_load_is_noticed(llama, monkeypatch):
     """The pages are torn after they were found and before their bytes are on the card."""
     first, one = kernel(llama)
     before = content(one)
-    real = host_copies.SharedCopy.tensors
+    real = shadows.SharedCopy.tensors
 
     def tensors(self, *given):
         if not self.is_new:
@@ -203,7 +203,7 @@ def test_a_write_during_the_second_load_is_noticed(llama, monkeypatch):
             self.pages.write(stored.at, memoryview(b"torn"))
         return real(self, *given)
 
-    monkeypatch.setattr(host_copies.SharedCopy, "tensors", tensors)
+    monkeypatch.setattr(shadows.SharedCopy, "tensors", tensors)
     second, other = kernel(llama)
     same(content(other), before)
     assert other.part is None
@@ -245,13 +245,13 @@ def test_tied_weights_share_one_storage_in_the_second_process_too(llama, tmp_pat
 
 
 def stored_in(pages):
-    shelf = host_copies.SharedCopy.found(ME, content_of(pages))
+    shelf = shadows.SharedCopy.found(ME, content_of(pages))
     return shelf.index.values()
 
 
 def content_of(pages):
-    page = pages.read(0, host_copies.PAGE_BYTES).rstrip(b"\0")
-    return msgspec.msgpack.decode(page, type=host_copies._First).content
+    page = pages.read(0, shadows.PAGE_BYTES).rstrip(b"\0")
+    return msgspec.msgpack.decode(page, type=shadows._First).content
 
 
 def files_touched(patch, directory):
@@ -260,7 +260,7 @@ def files_touched(patch, directory):
 
 
 def other_version(patch, directory):
-    patch.setattr(host_copies, "version", lambda name: "0.0")
+    patch.setattr(shadows, "version", lambda name: "0.0")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_another_model_has_pages_of_its_own(llama, tmp_path, monkeypatch, change
 
 def test_pages_that_were_not_completed_are_not_used(llama, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(host_copies.SharedCopy, "complete", lambda self, given: None)
+        patch.setattr(shadows.SharedCopy, "complete", lambda self, given: None)
         first, one = kernel(llama)
     second, other = kernel(llama)
     same(content(one), content(other))
@@ -297,7 +297,7 @@ def test_pages_that_were_not_completed_are_not_used(llama, monkeypatch):
 def test_a_damaged_index_is_as_no_copy(llama, index):
     first, one = kernel(llama)
     [pages] = mine()[:1]
-    page = pages.read(0, host_copies.PAGE_BYTES)
+    page = pages.read(0, shadows.PAGE_BYTES)
     pages.write(0, memoryview(index + page[len(index) :] if index else bytes(len(page))))
     second, other = kernel(llama)
     same(content(one), content(other))
@@ -352,17 +352,17 @@ def test_a_full_dev_shm_is_noticed_before_a_page_is_written():
 
 KERNEL = """
 import os, sys, torch
-from gpu_runtime.backends.pytorch import host_copies
+from gpu_runtime.backends.pytorch import shadows
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import ModelSpec, Share
-host_copies.LEAST_BYTES = 1
+shadows.LEAST_BYTES = 1
 backend = TransformersBackend(open_probe("sim:1GiB,host:1GiB"))
 spec = ModelSpec("llama", backend="transformers", source=sys.argv[1])
 pids = [int(pid) for pid in sys.argv[2:]]
 model = backend.load(spec, (Share("sim:0", 0),), shadow=True, copies=pids)
 total = sum(p.double().sum().item() for p in model.module.parameters())
-pages = next(host_copies.held_by([os.getpid()]))
+pages = next(shadows.held_by([os.getpid()]))
 print(os.fstat(pages.file).st_ino, total, flush=True)
 sys.stdin.readline()
 """
@@ -403,15 +403,15 @@ def test_a_killed_holder_leaves_the_pages_to_the_other_and_nothing_behind(llama)
 
 def test_the_first_page_is_read_if_the_size_of_its_index_ends_in_a_zero():
     """The zeros after the page's content are cut off. Numbers in the page may end in zeros, too."""
-    stored = host_copies._Stored("", 0, 0, b"", ())
+    stored = shadows._Stored("", 0, 0, b"", ())
     spare = 512 - 2 - len(msgspec.msgpack.encode([stored]))
     index = msgspec.msgpack.encode([msgspec.structs.replace(stored, layout="k" * spare)])
     assert len(index) == 512
     pages = SharedPages.create(2 * 4096)
     pages.write(4096, memoryview(index))
-    first = host_copies._First(host_copies.MAGIC, 4096, len(index), "files")
+    first = shadows._First(shadows.MAGIC, 4096, len(index), "files")
     pages.write(0, memoryview(msgspec.msgpack.encode(first)))
-    assert len(host_copies._read(pages, "files")) == 1
+    assert len(shadows._read(pages, "files")) == 1
 
 
 def test_a_changed_model_that_is_released_in_host_memory_can_be_written(llama, guards):

@@ -7,8 +7,8 @@ import torch
 
 from gpu_runtime import other_libraries
 from gpu_runtime.backends.pytorch import search
-from gpu_runtime.backends.pytorch.host_copies import digest, every_key
 from gpu_runtime.backends.pytorch.search import Limit
+from gpu_runtime.backends.pytorch.shadows import digest, every_key
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import holdings
 from gpu_runtime.rendering import answers

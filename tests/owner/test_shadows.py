@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from gpu_runtime.backends.pytorch import host_copies
+from gpu_runtime.backends.pytorch import shadows as backend_shadows
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.process_memory import held_by
 from gpu_runtime.facts import HOST
@@ -169,7 +169,7 @@ def test_two_kernels_share_the_copy_of_one_model(
     runtime, shared_book, tmp_path, monkeypatch, mode, files
 ):
     llama = tiny_models.causal_lm(tmp_path / "model")
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(backend_shadows, "LEAST_BYTES", 1)
     gc.collect()
     before = shared_files()
     more = dict(devices="sim:1GiB,host:1GiB", ledger=shared_book, gpu_shadows=mode)
@@ -192,9 +192,9 @@ def test_two_kernels_share_the_copy_of_one_model(
 LOADER = """
 import sys
 from gpu_runtime import Runtime
-from gpu_runtime.backends.pytorch import host_copies
+from gpu_runtime.backends.pytorch import shadows
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
-host_copies.LEAST_BYTES = 1
+shadows.LEAST_BYTES = 1
 read = TransformersBackend._of_files
 def slowly(*given):
     print("loading", flush=True)
@@ -216,7 +216,7 @@ finally:
 @pytest.mark.parametrize("ends", ["loaded", "failed", "killed"])
 def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, monkeypatch, ends):
     llama = tiny_models.causal_lm(tmp_path / "model")
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(backend_shadows, "LEAST_BYTES", 1)
     reads, waiting = [], threading.Event()
     read, waits = TransformersBackend._of_files, release._waits_for_loader
 
@@ -300,7 +300,7 @@ def test_the_host_counts_a_shared_copy_once_until_its_last_lease_ends(
 ):
     """Host memory has room for only one copy, so a second kernel could not keep a copy of its own."""
     llama = tiny_models.causal_lm(tmp_path / "model")
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(backend_shadows, "LEAST_BYTES", 1)
     size = sum(file.stat().st_size for file in llama.glob("*.safetensors"))
     more = dict(devices=f"sim:1GiB,host:{size * 3 // 2}", ledger=shared_book)
     more |= {"cpu_memory_max_percent": 1.0}
@@ -330,7 +330,7 @@ def test_pages_stay_counted_when_a_storage_of_them_was_changed(
 ):
     """A changed storage is copied when it leaves, and its old page stays in the shared file."""
     llama = tiny_models.causal_lm(tmp_path / "model")
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(backend_shadows, "LEAST_BYTES", 1)
     rt = runtime(devices="sim:1GiB,host:1GiB")
     rt.register("llama", str(llama))
     with rt.use("llama") as model:

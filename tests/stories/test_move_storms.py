@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_runtime.backends.pytorch import host_copies, torch_model
+from gpu_runtime.backends.pytorch import shadows, torch_model
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.devices.process_memory import held_by
@@ -134,7 +134,7 @@ def test_a_long_storm_in_the_middle_of_moves_loses_nothing(tmp_path):
 def main(place: str, *numbers: str) -> None:
     """Each of the two storms ends after its count, or after that many seconds."""
     torch.set_num_threads(1)  # a forked process has one thread
-    host_copies.LEAST_BYTES = 1
+    shadows.LEAST_BYTES = 1
     torch_model.LEAST_BYTES_IN_PARTS = 1
     gc.collect()
     *counts, seconds = map(int, numbers)

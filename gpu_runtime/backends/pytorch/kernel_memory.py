@@ -43,9 +43,9 @@ from ...units import MIB, show_bytes
 from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
 from . import park_file, streams, swap
 from . import storages as st
-from .host_copies import digest, every_key, forget_keys, keys_on_cards
 from .park_file import Stored, Written
 from .search import FOREIGN, UNREADABLE, Found, Known, Place, counted_on, search
+from .shadows import digest, every_key, forget_keys, keys_on_cards
 from .torch_model import ending
 
 SENTENCE = (

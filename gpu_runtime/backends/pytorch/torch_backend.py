@@ -33,11 +33,11 @@ from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...threads import all_outside_modes, with_own_modes
 from ...version import NEWER_TORCH
 from ..base import Backend, Progress, is_out_of_memory
-from . import host_copies, park_file, streams, swap
+from . import park_file, shadows, streams, swap
 from . import storages as st
-from .host_copies import SharedCopy
 from .kernel_memory import without_collections
 from .park_file import Written
+from .shadows import SharedCopy
 from .storages import Group, TensorSlot, grouped
 from .torch_model import (
     Destination,
@@ -424,19 +424,19 @@ class TorchBackend(Backend):
         proof = swap.Unchanged(
             [sources[i] for i in leaving], [one for i in leaving for one in going[i].tensors]
         )
-        unchanged = host_copies.ready(model, going, places)
+        unchanged = shadows.ready(model, going, places)
         with streams.current_card(goal.memories[0].torch):
             if shared:
                 targets = shared.tensors(going, sources, self.probe.place(HOST), progress)
             elif unchanged:
-                targets = host_copies.copied(unchanged, sources, places, self.probe.place(HOST))
+                targets = shadows.copied(unchanged, sources, places, self.probe.place(HOST))
             else:
                 targets = st.copied(sources, places, self.probe.place(HOST), progress)
             model.read(going, targets)
-        kept = host_copies.without(model, going)
-        digests = host_copies.digests(model, going, places, unchanged)
+        kept = shadows.without(model, going)
+        digests = shadows.digests(model, going, places, unchanged)
         if shadow and not model.bases and not model.is_shared:
-            kept |= host_copies.staying(model, going, places, sources, targets)
+            kept |= shadows.staying(model, going, places, sources, targets)
         copies = [targets[i] for i in leaving]
         ends = (*copies, *(sources[i] for i in leaving))
         if not undisturbed and all(one.device.type == "cpu" for one in ends):

@@ -37,9 +37,9 @@ from ..formats import safetensors, sources
 from ..formats.safetensors import Checkpoint
 from . import storages as st
 from . import swap
-from .host_copies import CopiedPart, SharedCopy, TornCopy, content_id, digest
 from .park_file import Written, in_place
 from .sentence_modules import recipe_of
+from .shadows import CopiedPart, SharedCopy, TornCopy, content_id, digest
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel, assignments, dropped_sentence, ending, nowhere
 

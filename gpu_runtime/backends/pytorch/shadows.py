@@ -1,7 +1,8 @@
-"""Copies of storages in host memory: of one process (a shadow), and shared by the processes of a user.
+"""Shadows: copies of storages that stay in RAM while a model is on a card. Processes of a user can share them.
 
 When a storage with a shadow leaves its card, its bytes are compared with the digest of the loaded
-bytes. If they are equal, nothing is copied: the shadow becomes the storage's bytes.
+bytes. If they are equal, nothing is copied: the shadow becomes the storage's bytes. The copies of
+parking are made by `storages.copied`; parking compares them with the same digest.
 """
 
 from __future__ import annotations
