@@ -321,7 +321,7 @@ FULL = TransferRules(
     shadows=True,
     stage_bytes=LEAST_PIECE_BYTES,
 )
-ENGINES = {
+TRANSFERS = {
     "plain": TransferRules("plain", ("any",), most_wait_seconds=0.0),
     "full": FULL,
     "bounded": FULL._replace(name="bounded", bounded=True),
@@ -787,8 +787,8 @@ def compare(
         if name not in (*POLICIES, CLAIRVOYANT):
             raise BadSetting("policy", name, f"one of {', '.join(POLICIES)}")
     for name in engines:
-        if name not in ENGINES:
-            raise BadSetting("engine", name, f"one of {', '.join(ENGINES)}")
+        if name not in TRANSFERS:
+            raise BadSetting("engine", name, f"one of {', '.join(TRANSFERS)}")
     for what, sizes in (("device", devices), ("host", hosts)):
         if not sizes:
             raise BadSetting(what, "", "a size such as 80GB, or a percent such as 20%")
@@ -812,7 +812,7 @@ def _rows(
     reference = 0.0
     for name, engine in dict.fromkeys(choices):
         rank = _clairvoyant(history) if name == CLAIRVOYANT else policy(name)
-        result = replay(history, card, memory, rank, ENGINES[engine], disk)
+        result = replay(history, card, memory, rank, TRANSFERS[engine], disk)
         if (name, engine) == REFERENCE:
             reference = result.wait_seconds
         yield _row(name, engine, card, memory, result, reference)

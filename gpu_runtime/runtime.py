@@ -57,7 +57,7 @@ from .owner import (
     registry,
     status,
 )
-from .owner.history import DEVICES, HOSTS, NO_DISK, POLICIES, recorded_events
+from .owner.history import ALL_POLICIES, DEVICES, HOSTS, NO_DISK, recorded_events
 from .owner.kernel import Kernel
 from .owner.monitor import Monitor
 from .owner.operations import ASK_SECONDS
@@ -687,7 +687,7 @@ class Runtime:
         models: str | os.PathLike[str] | None = None,
         *,
         days: float | None = None,
-        policy: str | Iterable[str] = POLICIES,
+        policy: str | Iterable[str] = ALL_POLICIES,
         engine: str | Iterable[str] = "full",
         device: str | Iterable[str] = DEVICES,
         host: str | Iterable[str] = HOSTS,

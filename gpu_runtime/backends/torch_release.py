@@ -10,7 +10,7 @@ from importlib import metadata
 from ..version import OLDEST_TORCH, TORCH_WITH_EXCHANGE
 
 
-def why_not_moved() -> str | None:
+def why_torch_moves_nothing() -> str | None:
     """Why nothing of this process is parked or moved; empty if torch can move it, or is not here.
 
     More is known once torch is imported, and once the process uses a card. None means that torch can

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from ..backends.torch_release import why_not_moved
+from ..backends.torch_release import why_torch_moves_nothing
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed, first_line
 from ..facts import DeviceView, Value
@@ -127,7 +127,7 @@ def _versions() -> Rows:
     torch = sys.modules.get("torch")
     if torch is not None:  # torch is not imported here: that takes seconds, and memory on the card
         rows.append(("torch was built for", _build_of(torch)))
-    if why := why_not_moved():
+    if why := why_torch_moves_nothing():
         rows.append(("parking", f"off, and no model moves: {why}"))
     return rows
 

@@ -249,7 +249,7 @@ def replays(session: Session, name: str) -> tuple[Replayed, ...]:
 
 DAY = 86_400.0  # seconds
 DAYS = 7.0
-POLICIES = ",".join(policies.POLICIES)
+ALL_POLICIES = ",".join(policies.POLICIES)
 Words = str | Iterable[str]
 
 
@@ -259,7 +259,7 @@ def backtest(
     models: str | os.PathLike[str] | None = None,
     *,
     days: float | None = None,
-    policy: Words = POLICIES,
+    policy: Words = ALL_POLICIES,
     engine: Words = "full",
     device: Words = DEVICES,
     host: Words = HOSTS,

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Damaged, NotStill, Stillness, is_out_of_memory
-from ..backends.torch_release import why_not_moved
+from ..backends.torch_release import why_torch_moves_nothing
 from ..errors import CannotGovern, GpuError, NotAllowed, StillInUse, WaitEnded, rebuilt
 from ..facts import (
     DISK,
@@ -443,7 +443,7 @@ class Kernel:
         """Opens the lease for the counted memory `held`."""
         session, handle = self._session, self._handle
         resident = KernelResident(session, handle)
-        now, fixed = session.clock(), why_not_moved() or ""
+        now, fixed = session.clock(), why_torch_moves_nothing() or ""
         lease = replace(
             resident.lease,
             kind=KERNEL,

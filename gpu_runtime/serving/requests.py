@@ -544,7 +544,7 @@ class Field(Value):
     neutral: tuple[Any, ...] = ()  # values without an effect, so that every backend accepts them
 
 
-FIELDS: dict[str, Field] = {
+CALL_FIELDS: dict[str, Field] = {
     "model": Field(KINDS),
     "messages": Field(("chat",)),
     "reasoning_effort": Field(("chat",)),  # the chat template serves it, see `with_thinking`
@@ -639,7 +639,7 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
             raise _refusal(spec, call.kind, name, value)
     more: frozenset[str] = frozenset() if is_checked else _READ_BY_SERVERS
     for name, shape in _SHAPES.items():
-        if name in call.body and call.kind in FIELDS[name].kinds:
+        if name in call.body and call.kind in CALL_FIELDS[name].kinds:
             _require_shape(call.body[name], shape, name, more)
 
 
@@ -687,7 +687,7 @@ def read_by_server(model: str, kind: str, body: Mapping[str, Any], known: frozen
             continue  # the call has the variables of the chat template instead
         elif not (name in WITHOUT_EFFECT or _is_neutral(name, value) or _is_empty(value)):
             why = f"its engine has no field {name[:60]!r} in a call for {kind}"
-            if name not in FIELDS:
+            if name not in CALL_FIELDS:
                 why = no_field(name, known)
             text = f"{name[:60]} cannot be used with {model}: {why}. Leave it out"
             raise Refused(400, "not_supported", text, param=name[:60])
@@ -696,12 +696,12 @@ def read_by_server(model: str, kind: str, body: Mapping[str, Any], known: frozen
 
 def serves(backend: str, kind: str, name: str) -> bool:
     """Whether models of this `backend` can serve the field `name` in calls of this `kind`."""
-    field = FIELDS.get(name)
+    field = CALL_FIELDS.get(name)
     return field is not None and kind in field.kinds and backend in field.backends
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    neutral = FIELDS[name].neutral if name in FIELDS else _NEUTRAL_ONLY.get(name, ())
+    neutral = CALL_FIELDS[name].neutral if name in CALL_FIELDS else _NEUTRAL_ONLY.get(name, ())
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
@@ -712,10 +712,10 @@ def _is_empty(value: Any) -> bool:
 def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
     others = f"nor by other models of the backend {spec.backend}"
     text = f"{name}={repr(value)[:60]} is not supported by {spec.name}, {others}"
-    if name in FIELDS and kind not in FIELDS[name].kinds:
+    if name in CALL_FIELDS and kind not in CALL_FIELDS[name].kinds:
         text = f"{name} has no meaning in a call for {kind}"
-    if name not in FIELDS and name not in _NEUTRAL_ONLY:
-        text = no_field(name, FIELDS)
+    if name not in CALL_FIELDS and name not in _NEUTRAL_ONLY:
+        text = no_field(name, CALL_FIELDS)
     return Refused(400, "not_supported", f"{text}. Leave it out", param=name[:60])
 
 

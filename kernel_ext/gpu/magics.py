@@ -34,7 +34,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
 from gpu_runtime import GpuError, error_pages, facts, names, verbs
-from gpu_runtime.backends.torch_release import why_not_moved
+from gpu_runtime.backends.torch_release import why_torch_moves_nothing
 from gpu_runtime.errors import reword
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespace, registered
@@ -392,7 +392,7 @@ class _Loaded:
 
     def _tell_of_torch(self) -> None:
         """Shows one quiet line, once, if this torch cannot move memory. More is known after its import."""
-        if self._torch_was_told or (why := why_not_moved()) == "":
+        if self._torch_was_told or (why := why_torch_moves_nothing()) == "":
             return
         self._torch_was_told = True
         if why is not None:

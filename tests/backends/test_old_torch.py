@@ -274,7 +274,7 @@ def test_a_torch_before_the_oldest_is_named_even_if_its_layout_is_known(monkeypa
     monkeypatch.setattr(torch.UntypedStorage, METHOD, None, raising=False)
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.3.1+cu121"))
     why = "torch 2.3.1+cu121 is older than 2.4"
-    assert not swap.can_swap() and swap.why_not() == why == torch_release.why_not_moved()
+    assert not swap.can_swap() and swap.why_not() == why == torch_release.why_torch_moves_nothing()
 
 
 def test_a_card_needs_a_guard_that_refuses_reads(monkeypatch):
@@ -293,7 +293,7 @@ def test_a_card_needs_a_guard_that_refuses_reads(monkeypatch):
 def test_the_installed_release_is_judged_without_an_import(monkeypatch, version, why):
     monkeypatch.delitem(torch_release.sys.modules, "torch")
     monkeypatch.setattr(torch_release, "_installed", lambda: version)
-    assert torch_release.why_not_moved() == why
+    assert torch_release.why_torch_moves_nothing() == why
 
 
 def test_the_page_on_environments_has_the_row_of_this_torch():

@@ -150,7 +150,7 @@ def test_a_failed_move_leaves_the_bytes_and_the_copy(probe, llama, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(shadows, "copied", broken)
+        patch.setattr(shadows, "new_bytes", broken)
         with pytest.raises(KeyboardInterrupt):
             move(backend, model, HOST)
     same(content(model), before)

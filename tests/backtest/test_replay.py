@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from gpu_runtime.backtest import (
     ENGINE,
-    ENGINES,
     LEAST_PIECE_BYTES,
     MODEL,
     NOTEBOOK,
+    TRANSFERS,
     HistoryModel,
     HistoryRequest,
     Result,
@@ -32,7 +32,7 @@ def history(*uses, **sizes):
 
 
 def run(past, card, host=0, rank=lru, engine="plain", disk=0):
-    return replay(past, card * GB, host * GB, rank, ENGINES[engine], disk * GB)
+    return replay(past, card * GB, host * GB, rank, TRANSFERS[engine], disk * GB)
 
 
 def of_kinds(past, **kinds):
@@ -67,7 +67,7 @@ def test_a_notebook_is_never_loaded_and_a_full_ram_drops_the_model_for_it():
     assert (result.loads, result.restores) == (2, 1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TRANSFERS)
 def test_a_notebook_goes_on_to_the_disk_for_another_one_and_returns_from_there(engine):
     """For c, a is written and compared in 20 s, and b leaves the card in 0.5. Later a is read in 10 s more."""
     turns = history((0, "a"), (20, "b"), (40, "c"), (90, "a"), a=10, b=10, c=10)
@@ -126,7 +126,7 @@ def test_a_restore_does_not_wait_for_a_load_in_the_full_engine():
     """
     uses = ((0, "a"), (20, "b"), (40, "c"), (41, "a"))
     past = history(*uses, a=10, b=10, c=30)
-    waits = {engine: max(replay_of(past, engine)) for engine in ENGINES}
+    waits = {engine: max(replay_of(past, engine)) for engine in TRANSFERS}
     assert waits["plain"] > 30 and waits["full"] <= 31
 
 
@@ -165,7 +165,7 @@ def test_the_load_with_most_users_is_first_in_the_full_engine():
     assert run(past, 30).wait_seconds > run(past, 30, engine="full").wait_seconds
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TRANSFERS)
 def test_the_most_important_request_is_served_first(engine):
     """Both wait while a is in use until 20 s. A model counts as its most important user."""
     past = history((0, "a", 10), (1, "b"), (2, "c"), (3, "c"), a=10, b=10, c=10)
@@ -206,7 +206,7 @@ uses = st.lists(
     st.integers(10, 40),
     st.integers(0, 40),
     st.sampled_from(sorted(POLICIES)),
-    st.sampled_from(sorted(ENGINES)),
+    st.sampled_from(sorted(TRANSFERS)),
 )
 def test_every_request_is_served_and_what_moved_is_counted(past, card, host, name, engine):
     """Every request starts once, never before it arrived; each load and restore moves its bytes."""
@@ -215,7 +215,7 @@ def test_every_request_is_served_and_what_moved_is_counted(past, card, host, nam
     result = run(told, card, host, POLICIES[name], engine)
     assert len(result.waits) == len(past) and result.waits[0] >= 0
     assert result.loads >= len({model for _, model, _ in past})
-    least = LEAST_PIECE_BYTES if ENGINES[engine].parts else GB  # of a restore
+    least = LEAST_PIECE_BYTES if TRANSFERS[engine].parts else GB  # of a restore
     assert result.moved_bytes >= GB * result.loads + least * result.restores
     assert run(told, card, host, POLICIES[name], engine) == result, "a replay is deterministic"
 

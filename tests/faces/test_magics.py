@@ -451,7 +451,7 @@ def test_one_line_says_that_a_torch_cannot_park(fresh_shell, rt, monkeypatch):
     """It is under the cell that loads the extension, or under the first cell after the reason is known."""
     lines, reasons = [], iter(["", "torch 2.3.1 is older than 2.4"])
     monkeypatch.setattr(magics, "quiet_line", lines.append)
-    monkeypatch.setattr(magics, "why_not_moved", lambda: next(reasons))
+    monkeypatch.setattr(magics, "why_torch_moves_nothing", lambda: next(reasons))
     fresh_shell.run_cell("%load_ext gpu")
     assert lines == []
     for _ in range(2):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.requests import (
+    CALL_FIELDS,
     CHECKED_BACKENDS,
-    FIELDS,
     SAMPLING,
     Refused,
     read_by_server,
@@ -52,7 +52,7 @@ VALUES: dict[str, Any] = {
 _OTHERS = {("completions", "logprobs"): {"logprobs": 3}}  # VALUES has the value for a chat
 _TOGETHER = {"top_logprobs": {"logprobs": True}}
 NEEDED = ("model", *(name for body in BODIES.values() for name in body))
-OPTIONAL = [name for name in FIELDS if name not in NEEDED]
+OPTIONAL = [name for name in CALL_FIELDS if name not in NEEDED]
 
 
 def fields_for(kind: str, name: str) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def test_a_field_is_served_or_refused(backend, name):
     spec = ModelSpec("qwen", backend)
     kinds = [kind for kind in BODIES if kind != "rerank" or backend == "transformers"]
     for kind in kinds:
-        has_field = kind in FIELDS[name].kinds
+        has_field = kind in CALL_FIELDS[name].kinds
         require_fields(call(kind, **{name: None}), spec)
-        for neutral in FIELDS[name].neutral if has_field else ():
+        for neutral in CALL_FIELDS[name].neutral if has_field else ():
             require_fields(call(kind, **{name: neutral}), spec)
         if not has_field:
             continue
@@ -190,7 +190,7 @@ def test_the_documented_table_is_the_table_of_the_code():
             found[name] = dict(zip(columns, (cell == "yes" for cell in cells), strict=True))
     expected = {
         name: {
-            NAMES[backend]: any(serves(backend, kind, name) for kind in FIELDS[name].kinds)
+            NAMES[backend]: any(serves(backend, kind, name) for kind in CALL_FIELDS[name].kinds)
             for backend in CHECKED_BACKENDS
         }
         for name in OPTIONAL

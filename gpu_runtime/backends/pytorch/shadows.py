@@ -173,7 +173,7 @@ def _unchanged(model: TorchModel, group: st.Group, shadow: Tensor) -> bool:
         raise
 
 
-def copied(
+def new_bytes(
     shadows: dict[int, Tensor], sources: list[Tensor], places: Sequence[Memory], host: Memory
 ) -> list[Tensor]:
     """The new bytes of each of `sources`: its shadow if `ready` found one, else a copy as by `storages.copied`."""

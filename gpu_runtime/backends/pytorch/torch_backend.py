@@ -429,7 +429,7 @@ class TorchBackend(Backend):
             if shared:
                 targets = shared.tensors(going, sources, self.probe.place(HOST), progress)
             elif unchanged:
-                targets = shadows.copied(unchanged, sources, places, self.probe.place(HOST))
+                targets = shadows.new_bytes(unchanged, sources, places, self.probe.place(HOST))
             else:
                 targets = st.copied(sources, places, self.probe.place(HOST), progress)
             model.read(going, targets)
