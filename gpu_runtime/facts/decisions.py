@@ -349,7 +349,11 @@ class Drop(_Freeing, tag=True):
 
 
 class Shed(_Freeing, tag=True):
-    """Free the shadow of a model: the copy in host memory of bytes that stay on their card."""
+    """Give back host memory of a lease.
+
+    Of a model that is on a card, its shadow is freed: the copy in host memory of bytes that stay on
+    their card. Of a lease without a shadow, the bytes that have left their card move on to a disk.
+    """
 
 
 Step = Load | Move | Drop | Shed
