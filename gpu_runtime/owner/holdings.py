@@ -656,7 +656,7 @@ def own_holders(session: Session, stop: Callable[[], bool] | None = None) -> Hol
 def _why_not_parked(kernel: Resident) -> str:
     """The reason why an idle kernel cannot be parked now; empty if the kernel can be parked."""
     if not kernel.lease.movable and not kernel.lease.fixed:
-        return "parking is turned off for it (GPU_PARK=never)"
+        return "it is exempt from parking (%gpu park never, or GPU_PARK=never)"
     return kernel.handle.why_not()
 
 

@@ -61,7 +61,9 @@ def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
 
 @pytest.mark.parametrize(("more", "why"), [
     ({"pins": 1}, "analysis.ipynb (pid 4121) runs a cell"),
-    ({"movable": False}, "Parking is turned off in this notebook (GPU_PARK=never)"),
+    ({"movable": False}, "It is exempt from parking (%gpu park never, or GPU_PARK=never)"),
+    ({"movable": False, "fixed": "torch 2.3 is older than 2.4"},
+     "Its process cannot move it (torch 2.3 is older than 2.4)"),
 ])  # fmt: skip
 def test_park_says_why_it_cannot_be_pressed(more, why):
     (row,) = leases(snapshot(kernel(**more)))

@@ -523,8 +523,10 @@ def buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
         why_not = _moving(lease)
         if lease.pins:
             why_not = f"{owner.label} runs a cell"
+        elif lease.fixed:
+            why_not = f"Its process cannot move it ({lease.fixed})"
         elif not lease.movable:
-            why_not = "Parking is turned off in this notebook (GPU_PARK=never)"
+            why_not = "It is exempt from parking (%gpu park never, or GPU_PARK=never)"
         return Button("park", "Park", why_not), VARIABLES
     if lease.kind != "model":
         return ()
