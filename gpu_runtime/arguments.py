@@ -576,9 +576,8 @@ GROUPS: dict[str, dict[str, Field]] = {  # a heading of the docs -> its fields
         "description": _in_file(_any_text, "A sentence for people."),
         "path": _in_file(TEXT, "A file or directory, relative to the manifest's file.", "source"),
         "source": _in_file(TEXT, "The same as `path`, or a hub id."),
-        "runtime": _in_file(_BACKEND, "The backend: transformers, llama_cpp, llama-server, vllm, sglang, ollama, "
-                            "diffusers, program, fake. An unknown backend is stored; the model then cannot be loaded.",
-                            "backend"),
+        "runtime": _in_file(_BACKEND, f"The backend: transformers, llama_cpp, {', '.join(ENGINES)}, fake. "
+                            "An unknown backend is stored; the model then cannot be loaded.", "backend"),
         "backend": Field(TEXT._replace(written=_BACKEND), "The same as `runtime`.", default="auto"),
         "type": _in_file(_TYPE, "chat or llm, embedding, reranker, vision, diffusion or image, other.", "model_type"),
         "model_type": Field(_TYPE, "The same as `type`.", default=""),
