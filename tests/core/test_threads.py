@@ -184,7 +184,7 @@ assert seen == ["traced"], seen
 def test_a_thread_that_other_code_started_is_noticed():
     """Whether `threading` has started it or not; one that waits for work of ours does not count."""
     code = """
-import _thread
+import _thread, time
 from gpu_runtime import threads
 answers = []
 threads.start_short(lambda: answers.append(threads.only_ours()))
@@ -192,6 +192,8 @@ threads.start(lambda: answers.append(threads.only_ours())).wait()
 begun, over = (threads.threading.Event() for _ in range(2))
 _thread.start_new_thread(lambda: begun.set() or over.wait(), ())
 begun.wait()
+while len(answers) < 2:
+    time.sleep(0.01)
 assert answers == [True, True] and not threads.only_ours(), answers
 over.set()
 """
