@@ -522,9 +522,18 @@ class Resident:
         return getattr(self.handle, "needed_elsewhere", bool)()
 
     def note_droppable(self) -> None:
-        """Records whether the model could be dropped now. A live graph or a view prevents it."""
-        if hasattr(self.handle, "needed_elsewhere"):
-            self.lease = replace(self.lease, droppable=self.droppable())
+        """Records whether the model could be dropped now. A live graph or a view prevents it.
+
+        A forward pass has views of the weights, which end with the use. So during a use, only
+        gradients prevent it.
+        """
+        if not hasattr(self.handle, "needed_elsewhere"):
+            return
+        uses, was_used = self.uses, bool(self.pins)
+        droppable = self.droppable()
+        used = was_used or self.uses != uses
+        if droppable or not used or self.handle.has_gradients():
+            self.lease = replace(self.lease, droppable=droppable)
 
     def droppable(self) -> bool:
         """Whether the source can restore the model, by a cheap check; see `Backend.droppable`."""

@@ -14,7 +14,7 @@ from gpu_runtime import (
     LoadFailed,
     NotAModel,
 )
-from gpu_runtime.owner import registry, release
+from gpu_runtime.owner import maintenance, registry, release
 from tests import tiny_models
 from tests.clock import PATIENCE
 
@@ -88,6 +88,26 @@ def test_a_weight_changed_in_place_is_never_lost(runtime, directories, change):
     assert any("differ from their source" in event.because for event in rt.why("llm"))
     with rt.use("llm") as module:
         assert torch.equal(logits(module), changed)
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["a forward pass", "a view that is kept"])
+def test_what_a_forward_pass_needs_does_not_outlast_its_use(runtime, clock, directories, lasts):
+    """A round of the monitor measures the model during the pass; the use ends before it relieves the card."""
+    rt = runtime(devices="sim:610KiB,host:1GiB", gpu_relief="always", monitor=False, clock=clock)
+    rt.register("llm", directories["llm"])
+    with rt.use("llm") as module:
+        views = [module.lm_head.weight.t()]
+        maintenance.remeasure(rt._session)
+    if lasts:
+        maintenance.remeasure(rt._session)
+    else:
+        views.clear()
+    rt._session.truth()  # notes the end of the use
+    clock.advance(60)
+    maintenance.relieve(rt._session)
+    event = rt.why("llm")[0]
+    assert "CRITICAL" in event.because
+    assert event.action == ("offloaded" if lasts else "unloaded")
 
 
 def test_where_a_changed_model_can_neither_be_dropped_nor_kept_the_newcomer_is_refused_and_both_are_named(
