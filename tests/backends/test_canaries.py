@@ -28,7 +28,8 @@ CUDA = pytest.mark.skipif(not torch.version.cuda, reason="only builds for CUDA h
 def swaps() -> None:
     one, other = torch.zeros(4), torch.ones(4)
     view = one[1:]
-    exchange = getattr(torch.UntypedStorage, "_swap_data_ptr_", old_torch.exchange)
+    # not the one of the simulated accelerator, which UntypedStorage itself may have
+    exchange = getattr(C.StorageBase, "_swap_data_ptr_", old_torch.exchange)
     exchange(one.untyped_storage(), other.untyped_storage())
     assert view.tolist() == [1, 1, 1] and other.tolist() == [0, 0, 0, 0]
     assert (exchange is not old_torch.exchange) == (torch.__version__ >= TORCH_WITH_EXCHANGE)
