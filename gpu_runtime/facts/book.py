@@ -620,7 +620,11 @@ class Staying(Value):
         return f"{show_bytes(self.bytes)} stays on {self.device}{names}: {self.why}"
 
 
-class Section(Value):
+# Claimed bytes and promised bytes by device, and the copies.
+_Sums = tuple[dict[str, int], dict[str, int], tuple[tuple[str, int], ...]]
+
+
+class Section(Value, dict=True, gc=True):  # `dict` keeps `_sums`, and needs `gc`
     """The part of the book that one owner writes. No other process may change it."""
 
     owner: Owner
@@ -643,15 +647,15 @@ class Section(Value):
 
         Computed once for each section, since a write changes only one of many. The caller must not change the result.
         """
-        return self._sums()[1]
+        return self._sums()[0]
 
     def promises(self) -> dict[str, int]:
         """Bytes on each device that are reserved for leases still arriving or moving. Do not change the result."""
-        return self._sums()[2]
+        return self._sums()[1]
 
     def copies(self) -> tuple[tuple[str, int], ...]:
         """For each lease with shared pages: the id of the pages, and the lease's bytes in them."""
-        return self._sums()[3]
+        return self._sums()[2]
 
     def staying_on(self, device: str) -> tuple[Staying, ...]:
         return tuple(one for one in self.staying if one.device == device)
@@ -662,8 +666,8 @@ class Section(Value):
         return max(0, self.residue.get(device, 0) - stays)
 
     def _sums(self) -> _Sums:
-        known = _known_sums.get(id(self))
-        if known is not None and known[0] is self:
+        known: _Sums | None = self.__dict__.get("sums")
+        if known is not None:
             return known
         claimed = dict(self.residue)
         promised: dict[str, int] = {}
@@ -684,9 +688,7 @@ class Section(Value):
                 claimed[HOST] = claimed.get(HOST, 0) + beyond
                 if lease.phase is Phase.ARRIVING:
                     promised[HOST] = promised.get(HOST, 0) + beyond
-        if len(_known_sums) >= _MOST_SUMS:
-            _known_sums.clear()
-        found = _known_sums[id(self)] = self, claimed, promised, tuple(copies)
+        found = self.__dict__["sums"] = claimed, promised, tuple(copies)
         return found
 
     @property
@@ -700,13 +702,6 @@ class Section(Value):
             if lease.name == name:
                 return lease
         return None
-
-
-# The sections whose sums are known, by Python's `id()`. The entries keep the sections alive, so no
-# other object can get the same id.
-_Sums = tuple[Section, dict[str, int], dict[str, int], tuple[tuple[str, int], ...]]
-_known_sums: dict[int, _Sums] = {}
-_MOST_SUMS = 4096
 
 
 class Ticket(Value):

@@ -1,9 +1,11 @@
 """The keeper's core as a state machine, and the shared memory. Its process is in test_keeper_process.py."""
 
 import contextlib
+import gc
 import mmap
 import os
 import socket
+import sys
 import threading
 import time
 from unittest.mock import Mock
@@ -547,6 +549,25 @@ def test_a_book_above_its_limit_may_shrink_but_not_grow(monkeypatch):
     for size, reply in ((101, core.Refused), (100, Written), (99, Written), (100, core.Refused)):
         part = Part(Section(owner(0), counts={"n" * size: 1}), (), 1)
         assert isinstance(write(keeper, 0, part), reply)
+
+
+def test_a_keeper_keeps_nothing_of_the_writes_that_others_have_followed():
+    """The sums of each section that was ever checked were kept, up to 4096 sections."""
+    keeper, card = keeper_of(8), Device("sim:0", GIB)
+    shared = msgspec.Raw(core.encode(core.Shared(devices=(card,), limits={card.id: GIB})))
+    write(keeper, 0, Part(Section(owner(0)), (), 1), shared=shared)
+
+    def blocks_after(writes: int) -> int:
+        for number in range(writes):
+            me = owner(number % 8)
+            held = Lease(me.id, "m", shares=(Share(card.id, 1 + number),), last_used=float(number))
+            part = Part(Section(me, leases=(held,)), (), number)
+            assert isinstance(write(keeper, number % 8, part), Written)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    early, late = blocks_after(800), blocks_after(800)
+    assert abs(late - early) < 800, "less than one object a write"
 
 
 # -- the shared memory -----------------------------------------------------------------------------
