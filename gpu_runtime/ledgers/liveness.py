@@ -19,7 +19,6 @@ import io
 import itertools
 import os
 import pwd
-import re
 import secrets
 import socket
 import stat
@@ -82,6 +81,15 @@ def namespaces() -> str:
     return "-".join(map(str, ids))
 
 
+def _read(pid: int, name: str) -> str:
+    """The text of /proc/PID/`name`. A wait reads two of each process in its way. Raises OSError."""
+    descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 1 << 16).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
 def life_of_process(pid: int, started: int) -> Life:
     """Whether the process `pid` that began at `started` (clock ticks after the boot) lives."""
     try:
@@ -91,7 +99,7 @@ def life_of_process(pid: int, started: int) -> Life:
     except PermissionError:
         pass  # another user's process
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = _read(pid, "stat")
     except OSError:  # hidden from this user, or it ended just now
         return Life.UNKNOWN
     ended = start_ticks(stat) != started or is_zombie(stat)
@@ -118,7 +126,8 @@ def in_status(status: str) -> Sight:
     """
     if "\nCoreDumping:\t1" in status:
         return Sight.DUMPING
-    return Sight.STOPPED if re.search(r"^State:\s+[Tt]", status, re.MULTILINE) else Sight.ALIVE
+    state = f"\n{status}".partition("\nState:\t")[2][:1]
+    return Sight.STOPPED if state in ("T", "t") else Sight.ALIVE
 
 
 def sight_of_process(pid: int, started: int) -> Sight:
@@ -129,7 +138,7 @@ def sight_of_process(pid: int, started: int) -> Sight:
     if life_of_process(pid, started) is Life.DEAD:
         return Sight.DEAD
     try:
-        return in_status(Path(f"/proc/{pid}/status").read_text())
+        return in_status(_read(pid, "status"))
     except OSError:  # hidden from this user, or it ended just now
         return Sight.ALIVE
 

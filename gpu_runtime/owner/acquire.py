@@ -369,7 +369,7 @@ def grants(
                 session.on_wait(wanted.name, verdict)
             _ring_blockers(session, verdict, rung_at)
             requests.pause(session, verdict, deadline)
-            checked_for_dead = False
+            session.reap()  # before the next decision, which would count the bytes of the dead
     finally:
         if reported and session.on_wait:
             session.on_wait(wanted.name, None)

@@ -11,8 +11,8 @@ from gpu_panels.data.rows import queue
 from msgspec.structs import replace
 
 from gpu_runtime import AmbiguousName, GpuError, WaitEnded
-from gpu_runtime.facts import LeaseId
-from gpu_runtime.owner import operations, requests
+from gpu_runtime.facts import Grant, LeaseId
+from gpu_runtime.owner import acquire, operations, requests
 from gpu_runtime.scheduler import recall
 from tests.clock import PATIENCE, until
 
@@ -176,3 +176,24 @@ def test_a_click_on_end_wait_ends_the_wait_of_that_row(two):
     assert errors[0].by.startswith("ann, console")
     state, words = attempt(console, proposal, "ann, console")
     assert state == "failed" and words == "Nothing waits for llama any more. Nothing was done."
+
+
+def test_the_first_decision_after_a_death_grants_the_room(runtime, shared_book, monkeypatch):
+    """It counted the bytes of the dead, and a second one had to follow. Both are transactions."""
+    decided = []
+    real = acquire._admitted
+    monkeypatch.setattr(
+        acquire, "_admitted", lambda *args: decided.append(real(*args)) or decided[-1]
+    )
+    waiter, holder = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
+    fakes(holder, qwen="14GiB")
+    fakes(waiter, llama="14GiB")
+
+    def dies(session, verdict, deadline):
+        holder._session.ledger.close()  # without its section's removal
+        decided.clear()
+
+    monkeypatch.setattr(requests, "pause", dies)
+    with holder.use("qwen"), waiter.use("llama", timeout=PATIENCE):
+        pass
+    assert [type(verdict) for verdict in decided] == [Grant]
