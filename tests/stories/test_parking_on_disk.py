@@ -9,11 +9,13 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.backends.engines.recipes import Vllm
-from gpu_runtime.facts import HOST, Evidence
-from gpu_runtime.units import MIB
+from gpu_runtime.facts import HOST, Evidence, Lease, Phase
+from gpu_runtime.units import GIB, MIB
+from tests import tiny_models
 from tests.backends.test_engine_sleep import place as place
 from tests.clock import PATIENCE, until
 
+from .kernels import Kernel
 from .notebooks import CARD, Notebook, leases, park, places, rest
 
 DEVICES = "sim:700MiB,host:800MiB"
@@ -185,3 +187,137 @@ def test_a_notebook_saves_what_is_on_the_disk_and_hibernates_while_it_is_parked(
     assert notebook.run(f"torch.save(x, {str(path)!r})") == ""
     assert on_disk(rt, "one.ipynb") == 32 * MIB
     assert "25165824.0" in notebook.run(f"print(torch.load({str(path)!r}).sum().item())")
+
+
+# -- models, whose process or disk ends in the middle of their way
+
+LLMS = "sim:1MiB,host:1MiB"  # the card and RAM each hold one of the models
+MIDDLE = """
+import os, resource, threading
+from gpu_runtime.backends.pytorch import park_file
+from gpu_runtime.owner import disk
+
+park_file.PIECE_BYTES = 2**16
+rt._session.disk_seconds_per_byte = 0.0  # so that each load is slower than the disk
+
+def sums(name):
+    with rt.use(name, timeout=PATIENCE) as model:
+        return [float(one.detach().double().sum()) for one in model.parameters()]
+
+def hang(fd):
+    open(DISK + ".reached", "w").close()
+    threading.Event().wait()
+
+def no_room(fd):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+def removed(fd):
+    os.rmdir(DISK)
+
+def cut(fd):
+    os.truncate(f"/proc/self/fd/{fd}", 2**16)
+
+def in_the_middle(name, fault):
+    call, calls = getattr(os, name), []
+    def late(fd, *given):
+        calls.append(fd)
+        if len(calls) == 4:
+            fault(fd)
+        return call(fd, *given)
+    setattr(os, name, late)
+"""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture
+def there(keeper, llama, tmp_path, monkeypatch):
+    """Another process, in which `a` is in RAM and `b` on the card. The disk has room for one of the models."""
+    size = sum(one.stat().st_size for one in llama.glob("*.safetensors"))
+    settings = {"GPU_PARK_DIR": tmp_path / "disk", "GPU_PARK_DISK_GB": 2.5 * size / GIB}
+    for name, value in {**WHOLE, **settings, "GPU_SHADOWS": "never"}.items():
+        monkeypatch.setenv(name.upper(), str(value))
+    with Kernel(keeper, LLMS) as kernel:
+        disk = str(tmp_path / "disk")
+        kernel.do(f"PATIENCE, DISK = {PATIENCE}, {disk!r}; exec({MIDDLE!r})")
+        kernel.do(*[f"rt.register({name!r}, {str(llama)!r})" for name in "abc"])
+        kernel.do("before = sums('a')", "sums('b')")
+        yield kernel
+
+
+@pytest.fixture
+def here(there, keeper, llama):
+    with Runtime(devices=LLMS, ledger=keeper, eviction_grace_seconds=0) as rt:
+        for name in "abc":
+            rt.register(name, str(llama))
+        yield rt
+
+
+def held_there(rt: Runtime, name: str) -> Lease | None:
+    return next((one for one in rt.status().leases() if one.name == name), None)
+
+
+def open_files(directory: Path) -> list[str]:
+    """What processes have open in that directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            name = os.readlink(path)
+        except OSError:  # it has ended
+            continue
+        found += [name] if name.startswith(f"{directory}/") else []
+    return found
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_model_whose_process_is_killed_on_its_way_leaves_no_file_no_lease_and_is_loaded_anew(
+    there, here, tmp_path, way
+):
+    disk, call = tmp_path / "disk", {"there": "pwrite", "back": "preadv"}[way]
+    if way == "back":
+        there.do("sums('c')")
+        until(lambda: held_there(here, "a").on_disk)
+    there.do(f"in_the_middle({call!r}, hang)")
+    there.send("sums('c')" if way == "there" else "sums('a')")
+    until(lambda: Path(f"{disk}.reached").exists())
+    lease = held_there(here, "a")
+    assert open_files(disk) and not os.listdir(disk)
+    if way == "there":
+        assert lease.stowing and lease.where == HOST and lease.ram_bytes == lease.bytes
+    else:
+        assert lease.phase is not Phase.SETTLED and lease.on_disk and lease.target
+    os.kill(there.pid, signal.SIGKILL)
+    until(lambda: here.reap() or not list(here.status().leases()))
+    assert not open_files(disk) and not os.listdir(disk)
+    assert [one.claimed_bytes for one in here.status().devices] == [0, 0]
+    assert here.status().tickets == ()
+    for name in "abc":
+        here._session.disk_seconds_per_byte = 0.0
+        with here.use(name, timeout=PATIENCE) as model:
+            assert sum(one.numel() for one in model.parameters())
+    assert held_there(here, "a").on_disk, "the budget of the disk is free again"
+
+
+def test_a_model_whose_disk_fails_in_the_middle_keeps_its_values(there, here, tmp_path):
+    """A full disk, a directory that is removed during the write, a file that is cut during the return."""
+
+    def files() -> list[str]:
+        return open_files(tmp_path / "disk")
+
+    there.do("in_the_middle('pwrite', no_room)", "assert sums('c') == before")
+    lease = held_there(here, "a")
+    assert lease.where == HOST and not lease.stowing and not files()
+    there.do("assert rt._session.residents['a'].stow_again_at")
+    there.do("resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)")
+    there.do("a = rt._session.residents['a']; a.stow_again_at = a.room_seen_at = 0.0")
+    there.do("disk.look_after(rt._session)", "in_the_middle('pwrite', removed)")
+    there.do("assert sums('b') == before")
+    assert held_there(here, "a").on_disk and files()
+    there.do("loads = rt.status().totals['loads']", "in_the_middle('preadv', cut)")
+    there.do("assert sums('a') == before", "assert rt.status().totals['loads'] == loads + 1")
+    lease = held_there(here, "a")
+    assert (lease.where, lease.disk_bytes) == (CARD, 0) and not files()
