@@ -59,6 +59,7 @@ from .book import (
     held_on_cards,
     holder_label,
     importance_name,
+    is_engine,
     lease_state,
     lease_title,
     merged_uses,

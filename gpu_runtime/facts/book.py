@@ -347,14 +347,15 @@ class Lease(Value):
     disk_bytes: int = 0
     disk_room: int = 0  # the bytes that the disk can take more; 0: there is none
     stowing: bool = False  # whether the bytes in RAM are being written there now
+    disk_seconds: float = 0.0  # to read all its bytes there, as measured; 0: not measured
     moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
     model_type: str = "other"
     quantization: str = ""
     fixed: str = ""  # why torch cannot move a notebook's memory, which is then not movable
-    # What the sleeping engine of the lease keeps on cards. It counts in its owner's residue, and only
-    # the end of the engine frees it.
+    # What the engine of the lease keeps on cards while it sleeps, known from its first sleep on. It
+    # counts in its owner's residue, asleep or awake, and only the end of the engine frees it.
     residue: Shares = ()
 
     def __str__(self) -> str:
@@ -464,7 +465,7 @@ class Lease(Value):
         (Share(device='sim:0', bytes=6),)
         """
         if not target or any([share.device != HOST for share in target]):
-            ends = self.residue and not target and self.on_host
+            ends = self.residue and not target and self.shares != self.residue
             return (*self.shares, *self.residue) if ends else self.shares
         on_cards = tuple([share for share in self.shares if share.device != HOST])
         staying = self.card_bytes - sum([share.bytes for share in target])
@@ -538,6 +539,18 @@ class Lease(Value):
         """The bytes of host memory that the lease gives back for others: its shadow, or what moves to a disk."""
         return self.shadow_bytes or (self.stow_bytes if self.on_host else 0)
 
+    @property
+    def seconds_from_disk(self) -> float:
+        """Seconds that reading all its bytes from the disk takes, estimated if not measured."""
+        return self.disk_seconds or self.own_bytes / DISK_BYTES_PER_SECOND
+
+    def shed(self) -> Lease:
+        """The lease after it gave back host memory: its shadow is freed, or else its bytes are on the disk."""
+        if self.shadow_bytes:
+            return replace(self, shadow_bytes=0)
+        left = self.disk_room - self.stow_bytes
+        return replace(self, disk_bytes=self.bytes, disk_room=left, stowing=False)
+
     def bytes_on(self, device: str) -> int:
         """The bytes that are on the device with the id `device` now."""
         return sum(share.bytes for share in self.shares if share.device == device)
@@ -553,9 +566,11 @@ class Lease(Value):
     def seconds_to_restore(self, size: int) -> float:
         """Seconds that a restore of `size` bytes from host memory takes, estimated if not measured.
 
-        A restore never counts as longer than a load.
+        A restore never counts as longer than a load; but the disk is read if the bytes are there.
         """
         measured = self.restore_seconds or size / HOST_BYTES_PER_SECOND
+        if self.disk_bytes:
+            return max(measured, LEAST_LOAD_SECONDS)
         return max(min(measured, self.seconds_to_load(size)), LEAST_LOAD_SECONDS)
 
     def claims(self) -> Iterator[Share]:
@@ -1188,6 +1203,11 @@ class LeaseState(NamedTuple):
         return f"{self.away}, {text}" if self.away else text
 
 
+def is_engine(lease: Lease) -> bool:
+    """Whether a process of its own computes the model of `lease`, which sleeps where others are offloaded."""
+    return lease.backend in (*ENGINES, "llama_cpp")
+
+
 def away_word(lease: Lease) -> str:
     """What a lease in host memory is called there; empty for any other lease."""
     if not lease.on_host:
@@ -1196,7 +1216,7 @@ def away_word(lease: Lease) -> str:
         return "on disk"
     if lease.kind == "kernel":
         return "parked"
-    return ASLEEP if lease.backend in (*ENGINES, "llama_cpp") else "in RAM"
+    return ASLEEP if is_engine(lease) else "in RAM"
 
 
 def lease_state(lease: Lease, now: float) -> LeaseState:

@@ -434,11 +434,11 @@ class Leaver(Value):
     lease: str  # its id
     # "copy" (in RAM, of bytes that are on a card), "model" or "engine" (on a card), "in RAM" (a
     # model), "asleep" (an engine, in RAM, or what it keeps on a card), "notebook" (on a card) or
-    # "parked" (in RAM)
+    # "to disk" (a model or a notebook's memory, which moves from RAM to a disk)
     what: str
     frees: Shares
-    # Seconds that leaving adds to its next use, as the policy `keep_score` counts them: a restore if
-    # host memory could hold it, else a load.
+    # Seconds that leaving adds to its next use: a read from the disk if it moves there. Else as the
+    # policy `keep_score` counts them: a restore if host memory could hold it, else a load.
     seconds: float
     measured: bool  # whether the seconds were measured; else they are estimated
     per_gb: float  # the seconds for each GB that it frees

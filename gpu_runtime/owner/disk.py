@@ -120,7 +120,13 @@ def with_disk(session: Session, resident: Resident, lease: Lease, handle: Any) -
     resident.room_seen_at = session.clock()
     left -= left % (1 << max(0, left.bit_length() - 10))  # else the book would change all the time
     on_disk = min(getattr(handle, "disk_bytes", 0), lease.bytes_on(HOST))
-    return replace(lease, disk_bytes=on_disk, disk_room=left, stowing=lease.stowing and left > 0)
+    return replace(
+        lease,
+        disk_bytes=on_disk,
+        disk_room=left,
+        stowing=lease.stowing and left > 0,
+        disk_seconds=lease.own_bytes * session.disk_read_seconds_per_byte,
+    )
 
 
 def _is_slower(session: Session, book: Book, lease: Lease) -> bool:
@@ -236,9 +242,11 @@ def _stow(session: Session, resident: Resident, size: int, because: str, by: str
         ) from error
     if size >= LEAST_MEASURED:
         session.disk_seconds_per_byte = (written.seconds + written.read_seconds) / size
+        session.disk_read_seconds_per_byte = written.read_seconds / size
         session.disk_measured_at = session.clock()
     with resident.gate:
-        seconds = resident.lease.restore_seconds + written.read_seconds
+        # The bytes are read and copied to the card at the same time. The last return may be from the disk too.
+        seconds = max(resident.lease.restore_seconds, written.read_seconds)
         resident.lease = replace(resident.lease, restore_seconds=seconds)
     _settle(session, resident)
     session.probe.empty_cache()
@@ -273,6 +281,7 @@ def look_after(session: Session) -> None:
         return
     if now - session.disk_measured_at >= MEASURED_SECONDS:
         session.disk_seconds_per_byte = DISK_SECONDS_PER_BYTE
+        session.disk_read_seconds_per_byte = 0.0
     for resident in list(session.residents.values()):
         lease = resident.lease
         if resident.handle is None or lease.stowing or resident.place is Place.MOVING:

@@ -117,7 +117,7 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
         found = _of_process(session, found, process)[-MOST_OF_ONE:]
     if not found and resident is None and session.catalogue.spec(bare) is None:
         found = _on_kernel(session, bare)
-    return (*_asleep(session, bare), *found[::-1])
+    return (*_away(session, bare), *found[::-1])
 
 
 def _recent(session: Session) -> list[Event]:
@@ -183,21 +183,27 @@ def _staying(session: Session, owner_id: str) -> tuple[Event, ...]:
     )
 
 
-def _asleep(session: Session, name: str) -> tuple[Event, ...]:
-    """An event for each sleeping engine called `name`: what waking it takes, and what ending it would cost."""
+def _away(session: Session, name: str) -> tuple[Event, ...]:
+    """An event for each `name` that sleeps or is on a disk: what its return takes, and what a load would."""
     found = []
     for lease in session.ledger.read().leases():
-        if lease.name != name or away_word(lease) != ASLEEP:
+        word = away_word(lease)
+        if lease.name != name or not (word == ASLEEP or lease.on_disk):
             continue
         size = lease.own_bytes
-        wake = lease.restore_seconds or lease.seconds_to_restore(size)
+        back = lease.restore_seconds or lease.seconds_to_restore(size)
         load = lease.reload_seconds or lease.seconds_to_load(size)
+        returns = f"{show_seconds(back)} ({_known(lease.restore_seconds)})"
+        loads = f"{show_seconds(load)} ({_known(lease.reload_seconds)})"
         because = (
-            f"{lease.name} sleeps, and has {show_bytes(size)} in RAM. It wakes in {show_seconds(wake)} "
-            f"({_known(lease.restore_seconds)}). If it were ended, its next use would start it in "
-            f"{show_seconds(load)} ({_known(lease.reload_seconds)})."
+            f"{lease.name} sleeps, and has {show_bytes(size)} in RAM. It wakes in {returns}. "
+            f"If it were ended, its next use would start it in {loads}."
         )
-        event = Event(0, session.wall(), name, ASLEEP, "compared", because, owner=lease.owner)
+        if lease.on_disk:
+            rest = f"A load from its source would take {loads}."
+            rest = rest if lease.droppable else "Its bytes exist nowhere else."
+            because = f"its {show_bytes(size)} are read back in {returns}. {rest}"
+        event = Event(0, session.wall(), name, word, "compared", because, owner=lease.owner)
         found.append(event)
     return tuple(found)
 

@@ -38,7 +38,6 @@ from ..facts import (
     Grant,
     Lease,
     LeaseId,
-    Move,
     Outcome,
     Owner,
     PlacementRules,
@@ -48,6 +47,7 @@ from ..facts import (
     Wait,
     World,
     held_on_cards,
+    is_engine,
     lease_title,
     notebook_has_name,
     of_notebook,
@@ -178,13 +178,15 @@ def evict_lease(
         drops = drop and resident.lease.droppable
         step = release.evict(session, resident, because, drop=drops, by=requests.person(session))
     if step is None:
-        where = "host" if resident.place is Place.AWAY else "disk"
+        where = resident.lease.where if resident.place is Place.AWAY else "disk"
         return Outcome("evict", title, True, f"{title} is on no device", where=where)
     freed = sum(share.bytes for share in step.source)
-    where = "host" if isinstance(step, Move) else "disk"
+    where, moved = "disk", "was unloaded"
+    if resident.handle is not None:  # else it was unloaded, or is an engine that did not sleep
+        where = HOST
+        moved = "sleeps" if is_engine(resident.lease) else "was offloaded to RAM"
     if resident.lease.kind == KERNEL and resident.lease.on_host:
         freed = resident.lease.bytes  # it may have taken more since it was counted
-    moved = "was offloaded to RAM" if where == "host" else "was unloaded"
     because = f"{title} {moved}; {show_bytes(freed)} came free"
     return Outcome("evict", title, True, because, freed, where, session.clock() - began)
 

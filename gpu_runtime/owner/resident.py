@@ -216,7 +216,7 @@ class Resident:
             self._uses_noted = self.uses
             self.note_uses(encode_uses([self._wall() - (self._clock() - self.last_used)]))
         part = getattr(self.handle, "part", None)
-        kept = getattr(self.handle, "kept", {}) if self.lease.on_host else {}
+        kept = getattr(self.handle, "kept", {})
         return replace(
             self.lease,
             pins=pins,

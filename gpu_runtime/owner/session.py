@@ -119,6 +119,7 @@ class Session:
         self.record, self.recording = record, recording
         self.rank = policy(settings.gpu_policy)
         self.disk_seconds_per_byte = DISK_SECONDS_PER_BYTE  # until this disk is measured
+        self.disk_read_seconds_per_byte = 0.0  # of that, the return; 0: not measured
         self.disk_measured_at = math.inf
         self.disk_error = ""  # why this disk cannot be used, as it was last logged
         self.sizing = Sizing(measurements or Measurements(), probe, wall)

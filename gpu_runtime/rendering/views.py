@@ -31,6 +31,7 @@ from gpu_runtime.facts import (
     PlanLevel,
     Section,
     Share,
+    Shed,
     Snapshot,
     Step,
     Stranger,
@@ -523,6 +524,7 @@ _EVENT_PHRASES = {
     "misplaced": "is not on the devices that were granted",
     "stays": "stays where it is",
     "asleep": "is asleep",
+    "on disk": "is on a disk",
     "unfinished": "is in a load that was stopped and has not ended",
     "pin": "was pinned",
     "unpin": "was unpinned",
@@ -711,6 +713,12 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
         )
     if after:
         return f"move {name} ({size}){of_holder} from {source} to {target}"
+    if isinstance(step, Shed):
+        section = snapshot.sections.get(owner_id)
+        lease = section.lease(step.lease.partition("/")[2]) if section else None
+        if lease and lease.shadow_bytes:
+            return f"free the copy of {name} ({size}){of_holder} in RAM"
+        return f"move {name} ({size}){of_holder} from RAM to its disk"
     return f"drop {name} ({size}){of_holder} from {source}"
 
 

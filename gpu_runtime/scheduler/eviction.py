@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from ..facts import (
     ASLEEP,
-    ENGINES,
     HOST,
     Book,
     Candidate,
@@ -39,6 +38,7 @@ from ..facts import (
     Wait,
     World,
     away_word,
+    is_engine,
     lease_title,
     where,
 )
@@ -372,6 +372,8 @@ def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ..
         way = find(own_shadows="kept") or find(own_shadows="freed")
     if way is None and any([one.disk_room for one in context.leases]):
         way = find(to_disk=True)
+    if way is None and any([one.residue and one.on_device for one in context.leases]):
+        way = find(ends=True)
     if way is None and may_be_loaded_again(context):
         way = find(wanted="")
         if way and not lacks_room(context, way.leaving):
@@ -387,18 +389,20 @@ def _cheapest(
     wanted: str | None = None,
     own_shadows: str = "",
     to_disk: bool = False,
+    ends: bool = False,
 ) -> Way | None:
     """The cheapest way that evicts none of the leases whose ids are `spared`.
 
     The lease with the id `wanted` stays in host memory; None is the requested lease. Weights that
     exist nowhere else may have a shadow of some of their bytes. With `own_shadows`, all these
     shadows are `kept` for their leases, or all are `freed`. With `to_disk`, bytes in host memory may
-    move to a disk, but not those of the requested lease.
+    move to a disk, but not those of the requested lease. With `ends`, engines that are awake end: their
+    sleep would free less.
     """
     book, request, world = context.book, context.request, context.world
     if wanted is None:
         wanted = request.lease.id
-    idle = _idle(context, rank, spared)
+    idle = _idle(context, rank, spared, ends)
     host_now = context.room_now.get(HOST, 0)
     host_later = host_now
     shadowed: list[Lease] = []
@@ -426,10 +430,19 @@ def _cheapest(
     return None
 
 
-def _idle(context: Context, rank: Policy, spared: frozenset[str]) -> list[Lease]:
-    """The leases on cards that may leave, in the order in which they are taken. Those in `spared` stay."""
+def _idle(
+    context: Context, rank: Policy, spared: frozenset[str], ends: bool = False
+) -> list[Lease]:
+    """The leases on cards that may leave, in the order in which they are taken. Those in `spared` stay.
+
+    With `ends`, an engine that has slept before ends, and what it would keep asleep leaves with it.
+    """
     book, world = context.book, context.world
     able = [one for one in _evictable(context, spared) if not why_no_return(book, one, world)]
+    if ends:
+        able = [
+            _ended(one, one.freed_by(())) if one.residue and one.droppable else one for one in able
+        ]
     return eviction_order(able, world, rank)
 
 
@@ -480,9 +493,12 @@ def _residue_of(lease: Lease, world: World) -> Lease:
     The end of the engine frees it, and its next use is a load in place of a wake.
     """
     lost = cost_of_leaving(lease, world)
-    return replace(
-        lease, shares=lease.residue, movable=False, reload_seconds=lost, restore_seconds=0.0
-    )
+    return replace(_ended(lease, lease.residue), reload_seconds=lost)
+
+
+def _ended(lease: Lease, frees: Shares) -> Lease:
+    """The `lease` of an engine, as one that is only dropped: its end frees the bytes `frees`."""
+    return replace(lease, shares=frees, filled=(), movable=False, restore_seconds=0.0)
 
 
 def _priced(
@@ -550,19 +566,26 @@ def leavers(context: Context, rank: Policy) -> tuple[Leaver, ...]:
         loaded = eviction_order(_warm(context, request.lease.id), world, rank)
         found += [_leaver(one, world, one.shares) for one in loaded if one.on_host]
         stowed = [one for one in held if not one.shadow_bytes]
-        found += [_leaver(one, world, (Share(HOST, one.stow_bytes),)) for one in stowed]
+        found += [_to_disk(one) for one in stowed]
     return (*found, *[_leaver(one, world, one.shares) for one in idle])
+
+
+def _to_disk(lease: Lease) -> Leaver:
+    """The `lease` in host memory as one that moves to a disk, from which its next use reads it."""
+    frees, seconds = (Share(HOST, lease.stow_bytes),), lease.seconds_from_disk
+    per_gb = seconds / gigabytes(lease)
+    return Leaver(lease.id, "to disk", frees, seconds, bool(lease.disk_seconds), per_gb)
 
 
 def _leaver(lease: Lease, world: World, frees: Shares, what: str = "") -> Leaver:
     if what:  # what is on the card is not changed
         return Leaver(lease.id, what, frees, 0.0, True, 0.0)
     returns = would_go_to_host(lease, world)
-    kind = "engine" if lease.backend in (*ENGINES, "llama_cpp") else "model"
+    kind = "engine" if is_engine(lease) else "model"
     if lease.kind == "kernel":
         kind = "notebook"
     seconds = cost_of_leaving(lease, world)
-    if lease.residue and lease.on_device:
+    if lease.residue and lease.residue == lease.shares:
         kind = ASLEEP
     return Leaver(
         lease.id,
@@ -762,7 +785,8 @@ class _Eviction:
         if isinstance(step, Move):
             self.host_room -= copied_bytes(lease, step)
         elif self._free_host_memory(lease):
-            self.sentences.append(f"{described} is moved to RAM in their place.")
+            done = "sleeps" if is_engine(lease) else "is moved to RAM"
+            self.sentences.append(f"{described} {done} in their place.")
             return
         if lease.owner != self.request.lease.owner:
             self._recall(lease, described)
@@ -770,8 +794,10 @@ class _Eviction:
             self.sentences.append(f"{title} is evicted once RAM has room.")
         else:
             self._leave(step)
-            done = "offloaded to RAM" if isinstance(step, Move) else "unloaded"
-            self.sentences.append(f"{described} is {done}.")
+            done = "is unloaded"
+            if isinstance(step, Move):
+                done = "is put to sleep" if is_engine(lease) else "is offloaded to RAM"
+            self.sentences.append(f"{described} {done}.")
 
     def _free_host_memory(self, lease: Lease) -> bool:
         """Makes room for this `lease` in host memory. Returns whether that is possible.

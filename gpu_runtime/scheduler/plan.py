@@ -116,7 +116,7 @@ def _leavers(
     """The candidates of the first decision. Those that leave in the `steps` are marked."""
     leaving = {(step.lease, isinstance(step, Shed)) for step in steps}
     return tuple(
-        replace(one, leaves=(one.lease, one.what in ("copy", "parked")) in leaving)
+        replace(one, leaves=(one.lease, one.what in ("copy", "to disk")) in leaving)
         for one in leavers(book, request, world, rank)
     )
 
@@ -163,12 +163,17 @@ def _with_effort(
     own_seconds, measured = _own_seconds(grant)
     moves = [step for step in leaving if isinstance(step, Move)]
     offloaded = sum(lease.offload_bytes for one in moves if (lease := before.find(one.lease)))
+    sheds = [
+        lease for one in evictions if isinstance(one, Shed) and (lease := before.find(one.lease))
+    ]
+    # What moves to a disk is written, and then read and compared.
+    stowing = 2 * sum(lease.seconds_from_disk for lease in sheds if not lease.shadow_bytes)
     free = room(after, world)
     return replace(
         granted,
         level=_level(grant, bool(victims)),
-        seconds=own_seconds + offloaded / HOST_BYTES_PER_SECOND,
-        measured=measured and not offloaded,
+        seconds=own_seconds + offloaded / HOST_BYTES_PER_SECOND + stowing,
+        measured=measured and not offloaded and not stowing,
         victims=victims,
         victims_importance=min([lease.importance for lease in evicted], default=0),
         victims_wished=max([lease.wished for lease in evicted], default=0),

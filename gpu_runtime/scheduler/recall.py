@@ -45,6 +45,7 @@ from ..facts import (
     Verdict,
     Wait,
     World,
+    away_word,
     bytes_label,
     lease_title,
     waits_to_return,
@@ -241,7 +242,8 @@ def _known_result(
             return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
         stays = lease.on_host and lease.phase is Phase.SETTLED
         if stays and not (DISK in asked.places and lease.droppable):
-            return Grant(lease, (), f"{lease_title(lease, section.owner)} is in RAM")
+            place = away_word(lease).replace("parked", "in RAM")
+            return Grant(lease, (), f"{lease_title(lease, section.owner)} is {place}")
     if lease is None:
         return Refuse(f"{section.owner.label} does not hold {name}", kind="unknown")
     title = lease_title(lease, section.owner)

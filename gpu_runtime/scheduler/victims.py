@@ -794,9 +794,4 @@ def shadow_freed(book: Book, lease_id: str) -> Book:
     lease = book.find(lease_id)
     if lease is None or not lease.shed_bytes or lease.phase is Phase.LEAVING:
         return book
-    if not lease.shadow_bytes:
-        left = lease.disk_room - lease.stow_bytes
-        return book.with_lease(
-            replace(lease, disk_bytes=lease.bytes, disk_room=left, stowing=False)
-        )
-    return book.with_lease(replace(lease, shadow_bytes=0))
+    return book.with_lease(lease.shed())

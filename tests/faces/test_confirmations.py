@@ -57,6 +57,24 @@ def test_the_question_of_an_eviction_shows_bytes_process_and_consequence():
     )
 
 
+def test_the_questions_about_a_model_on_a_disk_and_about_an_engine_say_what_happens():
+    """The model is not loaded anew from its source, and the engine is not offloaded."""
+    stowed = snapshot(lease("qwen", 14, HOST, disk_bytes=14 * GIB, restore_seconds=7.0))
+    first, then, _ = question(propose("restore", at(), stowed), stowed).lines
+    assert first == "Its 14.0 GiB are in a file on a disk, read back in about 7.0 s."
+    assert then.startswith("It is moved to a device")
+    assert (
+        "It leaves its file on the disk too"
+        in question(propose("drop", at(), stowed), stowed).lines[-1]
+    )
+    engine = idle(backend="vllm", restore_seconds=2.5)
+    last = question(propose("evict", at(), engine), engine).lines[-1]
+    assert (
+        last
+        == "It sleeps if RAM has space for it. Its next use wakes it automatically, in about 2.5 s."
+    )
+
+
 @pytest.mark.parametrize("verb", ["evict", "drop", "unpin_evict", "restore", "pin", "unpin"])
 def test_every_question_names_the_model_its_bytes_and_its_user(verb):
     """The model can belong to another user than the one who started the server."""

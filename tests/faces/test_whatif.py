@@ -21,8 +21,9 @@ from gpu_runtime.facts import (
     Move,
     Plan,
     Share,
+    Shed,
 )
-from gpu_runtime.rendering import answers
+from gpu_runtime.rendering import answers, views
 from gpu_runtime.units import GIB
 
 from . import samples
@@ -58,6 +59,38 @@ def test_the_bars_after_a_plan_are_those_of_its_steps():
         assert view.claimed_bytes == was.claimed_bytes + more
         assert view.measured_bytes == was.measured_bytes + more
         assert view.room_bytes == was.room_bytes - more
+
+
+def test_what_moves_from_ram_to_a_disk_or_gives_up_its_copy_is_said_so():
+    """Neither leaves the book, and reading back takes the disk's measured time, not that of a load."""
+    llama = f"{samples.ME.id}/llama"
+    step = Shed(llama, (Share(HOST, 8 * GIB),))
+    for fields, moves, stows in (
+        (
+            {"disk_seconds": 4.0, "disk_room": 9 * GIB},
+            "move llama (8.0 GiB) from RAM to its disk",
+            True,
+        ),
+        ({"shadow_bytes": 8 * GIB}, "free the copy of llama (8.0 GiB) in RAM", False),
+    ):
+        section = samples.busy.sections[samples.ME.id]
+        held = [
+            replace(one, reload_seconds=60.0, **fields) if one.name == "llama" else one
+            for one in section.leases
+        ]
+        section = replace(section, leases=tuple(held))
+        page = replace(samples.busy, sections={**samples.busy.sections, samples.ME.id: section})
+        assert views.step_sentence(page, step) == moves
+        said = evicted(replace(PLAN, steps=(step, IN)), page)
+        assert [one.rpartition(" would ")[2] for one in said] == (
+            ["move from RAM to its disk; reading it back takes 4.0 s"] if stows else []
+        )
+        [after_it] = [
+            one
+            for one in after(page, (step,)).sections[samples.ME.id].leases
+            if one.name == "llama"
+        ]
+        assert after_it.on_disk is stows and not after_it.shadow_bytes
 
 
 def test_an_evicted_model_is_named_with_its_process_and_its_move():

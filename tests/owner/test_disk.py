@@ -13,7 +13,7 @@ from gpu_runtime import BadSetting, GpuError
 from gpu_runtime.backends.pytorch import park_file
 from gpu_runtime.facts import HOST, Book, Lease, Section, Share
 from gpu_runtime.owner import disk, maintenance
-from gpu_runtime.units import GIB, MIB
+from gpu_runtime.units import GIB, MIB, show_seconds
 from tests import simgpu, tiny_models
 from tests.clock import until
 
@@ -216,6 +216,28 @@ def test_models_that_exist_nowhere_else_take_turns_on_card_ram_and_disk(nets, tm
         assert sorted(places(nets).values()) == ["disk", "host", "sim:0"]
     shown = str(nets.status())
     assert "on disk" in shown, shown
+
+
+def test_why_says_what_the_return_of_a_model_on_disk_takes_as_the_disk_was_measured(
+    nets, monkeypatch
+):
+    monkeypatch.setattr(disk, "LEAST_MEASURED", SIZE)
+    for name in "abc":
+        weights(nets, name)
+    lease = next(one for one in nets.status().leases() if one.name == "a")
+    first = nets.why("a")[0]
+    assert lease.where == "disk" and first.action == "on disk"
+    assert f"read back in {show_seconds(lease.restore_seconds)} (measured)" in first.because
+    assert "exist nowhere else" in first.because and "sleeps" not in first.because
+    assert lease.restore_seconds >= lease.disk_seconds > 0
+    row = next(one for one in nets.why("a").leavers if one.what == "to disk")
+    b = next(one for one in nets.status().leases() if one.name == "b")
+    assert (row.lease, row.seconds, row.measured) == (b.id, b.disk_seconds, True)
+    plan = nets.plan("a")
+    assert plan.granted and [(one.what, one.leaves) for one in plan.leavers] == [
+        ("to disk", True),
+        ("model", True),
+    ]
 
 
 def damage(rt, name: str) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Drop, Phase, Share
+from gpu_runtime.facts import Drop, Load, Move, Phase, Share
 from gpu_runtime.rendering import answers
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import POLICIES, gigabytes, keep_score
@@ -24,7 +24,7 @@ ALL = book(
     lease("copied", sim0=1, pins=1, shadow_bytes=GIB),
     lease("warm", host=2, reload_seconds=4, restore_seconds=1),
     lease("slept", by=2, host=1, backend="vllm", reload_seconds=40, restore_seconds=1),
-    kernel(3, host=3, disk_room=9 * GIB),
+    kernel(3, host=3, disk_room=9 * GIB, disk_seconds=1.5),
     kernel(4, sim0=4),
     lease("served", by=5, sim0=6, backend="vllm", restore_seconds=2),
     lease("idle", sim0=8, restore_seconds=0.4, importance=20),
@@ -46,7 +46,7 @@ def test_candidates_of_every_kind_stand_in_one_list():
         ("copied", "copy", 0, True),
         ("warm", "in RAM", 4 - 1, True),
         ("slept", "asleep", 40 - 1, True),
-        ("kernel", "parked", round(2.7 * gb, 6), False),
+        ("kernel", "to disk", 1.5, True),
         ("idle", "model", 0.4, True),
         ("served", "engine", 2, True),
         ("kernel", "notebook", round(0.4 * gb, 6), False),
@@ -148,6 +148,24 @@ def test_what_a_sleeping_engine_keeps_on_the_card_is_freed_only_if_the_rest_is_n
     assert not verdict.steps and after.find(mine.id) == mine, "it does not end itself to wake"
 
 
+def test_an_engine_that_has_slept_before_ends_if_its_sleep_would_not_free_enough():
+    """Awake it claims 6 GiB. Its sleep frees them and leaves 2 GiB that only its end frees."""
+    kept = Share("sim:0", 2 * GIB)
+    there = world(sim0=10, host=64, grace_seconds=0)
+    for by in (1, 2):
+        awake = lease("awake", by=by, sim0=6, backend="vllm", reload_seconds=40, residue=(kept,))
+        page = book(awake, limits=there.limits, residue={by: {"sim:0": 2 * GIB}})
+        for need, steps in (
+            (8, [Move, Load]),
+            (9, [Drop, Load] if by == 1 else [Move, Drop, Load]),
+        ):
+            found = plan(page, request("big", need), there, keep_score)
+            assert [type(step) for step in found.steps] == steps and found.victims == (awake.id,)
+        _, verdict = decide(page, request("big", 9), there)
+        assert [step.source for step in verdict.steps] == ([awake.freed_by(())] if by == 1 else [])
+        assert [one.what for one in found.leavers] == ["engine"]
+
+
 def test_the_list_is_short_and_fits_80_columns():
     """The first six are shown, and the number of the others."""
     around = replace(samples.busy, sections=ALL.sections, now=NOW)
@@ -170,4 +188,4 @@ def test_the_list_is_short_and_fits_80_columns():
         "17",
         "min",
     ]
-    assert lines[first + 5].split()[:4] == ["pid", "3", "parked", "3.0"], "its notebook has no name"
+    assert lines[first + 5].split()[:4] == ["pid", "3", "to", "disk"], "its notebook has no name"

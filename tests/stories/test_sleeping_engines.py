@@ -96,6 +96,18 @@ def test_an_engine_ends_if_what_it_keeps_asleep_is_all_that_stands_in_the_way(
     assert found.frees == (Share("sim:0", GIB // 2),) and found.seconds > 0
 
 
+def test_an_engine_that_is_awake_ends_if_its_sleep_would_not_free_enough(rt, place, monkeypatch):
+    """It has slept before, so what it would keep of the budget of 5.4 GiB is known."""
+    monkeypatch.setattr(rt.probe, "charged", charged_in(place))
+    pids = use(rt, "a")
+    rt.evict("a")
+    assert use(rt, "a") == pids
+    rt.register("c", "org/name", backend="vllm", size="5.2GiB")
+    assert rt.plan("c").granted and use(rt, "c")
+    assert not any(map(alive, pids)) and "a" not in places(rt)
+    assert rt.status().devices[0].residue_bytes == 0
+
+
 def test_an_engine_that_sleeps_is_called_asleep_and_why_compares_its_seconds(rt):
     for name in "aba":
         use(rt, name)
@@ -190,8 +202,18 @@ async def test_a_call_that_waits_for_a_sleeping_engine_says_that_it_wakes(rt, pl
 
 def test_by_hand_it_sleeps_wakes_and_moves_to_no_other_card(rt):
     use(rt, "a")
-    assert rt.evict("a").where == "host" and places(rt) == {"a": {HOST: WEIGHTS}}
+    done = rt.evict("a")
+    assert (done.where, done.because) == (HOST, "a sleeps; 4.0 GiB came free")
+    assert places(rt) == {"a": {HOST: WEIGHTS}}
     assert rt.restore("a").where == "sim:0" and places(rt) == {"a": {"sim:0": 4 * GIB}}
+
+
+def test_by_hand_an_engine_that_does_not_sleep_is_unloaded_and_the_answer_says_so(rt, place):
+    use(rt, "a")
+    (place / "fault").write_text("500")
+    done = rt.evict("a")
+    assert (done.where, done.because) == ("disk", "a was unloaded; 4.0 GiB came free")
+    assert places(rt) == {}
 
 
 def test_on_a_card_the_driver_shows_what_an_engine_has_given_back(host, driver, place):

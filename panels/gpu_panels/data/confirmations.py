@@ -16,6 +16,7 @@ from gpu_runtime.facts import (
     ProcessState,
     Snapshot,
     Ticket,
+    is_engine,
     lease_title,
     place_label,
     where,
@@ -243,7 +244,8 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
     verb, name = VERBS[proposal.verb], clean(proposal.name)
     after = _after_eviction(lease)
     if proposal.verb == "drop":
-        after = "It leaves RAM too. Its next use loads it again from its source."
+        leaves = "its file on the disk" if lease is not None and lease.on_disk else "RAM"
+        after = f"It leaves {leaves} too. Its next use loads it again from its source."
     pinned = "It is pinned. It is unpinned first." if proposal.verb == "unpin_evict" else ""
     lines = (f"This frees {size} on {place}.", pinned, _use(lease, process, snapshot), after)
     confirm = f"{verb}, freeing {size}"
@@ -287,8 +289,13 @@ def _question_cancel(proposal: Proposal, process: str, snapshot: Snapshot) -> Qu
 def _question_load(proposal: Proposal, process: str, lease: Lease | None) -> Question:
     label = VERBS[proposal.verb]
     loader = process if proposal.pid else "a process that can load it"
-    done = "loaded" if proposal.where == "disk" else "moved"
+    done = "loaded" if proposal.where == "disk" and lease is None else "moved"
     place = _whereabouts(proposal)
+    if lease is not None and lease.on_disk:
+        seconds = show_seconds(lease.restore_seconds or lease.seconds_from_disk)
+        place = (
+            f"Its {show_bytes(lease.bytes)} are in a file on a disk, read back in about {seconds}."
+        )
     if lease is not None and lease.in_parts:
         place = f"It has {place_label(lease)}."
     lines = (
@@ -328,6 +335,8 @@ def _after_eviction(lease: Lease | None) -> str:
         return ""
     seconds = lease.restore_seconds or lease.reload_seconds
     duration = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
+    if lease.movable and is_engine(lease):
+        return f"It sleeps if RAM has space for it. Its next use wakes it automatically{duration}."
     if lease.movable:
         return (
             f"It moves to RAM if there is space. Its next use restores it automatically{duration}."

@@ -19,6 +19,7 @@ from gpu_runtime.facts import (
     PlanLevel,
     Section,
     Shares,
+    Shed,
     Snapshot,
     Step,
 )
@@ -75,6 +76,8 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
 def _after_step(lease: Lease, step: Step) -> Lease | None:
     if isinstance(step, Drop):
         return None
+    if isinstance(step, Shed):
+        return lease.shed()
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
     if is_to_host:
         after = lease.after(step.shares)
@@ -105,40 +108,46 @@ def touched(steps: Iterable[Step]) -> list[str]:
 
 
 def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
-    """A sentence for each model of `snapshot` that `plan` evicts."""
-    return [
+    """A sentence for each model of `snapshot` that `plan` evicts, or moves from RAM to a disk."""
+    sentences = [
         _eviction_words(snapshot, step, step.lease in plan.asked)
         for step in plan.steps
-        if isinstance(step, (Move, Drop)) and step.lease in plan.victims
+        if isinstance(step, Shed) or (isinstance(step, (Move, Drop)) and step.lease in plan.victims)
     ]
+    return [one for one in sentences if one]
 
 
-def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> str:
+def _eviction_words(snapshot: Snapshot, step: Move | Drop | Shed, is_asked: bool) -> str:
     owner_id, _, name = step.lease.partition("/")
     section = snapshot.sections.get(owner_id)
+    lease = section.lease(name) if section else None
+    if isinstance(step, Shed) and (lease is None or lease.shadow_bytes):
+        return ""  # a copy in RAM
     process = process_name(section) if section else "a process"
     source = places(step.source)
     if isinstance(step, Move):
         moves = f"would move from {source} to {places(step.shares)}"
+    elif isinstance(step, Shed):
+        moves = "would move from RAM to its disk"
     else:
         moves = f"would be unloaded from {source}"
     asked = "; its process is asked to do it" if is_asked else ""
     size = show_bytes(sum(share.bytes for share in step.source))
-    lease = section.lease(name) if section else None
     if lease and isinstance(step, Move) and lease.after(step.shares) != step.shares:
         size = f"{size} of {show_bytes(lease.bytes)}"
     return f"{clean(name)} ({size}) of {process} {moves}{asked}{_return_words(lease, step)}"
 
 
-def _return_words(lease: Lease | None, step: Move | Drop) -> str:
+def _return_words(lease: Lease | None, step: Move | Drop | Shed) -> str:
     """How long an evicted model takes to return, as the end of a sentence; empty if it is unknown."""
     if lease is None:
         return ""
-    is_move = isinstance(step, Move)
-    seconds = lease.restore_seconds if is_move else lease.reload_seconds
-    if seconds < 0.001:
-        return ""
-    return f"; {'restoring' if is_move else 'loading'} it again takes {show_seconds(seconds)}"
+    does, seconds = "loading it again", lease.reload_seconds
+    if isinstance(step, Move):
+        does, seconds = "restoring it again", lease.restore_seconds
+    elif isinstance(step, Shed):
+        does, seconds = "reading it back", lease.disk_seconds
+    return f"; {does} takes {show_seconds(seconds)}" if seconds >= 0.001 else ""
 
 
 def places(shares: Shares) -> str:
