@@ -602,11 +602,12 @@ class Runtime:
         """Who used the cards, who held them idle and who waited, since `since` (seconds or "7d") ago.
 
         The rows are by "user", "notebook", "model" or "card", the largest first. `card_h` are hours of a
-        whole card, in use and idle. `waited_h` are hours of waiting. The other columns are GiB-hours: in
-        use, idle, `blocking` (idle while another process waited for the card), parked in RAM, and
-        saved: in use by others, where there would have been no room without parking. With "waits", a row says how long
-        a user waited for memory that another one held. With "time", there is a row for each minute, hour
-        or day, which begins at `time` (UTC). With `text`, the result is a text fit for a mail.
+        whole card: in use, idle, blocking and outside. `waited_h` are hours of waiting. The other columns
+        are GiB-hours: in use, idle, `blocking` (idle while another process waited for the card), outside
+        (programs without a lease), parked in RAM, on a disk, and saved: in use by others, where there would
+        have been no room without parking. With "waits", a row says how long a user waited for memory that
+        another one held. With "time", there is a row for each minute, hour or day, which begins at `time`
+        (UTC). With `text`, the result is a text fit for a mail.
 
         The account is a minute old at most. It counts only times in which it was recorded: while any
         process used the ledger. A ledger in memory keeps nothing. Raises BadSize, BadSetting.

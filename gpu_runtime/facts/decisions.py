@@ -153,7 +153,7 @@ class Cap(Value):
     importance: int | None = None  # the highest importance allowed, that is, the lowest number
     keep: bool = True
     longest_lease_seconds: float | None = None  # the limit for a block of code
-    card_hours_per_week: float | None = None  # whole cards, in use and idle, in the last seven days
+    card_hours_per_week: float | None = None  # those of `gpu report`, in the last seven days
     # What happens to requests beyond these hours: lower importance, or "refuse".
     after_quota: str = "lower"
     used_card_hours: float = 0.0  # as the process has read them from the account of hours

@@ -15,7 +15,7 @@ machine without the file has no shared ledger and no caps. An example:
     importance = "normal"             # the highest importance that her requests may have
     keep = false                      # nothing of hers is pinned to a card
     longest_lease = "4h"              # of `rt.lease` and `%%gpu`
-    card_hours_per_week = 40          # whole cards in the last seven days, in use and idle
+    card_hours_per_week = 40          # whole cards in the last seven days, as in `gpu report`
     after_quota = "lower"             # beyond: "lower" (all of hers is batch), or "refuse"
 
     [groups.students]                 # for each member; the most generous of their groups counts

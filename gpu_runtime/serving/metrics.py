@@ -212,7 +212,8 @@ def _held(snapshot: Snapshot, host: str) -> Iterator[GaugeMetricFamily]:
     held: dict[tuple[str, ...], int] = defaultdict(int)
     cards = {view.device.id: card_labels(view.device, host) for view in snapshot.devices}
     unknown = ("", "", "", host)  # of no card: what parking has saved
-    for key, size in hours.held_now(book, snapshot.devices).items():
+    programs = {one.pid: (one.user, one.command) for one in snapshot.strangers}
+    for key, size in hours.held_now(book, snapshot.devices, programs.get).items():
         if key.state == hours.WAITED_FOR:
             continue
         name = hours.OWN_CODE if key.name == KERNEL else key.name

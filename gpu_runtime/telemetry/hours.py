@@ -151,7 +151,8 @@ PARKED, ON_DISK, WAITED, WAITED_FOR, SAVED = (
     "waited for",
     "saved",
 )
-ON_CARD = (IN_USE, IDLE, BLOCKING, OUTSIDE, FREE)  # the states that fill a card
+OF_CARD_HOURS = (IN_USE, IDLE, BLOCKING, OUTSIDE)  # what a user has of a card, also without a lease
+ON_CARD = (*OF_CARD_HOURS, FREE)  # the states that fill a card
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 # (stretch, age) in seconds: rows of this stretch are added up into the next one when they are older than the age.
@@ -184,10 +185,23 @@ class Hour(NamedTuple):
 # -- what is held at one moment ------------------------------------------------------------------------------------
 
 
+Program = Callable[[int], tuple[str, str] | None]  # pid -> user and command, if they are known
+
+
+def programs(figures: Figures) -> Program:
+    """The users and commands of the processes on the cards, as `figures` have them."""
+
+    def of(pid: int) -> tuple[str, str] | None:
+        person = figures.people.get(pid)
+        return person and (_user(person.uid), person.command)
+
+    return of
+
+
 def held_now(
-    book: Book, views: Sequence[DeviceView], figures: Figures | None = None
+    book: Book, views: Sequence[DeviceView], program: Program = lambda pid: None
 ) -> dict[Key, int]:
-    """The bytes of each key now. `views` are the devices of the `book`; `figures` names programs without a lease."""
+    """The bytes of each key now. `views` are the devices of the `book`; `program` names programs without a lease."""
     held: dict[Key, int] = defaultdict(int)
     cards = {view.device.id: view for view in views if not view.device.is_host}
     waiting: dict[str, set[str]] = defaultdict(set)  # card -> owners that wait for it
@@ -203,7 +217,7 @@ def held_now(
         if key.state in ON_CARD:
             on_cards[key.device] += size
     for id, view in cards.items():
-        _add_rest(held, view, on_cards[id], book, figures)
+        _add_rest(held, view, on_cards[id], book, program)
     _add_saved(held)
     return dict(held)
 
@@ -272,7 +286,7 @@ def _add_saved(held: dict[Key, int]) -> None:
 
 
 def _add_rest(
-    held: dict[Key, int], view: DeviceView, leased: int, book: Book, figures: Figures | None
+    held: dict[Key, int], view: DeviceView, leased: int, book: Book, program: Program
 ) -> None:
     """Adds what is in use without a lease on the card of `view`, and what is free."""
     id, total = view.device.id, view.device.total_bytes
@@ -282,13 +296,12 @@ def _add_rest(
     known = {
         pid for section in book.sections.values() for pid in (section.owner.pid, *section.engines)
     }
-    people = figures.people if figures else {}
     processes = view.sample.processes if view.sample else {}
     for pid, size in processes.items():
-        if pid in known or not size or pid not in people:
+        if pid in known or not size or (who := program(pid)) is None:
             continue
         part = min(size, outside)
-        held[Key(_user(people[pid].uid), people[pid].command, "", id, OUTSIDE)] += part
+        held[Key(*who, "", id, OUTSIDE)] += part
         outside -= part
     if outside:
         held[Key("", "", "", id, OUTSIDE)] += outside
@@ -401,8 +414,8 @@ class Hours(StateFile):
         `capacity` has the bytes of each card. What is `half_life` seconds old counts half.
         """
         query = f"""SELECT start, device, sum(byte_seconds) FROM hours
-            WHERE {_SINCE} AND user = ? AND state IN (?, ?, ?) GROUP BY 1, 2"""
-        rows = self.read(query, (now - seconds, user, IN_USE, IDLE, BLOCKING))
+            WHERE {_SINCE} AND user = ? AND state IN (?, ?, ?, ?) GROUP BY 1, 2"""
+        rows = self.read(query, (now - seconds, user, *OF_CARD_HOURS))
         return sum(
             float(size) / capacity[str(card)] / HOUR * 0.5 ** (max(0.0, now - start) / half_life)
             for start, card, size in rows
@@ -423,7 +436,7 @@ COLUMNS = {
     for state in (IN_USE, IDLE, OUTSIDE, FREE, PARKED, ON_DISK, SAVED)
 }
 COLUMNS[BLOCKING] = "blocking_gib_h"
-_OF_PEOPLE = (IN_USE, IDLE, BLOCKING, PARKED, ON_DISK, SAVED)
+_OF_PEOPLE = (*OF_CARD_HOURS, PARKED, ON_DISK, SAVED)
 BY = ("user", "notebook", "model", "card", "waits", "time")
 GIB_HOUR = GIB * HOUR
 MOST_LINES = 10  # users in the text
@@ -449,7 +462,7 @@ def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
         key, sums = row.key, found[_group(row.key, by)]
         if key.state in states:
             sums[key.state] += row.byte_seconds / GIB_HOUR
-        if key.state in (IN_USE, IDLE, BLOCKING, OUTSIDE) and capacity[key.device]:
+        if key.state in OF_CARD_HOURS and capacity[key.device]:
             sums["card"] += row.byte_seconds / capacity[key.device] / HOUR
         if key.state == WAITED:
             sums["waited"] += row.seconds / HOUR
@@ -579,6 +592,8 @@ def _user_line(user: dict[str, Any], waits: list[dict[str, Any]]) -> str:
     if blocking:
         idle += f" ({blocking:.1f} of them while another waited)"
     line = f"{user['user']}: {user['card_h']:.1f} card-hours; {user['in_use_gib_h']:.1f} GiB-hours in use, {idle}"
+    if user["outside_gib_h"]:
+        line += f", {user['outside_gib_h']:.1f} outside"
     if not user["waited_h"]:
         return line
     others = [one["waited_for"] for one in waits if one["waited_for"] != user["user"]]

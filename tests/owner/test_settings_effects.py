@@ -312,7 +312,7 @@ def test_a_block_that_outlasts_the_cap_is_named_once_and_by_its_own_process(
 
 @proves("gpu_fairness")
 def test_the_card_hours_of_a_day_are_stated_with_each_request(runtime, tmp_path):
-    """What is 12 h old counts half, and what is older than a day not at all. Off, nothing is stated."""
+    """What is 12 h old counts half, and what is older than a day not at all. Scripts count. Off, nothing is stated."""
     ledger = f"keeper://{tmp_path}/ledger"
     off, fair = runtime(ledger=ledger), runtime(ledger=ledger, gpu_fairness="day")
     session = fair._session
@@ -320,7 +320,7 @@ def test_the_card_hours_of_a_day_are_stated_with_each_request(runtime, tmp_path)
     size = card.total_bytes * hours.HOUR
     rows = [
         hours.Hour(int(now) - age * hours.HOUR, hours.Key(me, "", "m", card.id, state), size, 60.0)
-        for age, state in ((0, hours.IN_USE), (12, hours.IDLE), (25, hours.IN_USE))
+        for age, state in ((0, hours.OUTSIDE), (12, hours.IDLE), (25, hours.IN_USE))
     ]
     assert hours.Hours(session.record.path.with_name(hours.FILE)).add(rows, now)
     session._card_hours_at = float("-inf")

@@ -18,10 +18,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_runtime.serving import metrics
 from gpu_runtime.serving.metrics import CARD, HOLDER, Metrics
 from gpu_runtime.telemetry.hours import ON_CARD
 from gpu_runtime.units import GIB
 from tests.clock import until
+from tests.faces import samples
 from tests.faces.served import OPERATORS, VIEWERS, end, free_port, gpu_console, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -122,6 +124,16 @@ def test_the_states_add_up_to_the_card_with_the_labels_of_dcgm(runtime):
     assert families["gpuconsole_build_info"].samples[0].labels["version"]
 
 
+def test_a_program_without_a_lease_has_its_user_and_its_command():
+    """The sum over the states is the card also then."""
+    seen = samples.eight  # carol's python3 holds 11 GiB on the first card without a lease
+    [family] = metrics._held(seen, "box")
+    first = [one for one in family.samples if one.labels["device"] == "cuda:0"]
+    [carol] = [one for one in first if one.labels["state"] == "outside"]
+    assert (carol.labels["user"], carol.labels["notebook"]) == ("carol", "python3")
+    assert carol.value == 11 * GIB
+
+
 # -- served ---------------------------------------------------------------------------------------
 TOKENS = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
 
@@ -167,7 +179,44 @@ def tool(name: str) -> str:
 @pytest.mark.processes
 def test_promtool_takes_the_rules():
     done = subprocess.run([tool("promtool"), "check", "rules", RULES], capture_output=True)
-    assert done.returncode == 0 and b"SUCCESS: 5 rules found" in done.stdout, done
+    assert done.returncode == 0 and b"SUCCESS: 6 rules found" in done.stdout, done
+
+
+@pytest.mark.processes
+def test_the_alert_names_who_holds_a_card_idle_for_two_hours(tmp_path):
+    """bob's kernel is parked: it has a CUDA context of 0.4 GiB. carol's cell has run once in between."""
+    labels = 'gpu="0",UUID="U",device="cuda:0",Hostname="box",name="its own code"'
+    series = lambda user, state, values: {
+        "series": f'gpuconsole_held_bytes{{{labels},user="{user}",notebook="{user}.ipynb",state="{state}"}}',
+        "values": values,
+    }
+    held = [
+        series("ann", "idle", f"{20 * GIB}x130"),
+        series("bob", "idle", f"{GIB * 4 // 10}x130"),
+        series("carol", "idle", f"{20 * GIB}x60 stale _x4 {20 * GIB}x60"),
+        series("carol", "in_use", f"_x60 {20 * GIB}x4 stale _x60"),
+    ]
+    summary = "ann has held 20GiB of cuda:0 on box idle for 2 h (ann.ipynb)"
+    expected = {
+        "exp_labels": dict(
+            severity="ticket",
+            user="ann",
+            notebook="ann.ipynb",
+            Hostname="box",
+            UUID="U",
+            device="cuda:0",
+        ),
+        "exp_annotations": {"summary": summary},
+    }
+    alerts = [
+        {"eval_time": "115m", "alertname": "GpuHeldIdle", "exp_alerts": []},
+        {"eval_time": "125m", "alertname": "GpuHeldIdle", "exp_alerts": [expected]},
+    ]
+    tests = [{"interval": "1m", "input_series": held, "alert_rule_test": alerts}]
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
+    done = subprocess.run([tool("promtool"), "test", "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.processes
@@ -207,7 +256,7 @@ def test_a_real_prometheus_reads_the_exporter_and_answers_every_expression(expor
         [free] = ask("query", query='sum(gpuconsole_held_bytes{state="free"})')["result"]
         assert float(free["value"][1]) == 24 * GIB
         loaded = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
-        assert len(loaded) == 5 and all(rule["health"] != "err" for rule in loaded)
+        assert len(loaded) == 6 and all(rule["health"] != "err" for rule in loaded)
     finally:
         end(process)
         out.close()

@@ -57,9 +57,9 @@ def waits(number, gib, device="sim:0"):
     )
 
 
-def seen(page, devices, figures=None):
+def seen(page, devices):
     """What is held, in GiB, by (user, name, device, state)."""
-    held = held_now(page, views(page, devices), figures)
+    held = held_now(page, views(page, devices))
     return {
         (key.user, key.name, key.device, key.state): size / GIB
         for key, size in held.items()
@@ -135,7 +135,7 @@ def test_memory_without_a_lease_has_its_program_and_user_where_the_driver_tells(
     )
     devices = replace(devices, samples={"cuda:0": sample})
     figures = Figures(1, 0.0, Sample(HOST, 0.0, None), people={99: Person(0, "python train.py")})
-    held = held_now(page, views(page, devices), figures)
+    held = held_now(page, views(page, devices), hours.programs(figures))
     assert held[Key("root", "python train.py", "", "cuda:0", OUTSIDE)] == 5 * GIB
     assert held[Key("", "", "", "cuda:0", OUTSIDE)] == 2 * GIB
     assert held[Key("", "", "", "cuda:0", FREE)] == 9 * GIB
@@ -268,6 +268,7 @@ def test_a_day_of_two_users_against_a_table_by_hand():
         "in_use_gib_h": 0.0,
         "idle_gib_h": 0.0,
         "blocking_gib_h": 0.0,
+        "outside_gib_h": 0.0,
         "parked_gib_h": 0.0,
         "on_disk_gib_h": 0.0,
         "saved_gib_h": 0.0,
@@ -312,13 +313,13 @@ SIX = {
     ("bob", "demo"): (3, {13: "run", 14: "idle"}),
     ("bob", "tune"): (1, {20: "run"}),
 }
-SIX_BY_HAND = [  # card_h, then in use, idle, blocking, parked, on disk, saved and waited
-    ["ann", "train", 6.667, 48.0, 108.0, 4.0, 32.0, 0.0, 22.0, 0.0],
-    ["ann", "eval", 3.667, 4.0, 82.0, 2.0, 0.0, 0.0, 0.0, 0.0],
-    ["bob", "chat", 2.667, 64.0, 0.0, 0.0, 96.0, 96.0, 7.0, 0.5],
-    ["bob", "demo", 1.375, 3.0, 30.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-    ["ann", "plot", 1.25, 2.0, 28.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-    ["bob", "tune", 0.167, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+SIX_BY_HAND = [  # card_h, then in use, idle, blocking, outside, parked, on disk, saved and waited
+    ["ann", "train", 6.667, 48.0, 108.0, 4.0, 0.0, 32.0, 0.0, 22.0, 0.0],
+    ["ann", "eval", 3.667, 4.0, 82.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    ["bob", "chat", 2.667, 64.0, 0.0, 0.0, 0.0, 96.0, 96.0, 7.0, 0.5],
+    ["bob", "demo", 1.375, 3.0, 30.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    ["ann", "plot", 1.25, 2.0, 28.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    ["bob", "tune", 0.167, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
 ]
 
 
@@ -364,6 +365,20 @@ def test_a_day_of_two_users_and_six_notebooks_against_a_table_by_hand(tmp_path):
     assert table(rows, "waits") == [{"user": "bob", "waited_for": "ann", "waited_h": 0.5}]
     [card] = table(rows, "card")
     assert sum(card[hours.COLUMNS[state]] for state in ON_CARD) == pytest.approx(24 * 24, rel=1e-3)
+
+
+def test_a_script_without_a_lease_has_its_card_hours_and_a_column():
+    """Its 20 GiB-hours, on a card of 10 GiB, are two card-hours: in the sum, in the column and in the mail."""
+    key = Key("carol", "python train.py", "", "sim:0", hours.OUTSIDE)
+    rows = [*day(), Hour(0, key, 20.0 * GIB * HOUR, 10.0 * HOUR)]
+    rows[-2] = Hour(
+        0, Key("", "", "", "sim:0", FREE), (240 - 30 - 10 - 2 - 80 - 20) * GIB * HOUR, 24 * HOUR
+    )
+    carol = next(one for one in table(rows, "user") if one["user"] == "carol")
+    assert (carol["card_h"], carol["outside_gib_h"], carol["idle_gib_h"]) == (2.0, 20.0, 0.0)
+    assert "carol: 2.0 card-hours; 0.0 GiB-hours in use, 0.0 idle, 20.0 outside" in hours.text(
+        rows, WALL - DAY, WALL
+    )
 
 
 def test_the_text_of_a_day_is_fit_for_a_mail():

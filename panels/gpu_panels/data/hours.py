@@ -165,7 +165,7 @@ _TITLES = {
     "model": Column("Model"),
     "card": Column("Card"),
     "waited_for": Column("Waited for", hint="Who held the card meanwhile"),
-    "card_h": Column("Card-hours", True, "Whole cards, in use and idle"),
+    "card_h": Column("Card-hours", True, "Whole cards: in use, idle, kept waiting and outside"),
     IN_USE: Column("In use", True, "GiB-hours in which a cell, a call or a load ran"),
     IDLE: Column("Idle", True, "GiB-hours"),
     BLOCKING: Column(
