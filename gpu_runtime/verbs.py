@@ -722,7 +722,7 @@ _TABLE = (
     Verb("hibernate", "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
         arguments=(WHO,)),
     Verb("unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)),
-    Verb("drain", "puts nothing new on a card, and moves its idle models away", arguments=(
+    Verb("drain", "grants no new lease on a card, and moves its idle models away", arguments=(
         positional("device", "DEVICE", "a card, such as cuda:1", "devices"),
         switch("--undo", "use it again"), TIMEOUT,
     )),

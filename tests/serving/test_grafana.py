@@ -183,7 +183,7 @@ def test_promtool_takes_the_rules():
 
 
 @pytest.mark.processes
-def test_the_alert_names_who_holds_a_card_idle_for_two_hours(tmp_path):
+def test_the_alert_and_the_query_name_who_holds_a_card_idle(tmp_path):
     """bob's kernel is parked: it has a CUDA context of 0.4 GiB. carol's cell has run once in between."""
     labels = 'gpu="0",UUID="U",device="cuda:0",Hostname="box",name="its own code"'
     series = lambda user, state, values: {
@@ -212,7 +212,20 @@ def test_the_alert_names_who_holds_a_card_idle_for_two_hours(tmp_path):
         {"eval_time": "115m", "alertname": "GpuHeldIdle", "exp_alerts": []},
         {"eval_time": "125m", "alertname": "GpuHeldIdle", "exp_alerts": [expected]},
     ]
-    tests = [{"interval": "1m", "input_series": held, "alert_rule_test": alerts}]
+    held.append({"series": 'DCGM_FI_DEV_GPU_UTIL{gpu="0",UUID="U"}', "values": "3x130"})
+    page = (DOCS / "reference/metrics.md").read_text()
+    query = re.search(r"```text\n(sum by .*?)```", page, re.S)[1]
+    left = '{Hostname="box", UUID="U", device="cuda:0", user="%s", notebook="%s.ipynb"}'
+    answers = [{"labels": left % (who, who), "value": 20 * GIB} for who in ("ann", "carol")]
+    queries = [{"expr": query, "eval_time": "125m", "exp_samples": answers}]
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": held,
+            "alert_rule_test": alerts,
+            "promql_expr_test": queries,
+        }
+    ]
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
     done = subprocess.run([tool("promtool"), "test", "rules", path], capture_output=True, text=True)
