@@ -911,6 +911,9 @@ class Book(Value):
     # CLOCK_BOOTTIME), because owners that are not in the new page yet may hold memory. The value 0
     # means that grants are possible. In Redis, this time is stored beside the book.
     opens: float = NEVER
+    # Not stored. The decision that made this book is also right after other owners claimed more, while at
+    # most so many bytes are claimed on these devices. Empty: it is right on the page that it read.
+    holds_below: dict[str, int] = {}
 
     @property
     def entries(self) -> int:

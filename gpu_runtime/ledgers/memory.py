@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from .. import threads
 from ..facts import Book, Owner, Ticket
 from .base import Ledger, unusable
@@ -75,7 +77,7 @@ class MemoryLedger(Ledger):
             with memory.writing:
                 # Books are frozen, so the same object is the same revision.
                 if memory.book is old:
-                    memory.book = new
+                    memory.book = replace(new, holds_below={}) if new.holds_below else new
                     return answer
 
     def dead(self, book: Book) -> frozenset[str]:

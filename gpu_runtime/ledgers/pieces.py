@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import LedgerRefused
-from ..facts import Book, Device, Drain, Event, Ghost, Sample, Section, Ticket, Value
+from ..facts import MOST_EVENTS, Book, Device, Drain, Event, Ghost, Sample, Section, Ticket, Value
 from ..facts import encode as encode_as_json
 
 # The limit of one owner's part, which must also fit into the owner's roster.
@@ -216,13 +217,16 @@ _facts_of = attrgetter(*Shared.__struct_fields__)
 def changed(old: Book, new: Book, me: str, before: bytes = b"") -> dict[str, Any]:
     """The fields of a keeper's Put for the change from `old` to `new` by the owner `me`, without its part.
 
-    `before` has the facts of all owners in `old`, as they were read. Empty: they were not.
+    `before` has the facts of all owners in `old`, as they were read. Empty: they were not. If nothing
+    but events was added to them, only these are in the result, since other owners may add some too.
     """
     fields: dict[str, Any] = {}
     if new.tickets is not old.tickets:
         fields["queue"] = tuple([ticket.key for ticket in new.tickets])
     facts = _facts_of(new), _facts_of(old)
-    if not _same_objects(*facts):
+    if before and (events := _appended(old, new)):
+        fields["events"] = tuple([msgspec.Raw(encode(event)) for event in events])
+    elif not _same_objects(*facts):
         is_kept = 0 < len(before) < MOST_KEPT_FACTS
         shared = _facts_after(before, *facts) if is_kept else encode(Shared(*facts[0]))
         fields["shared"] = msgspec.Raw(shared)
@@ -230,6 +234,30 @@ def changed(old: Book, new: Book, me: str, before: bytes = b"") -> dict[str, Any
     if removed:
         fields["removed"] = tuple(sorted(removed))
     return fields
+
+
+def _appended(old: Book, new: Book) -> tuple[Event, ...]:
+    """The events that `new` has after those of `old`, if no other fact of all owners is changed; else ()."""
+    facts = replace(old, events=new.events, seq=new.seq)
+    added = tuple([event for event in new.events if event.seq > old.seq])
+    noted = (*old.events, *added)[-MOST_EVENTS:]
+    is_all = _same_objects(_facts_of(facts), _facts_of(new)) and _same_objects(noted, new.events)
+    numbers = [event.seq for event in added]
+    return added if is_all and numbers == [*range(old.seq + 1, new.seq + 1)] else ()
+
+
+def with_events(facts: bytes, events: Iterable[msgspec.Raw]) -> bytes:
+    """The encoded `facts` of all owners with more `events`, which get the next numbers.
+
+    Fields of a later version stay in each event. Raises one of UNREADABLE.
+    """
+    kept = _decode_map(facts)
+    seq = decode(kept.get("seq", _ZERO), type=int)
+    known = _decode_list(kept.get("events", _NOTHING))
+    for event in events:
+        seq += 1
+        known.append(msgspec.Raw(encode({**_decode_map(event), "seq": seq})))
+    return encode({**kept, "events": known[-MOST_EVENTS:], "seq": seq})
 
 
 def _facts_after(before: bytes, facts: Sequence[Any], old: Sequence[Any]) -> bytes:
@@ -253,6 +281,7 @@ def _facts_after(before: bytes, facts: Sequence[Any], old: Sequence[Any]) -> byt
 
 _decode_map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
 _decode_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_ZERO, _NOTHING = encode(0), encode([])
 
 
 def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:

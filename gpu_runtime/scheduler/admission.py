@@ -56,6 +56,7 @@ from ..facts import (
     World,
     bytes_label,
     lease_title,
+    one_memory,
     where,
 )
 from ..units import show_bytes, show_seconds
@@ -137,7 +138,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         if isinstance(wider, Refuse):
             found, wider = _in_pieces(wider_book, request, wider_world) or (found, wider)
         if not isinstance(wider, Refuse):
-            return replace(found, limits=book.limits), wider
+            return replace(found, limits=book.limits, holds_below={}), wider
     return after, verdict
 
 
@@ -435,7 +436,21 @@ def _grant(
     device = chosen.shares[0].device
     book = book.without_ticket(request.key).with_lease(lease)
     book = note(book, world, lease, "granted", "request", because, size=size, device=device)
+    book = replace(book, holds_below=_holds_below(context))
     return book, Grant(lease, (_arrival(lease, because),), because, considered)
+
+
+def _holds_below(context: Context) -> dict[str, int]:
+    """The claims on each device up to which a grant of free bytes is right; see `Book.holds_below`.
+
+    Empty if it depends on more than the free bytes of each device: on other requests, a user's cap, or
+    memory that several devices have in common.
+    """
+    book, world = context.book, context.world
+    if book.tickets or world.rules.cap or one_memory(world.devices):
+        return {}
+    claims = book.claims()
+    return {device: claims.get(device, 0) + size for device, size in context.room_now.items()}
 
 
 def _refuse(book: Book, request: Request, world: World, refusal: Refuse) -> tuple[Book, Verdict]:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Device, Lease, Owner, Phase, Section, Share, Ticket
-from gpu_runtime.ledgers import pieces
+from gpu_runtime.facts import Device, Event, Lease, Owner, Phase, Section, Share, Ticket
+from gpu_runtime.ledgers import invariants, pieces
 from gpu_runtime.ledgers.keeper import core, server, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
 from gpu_runtime.version import VERSION
@@ -44,6 +44,7 @@ class Turns(RuleBasedStateMachine):
         # connection -> number of its put, GiB, and whether the put must not be taken at once
         self.waiting: dict[int, tuple[int, int, bool]] = {}
         self.claimed_at = 0  # the page of the last write that claimed more
+        self.settled_at = 0  # the page since which only leases were written
         self.wrote_at: dict[int, int] = {}  # connection -> the page of its last write
         self.turns: dict[
             int, int
@@ -70,7 +71,7 @@ class Turns(RuleBasedStateMachine):
             if waiting and reply.number == waiting[0]:
                 del self.waiting[connection]
 
-    def write(self, connection, gib, limit=0, behind=0):
+    def write(self, connection, gib, limit=0, behind=0, room=None):
         me = owner(connection)
         self.numbers += 1
         leases = (Lease(me.id, "m", target=(Share("sim:0", gib * GIB),)),) if gib else ()
@@ -81,7 +82,12 @@ class Turns(RuleBasedStateMachine):
             fields["shared"] = msgspec.Raw(core.encode(shared))
         revision = self.keeper.known.revision - behind
         claims = gib > self.acknowledged.get(connection, -1)
-        too_old = revision < max(self.wrote_at.get(connection, 0), self.claimed_at * claims)
+        claimed_at = self.claimed_at * claims
+        if room is not None:
+            fields["holds_below"] = {"sim:0": room * GIB}
+            others = sum(one for other, one in self.acknowledged.items() if other != connection)
+            claimed_at = self.settled_at if others + gib <= room else claimed_at
+        too_old = revision < max(self.wrote_at.get(connection, 0), claimed_at)
         self.waiting[connection] = (self.numbers, gib, too_old)
         message = Put(self.numbers, revision, msgspec.Raw(part), **fields)
         self.take(self.keeper.receive(connection, message, self.now))
@@ -90,10 +96,12 @@ class Turns(RuleBasedStateMachine):
         connection=st.integers(0, 3),
         gib=st.integers(0, 4),
         behind=st.integers(0, 4),
+        room=st.none() | st.integers(0, 4),
     )
-    def put(self, connection, gib, behind):
+    def put(self, connection, gib, behind, room):
+        """With `room`, the claim is right after others claimed too, while no more GiB are claimed in all."""
         if connection not in self.waiting:
-            self.write(connection, gib, behind=behind)
+            self.write(connection, gib, behind=behind, room=room)
 
     @rule(connection=st.integers(0, 3))
     def give_back(self, connection):
@@ -132,6 +140,7 @@ class Turns(RuleBasedStateMachine):
         self.waiting.pop(connection, None)
         assert owner(connection).id not in self.keeper.known.state.living
         self.keeper.hello(connection, Hello(0, 1, "", owner(connection)), 0, self.now)
+        self.settled_at = self.keeper.known.revision
 
     @rule()
     def a_page_has_the_whole_book(self):
@@ -244,6 +253,63 @@ def test_a_release_needs_no_turn_and_ends_no_turn():
     assert isinstance(write(2, 2, page, ticket), Written)
     assert isinstance(write(0, 1, page), core.Turn), "its page lacks the request"
     assert isinstance(write(0, 1, keeper.known.revision + 1), core.Turn), "of another keeper"
+
+
+def test_a_claim_needs_no_turn_while_its_room_is_left(monkeypatch):
+    """Others have claimed since the page that it was decided on. What else they decide by ends it."""
+    keeper = keeper_of(3)
+    numbers = iter(range(1, 100))
+
+    def write(number, gib, revision, room=0, tickets=(), events=()):
+        leases = (Lease(owner(number).id, "m", target=(Share("sim:0", gib * GIB),)),)
+        part = core.encode(Part(Section(owner(number), leases=leases), tickets, 1))
+        queue = tuple(ticket.key for ticket in tickets) or None
+        below = {"sim:0": room * GIB} if room else {}
+        noted = tuple(msgspec.Raw(core.encode(event)) for event in events)
+        message = Put(
+            next(numbers), revision, msgspec.Raw(part), queue, events=noted, holds_below=below
+        )
+        reply = keeper.receive(number, message, 0.0)[0][1]
+        if isinstance(reply, core.Turn):
+            keeper.receive(number, core.Pass(message.number), 0.0)
+        return type(reply)
+
+    for number in range(3):
+        write(number, 1, keeper.known.revision)
+    page = keeper.known.revision
+    noted = [
+        Event(seq=1, wall=float(wall), model="m", action="x", reason="", because="")
+        for wall in (1, 2)
+    ]
+    assert write(0, 4, page, room=7, events=noted) is Written
+    assert write(1, 2, page, room=7) is Written, "7 GiB are claimed, and it had room for so many"
+    assert write(2, 2, page, room=7) is core.Turn, "8 GiB would be claimed"
+    assert write(2, 2, page) is core.Turn, "it names no room"
+    assert write(0, 5, page, room=9) is core.Turn, "its page lacks its own write"
+    assert write(1, 1, page + 2, events=noted[:1]) is Written
+    assert [(event.seq, event.wall) for event in keeper.known.book.events] == [
+        (1, 1),
+        (2, 2),
+        (3, 1),
+    ]
+    page = keeper.known.revision
+    write(0, 4, page, tickets=(Ticket("t", owner(0).id, "use", "m", arrived=0, refreshed=0),))
+    assert write(2, 2, page, room=9) is core.Turn, "its page lacks the request"
+    page = keeper.known.revision
+    assert keeper.died([owner(1).id]) == []
+    assert write(2, 2, page, room=9) is core.Turn, "its page lacks the death"
+    page = keeper.known.revision
+    write(0, 5, page)
+    monkeypatch.setattr(invariants, "MOST_ENTRIES", 1)
+    assert write(2, 1, page, room=9) is Written
+    leases = tuple(Lease(owner(2).id, name, target=(Share("sim:0", GIB),)) for name in "mn")
+    part = msgspec.Raw(core.encode(Part(Section(owner(2), leases=leases), (), 1)))
+    for revision, reply in ((keeper.known.revision, core.Refused), (page + 2, core.Turn)):
+        write(0, 6, keeper.known.revision)
+        put = Put(99, revision, part, holds_below={"sim:0": 99 * GIB})
+        if reply is core.Refused:
+            put = replace(put, revision=keeper.known.revision)
+        assert type(keeper.receive(2, put, 0.0)[0][1]) is reply, "others filled the page meanwhile"
 
 
 def test_a_removal_is_decided_again_if_its_owner_has_just_come_back():
@@ -721,7 +787,7 @@ SAID_1 = [
     (Hello(1, 1, "", ANN, b"s"), b"\x99\xa5Hello\x01\x01\xa0" + OWNER_1 + b"\xc4\x01s\xc2\xc2\xc2"),
     (
         Put(2, 5, msgspec.Raw(b"\x93\xc0\x90\x03"), ("k",), removed=("1.2.3",)),
-        b"\x98\xa3Put\x02\x05\x93\xc0\x90\x03\x91\xa1k\xc0\x91\xa51.2.3\x90",
+        b"\x9a\xa3Put\x02\x05\x93\xc0\x90\x03\x91\xa1k\xc0\x91\xa51.2.3\x90\x90\x80",
     ),
     (core.Pass(4), b"\x92\xa4Pass\x04"),
     (

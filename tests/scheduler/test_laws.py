@@ -226,6 +226,27 @@ def test_1_no_grant_takes_a_device_over_its_budget(situation):
 
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # most situations refuse or wait
+@given(situations(), st.lists(st.tuples(st.sampled_from((*CARDS, HOST)), st.integers(1, 9))))
+def test_1_a_grant_of_free_bytes_is_right_after_others_claim_what_it_leaves_them(situation, claims):
+    """A ledger may take it then, although it was decided before. See `Book.holds_below`."""
+    page, wanted, there = situation
+    after, verdict = decide(situation)
+    assume(after.holds_below)
+    assert isinstance(verdict, Grant) and not page.tickets
+    mine = after.lease(wanted.lease.owner, wanted.lease.name)
+    for number, (device, size) in enumerate(claims):
+        other = lease(f"other{number}", by=2)
+        claimed = page.with_lease(replace(other, shares=(Share(device, size),)))
+        both = claimed.with_lease(mine).claims()
+        if both.get(device, 0) <= after.holds_below.get(device, 0):
+            page = claimed
+    if all(size >= 0 for size in room(page, there).values()):
+        merged = page.with_lease(mine)
+        assert overdrafts(page, merged) == {}
+        assert all(size >= 0 for size in room(merged, there).values())
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # most situations refuse or wait
 @given(situations(), st.integers(0, 30))
 def test_2_facts_are_always_accepted(situation, measured):
     """Even if they overdraw a device, such as a load larger than declared, or memory beyond the leases."""

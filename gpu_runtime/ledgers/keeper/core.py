@@ -35,6 +35,7 @@ from ..pieces import (
     decode_part,
     decode_shared,
     encode,
+    with_events,
 )
 from .wire import MOST_BYTES, MOST_FRAME_BYTES
 
@@ -104,6 +105,8 @@ class Put(Message):
     shared: msgspec.Raw = NOTHING  # a Shared, if a fact of all owners changes
     removed: tuple[str, ...] = ()  # dead owners whose sections and tickets leave
     declared: tuple[str, ...] = ()  # owners that a person declared dead
+    events: tuple[msgspec.Raw, ...] = ()  # added to those of all owners, with the next numbers
+    holds_below: dict[str, int] = {}  # see `Book`
 
 
 class Pass(Message):
@@ -257,6 +260,8 @@ class Keeper:
         self._claimed_at: dict[int, float] = {}  # when a connection last wrote more than a release
         # The oldest page on which a decision still holds: since then, bytes were only released.
         self._holds_since = 0
+        # Since this page, only leases were written and events added.
+        self._only_leases_since = 0
         self._publish(self.known.book, {}, Shared(), self.known.state, {})
 
     def adopt(self, page: Page, living: Mapping[str, str], dead: Iterable[str]) -> None:
@@ -426,13 +431,15 @@ class Keeper:
         try:
             if len(put.part) > MOST_PART_BYTES:
                 raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
-            if len(put.shared) > MOST_PART_BYTES:
-                raise ValueError(f"the facts of all owners take {len(bytes(put.shared))} bytes")
+            size = len(put.shared) + sum(map(len, put.events))
+            if size > MOST_PART_BYTES:
+                raise ValueError(f"the facts of all owners take {size} bytes")
             mine = decode_part(put.part)
             if _has_deep_fields(put.part, mine):
                 raise ValueError(TOO_DEEP)
             releases = self._only_releases(me, mine, put)
-            is_current = self._oldest_page(me, releases) <= put.revision <= self.known.revision
+            oldest = self._oldest_page(me, mine, put, releases)
+            is_current = oldest <= put.revision <= self.known.revision
             if not is_current or (not releases and self._must_wait(connection, now)):
                 return self._queue_up(connection, put.number, now)
             unseen = {id for id in self.known.parts if self.pieces[id].revision > put.revision}
@@ -442,6 +449,8 @@ class Keeper:
             reply: Reply = Written(put.number, self.known.revision)
             rings = self._rings_for(me, unseen - {me})
         except LedgerRefused as error:
+            if put.revision < self._holds_since and not releases:  # others have filled the page
+                return self._queue_up(connection, put.number, now)
             reply = Refused(put.number, error.facts["why"])
         except UNREADABLE as error:
             reply = Refused(put.number, f"others could not read it: {error}")
@@ -464,22 +473,39 @@ class Keeper:
 
         Such a write needs no turn: the decisions of others, which read the page before, still hold.
         """
+        return self._only_leases(me, mine, put) and not self._more_claims(me, mine)
+
+    def _only_leases(self, me: str, mine: Part, put: Put) -> bool:
+        """Whether a write changes nothing that others decide by, but for the leases of `me`."""
         old = self.known.parts.get(me)
         if old is None or old.section is None or mine.section is None:
             return False
         others_see = (put.queue, put.shared, put.removed) != (None, NOTHING, ())
-        if others_see or old.tickets != mine.tickets:
-            return False
-        before = old.section.claims()
-        return all([size <= before.get(place, 0) for place, size in mine.section.claims().items()])
+        return not others_see and old.tickets == mine.tickets
 
-    def _oldest_page(self, me: str, releases: bool) -> int:
+    def _more_claims(self, me: str, mine: Part) -> dict[str, int]:
+        """The bytes that a part of `me`, which replaces another, claims more, by device."""
+        old = self.known.parts[me].section
+        before = old.claims() if old else {}
+        after = mine.section.claims() if mine.section else {}
+        more = {place: size - before.get(place, 0) for place, size in after.items()}
+        return {place: size for place, size in more.items() if size > 0}
+
+    def _oldest_page(self, me: str, mine: Part, put: Put, releases: bool) -> int:
         """The revision of the oldest page on which a write of `me` can be decided.
 
-        It has this owner's last part, which another thread of the owner may have written.
+        It has this owner's last part, which another thread of the owner may have written. A claim whose
+        room is still free, whatever others have claimed, can be decided before these.
         """
-        mine = self.pieces.get(me, _NO_PIECE).revision
-        return mine if releases else max(mine, self._holds_since)
+        oldest = self.pieces.get(me, _NO_PIECE).revision
+        if releases:
+            return oldest
+        if put.holds_below and self._only_leases(me, mine, put):
+            claims, most = self.known.book.claims(), put.holds_below
+            more = self._more_claims(me, mine)
+            if all([claims.get(at, 0) + size <= most.get(at, -1) for at, size in more.items()]):
+                return max(oldest, self._only_leases_since)
+        return max(oldest, self._holds_since)
 
     @property
     def _head(self) -> int | None:
@@ -535,9 +561,12 @@ class Keeper:
         parts[me] = mine
         if mine.section is None and not mine.tickets:
             del parts[me]
-        changed_facts = put.shared != NOTHING
-        shared = decode_shared(put.shared) if changed_facts else known.shared
-        if changed_facts and _has_deep_fields(put.shared, shared):
+        only_leases = self._only_leases(me, mine, put)
+        facts = bytes(put.shared) if put.shared != NOTHING else b""
+        if put.events:
+            facts = with_events(facts or self.pieces[SHARED].content, put.events)
+        shared = decode_shared(facts) if facts else known.shared
+        if facts and _has_deep_fields(msgspec.Raw(facts), shared):
             raise ValueError(TOO_DEEP)
         state = known.state
         if put.queue is not None or removed:
@@ -549,8 +578,8 @@ class Keeper:
         new = book_of(parts, shared, state)
         refuse_unlawful(known.book, new, me, lambda book: self._dead(put.declared))
         contents = {me: bytes(put.part)} if me in parts else {}
-        if changed_facts:
-            contents[SHARED] = bytes(put.shared)
+        if facts:
+            contents[SHARED] = facts
         if state is not known.state:
             contents[STATE] = encode(state)
         before = [len(self.pieces.get(key, _NO_PIECE).content) for key in contents]
@@ -566,6 +595,8 @@ class Keeper:
         self._publish(new, parts, shared, state, contents)
         if not releases:
             self._holds_since = self.known.revision
+        if not only_leases:
+            self._only_leases_since = self.known.revision
 
     def _dead(self, declared: Iterable[str]) -> frozenset[str]:
         state = self.known.state
@@ -574,6 +605,7 @@ class Keeper:
     def _set_state(self, state: State) -> None:
         known = self.known
         self._publish(known.book, known.parts, known.shared, state, {})
+        self._only_leases_since = self.known.revision
 
     def _publish(
         self,

@@ -537,7 +537,8 @@ class KeeperLedger(Ledger):
         except Unwritable as error:
             raise refused(self.url, self.owner.id, str(error)) from error
         declared = tuple(sorted(self._declared))
-        return core.Put(0, old.revision, msgspec.Raw(part), declared=declared, **fields)
+        fields |= {"declared": declared, "holds_below": new.holds_below}
+        return core.Put(0, old.revision, msgspec.Raw(part), **fields)
 
     # Other owners
 

@@ -65,6 +65,7 @@ from ..pieces import (
     refused,
     require_readable,
     sealed,
+    with_events,
 )
 from .connection import (
     LOOK_OR_WRITE,
@@ -281,6 +282,8 @@ class RedisBook:
         try:
             part, fields = encoded_change(page.book, new, me, before=raw[SHARED].content)
             same = me in raw and raw[me].content == part
+            if "events" in fields:
+                fields["shared"] = with_events(raw[SHARED].content, fields["events"])
             if not same or "shared" in fields:
                 require_readable(part, fields)
         except Unwritable as error:
