@@ -753,6 +753,11 @@ class Ticket(Value):
     past_use: float | None = None
 
     @property
+    def wish(self) -> Ticket:
+        """The ticket without what a renewal changes."""
+        return replace(self, refreshed=0.0, because="")
+
+    @property
     def need_bytes(self) -> int:
         """The bytes for which it waits, on all devices."""
         return sum(share.bytes for share in self.need)

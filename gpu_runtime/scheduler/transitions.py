@@ -566,7 +566,7 @@ def _tickets_differ(before: Book, after: Book) -> bool:
             continue
         # A ticket's reason may contain a time, such as "was used 774 ms ago", which differs at each
         # comparison.
-        if replace(old, refreshed=0.0, because="") != replace(new, refreshed=0.0, because=""):
+        if old.wish != new.wish:
             return True
     return False
 

@@ -312,6 +312,40 @@ def test_a_claim_needs_no_turn_while_its_room_is_left(monkeypatch):
         assert type(keeper.receive(2, put, 0.0)[0][1]) is reply, "others filled the page meanwhile"
 
 
+def test_a_renewed_request_needs_no_turn_and_ends_no_decision():
+    """It waits as before. Only the time and the text are new, and others may decide without them."""
+    keeper = keeper_of(3)
+
+    def write(number, revision, *tickets, gib=1, queue=None):
+        leases = (Lease(owner(number).id, "m", target=(Share("sim:0", gib * GIB),)),)
+        part = msgspec.Raw(core.encode(Part(Section(owner(number), leases=leases), tickets, 1)))
+        queue = queue or tuple(ticket.key for ticket in tickets) or None
+        answers = keeper.receive(number, Put(number, revision, part, queue), 0.0)
+        if isinstance(answers[0][1], core.Turn):
+            keeper.receive(number, core.Pass(number), 0.0)
+        return [type(reply) for _, reply in answers]
+
+    for number in range(3):
+        keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
+        write(number, keeper.known.revision)
+    first, second = (
+        Ticket(key, owner(number).id, "use", "m", arrived=0, refreshed=0)
+        for number, key in enumerate("ab")
+    )
+    assert write(0, keeper.known.revision, first) == [Written]
+    page = keeper.known.revision
+    assert write(1, page, second, queue=("a", "b")) == [Written]
+    assert write(0, page, replace(first, refreshed=5.0, because="new")) == [Written], (
+        "it was decided before"
+    )
+    assert keeper.known.book.tickets[0].because == "new"
+    assert [ticket.key for ticket in keeper.known.book.tickets] == ["a", "b"]
+    assert Written in write(2, page + 1, gib=2), "its page lacks the renewal only"
+    assert write(0, page + 1, replace(first, refreshed=6.0, users=2)) == [core.Turn], (
+        "its wish is new"
+    )
+
+
 def test_a_removal_is_decided_again_if_its_owner_has_just_come_back():
     """It was refused with an error for the user, as a removal without proof of death."""
     keeper = keeper_of(2)

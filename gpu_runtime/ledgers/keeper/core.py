@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...compat import dataclass_transform
 from ...errors import LedgerRefused
-from ...facts import Book, Owner
+from ...facts import Book, Owner, Ticket
 from ...files import DEEPEST, is_deep
 from ...version import VERSION
 from ..invariants import refuse_unlawful
@@ -214,6 +214,10 @@ def _has_deep_fields(content: msgspec.Raw, read: Part | Shared) -> bool:
     A reader deep in calls of its own can skip fewer levels than the keeper.
     """
     return len(encode(read)) != len(content) and is_deep(decode(content))
+
+
+def _wishes(part: Part) -> list[Ticket]:
+    return [ticket.wish for ticket in part.tickets]
 
 
 def _kept_bytes(keep: Keep) -> int:
@@ -437,6 +441,8 @@ class Keeper:
             mine = decode_part(put.part)
             if _has_deep_fields(put.part, mine):
                 raise ValueError(TOO_DEEP)
+            if renews := self._only_renews(me, mine):
+                put = replace(put, queue=None)
             releases = self._only_releases(me, mine, put)
             oldest = self._oldest_page(me, mine, put, releases)
             is_current = oldest <= put.revision <= self.known.revision
@@ -447,7 +453,7 @@ class Keeper:
             if not releases:
                 self._claimed_at[connection] = now
             reply: Reply = Written(put.number, self.known.revision)
-            rings = self._rings_for(me, unseen - {me})
+            rings = [] if renews else self._rings_for(me, unseen - {me})
         except LedgerRefused as error:
             if put.revision < self._holds_since and not releases:  # others have filled the page
                 return self._queue_up(connection, put.number, now)
@@ -468,6 +474,13 @@ class Keeper:
         concerned = waiting & ({me, *unseen} if unseen else unseen)
         return [(bell, Rung(0)) for bell, id in self._bells.items() if id in concerned]
 
+    def _only_renews(self, me: str, mine: Part) -> bool:
+        """Whether the only change is the time of requests that are in the book: they still wait."""
+        old = self.known.parts.get(me)
+        if old is None or old.tickets == mine.tickets or old.section != mine.section:
+            return False
+        return _wishes(old) == _wishes(mine)
+
     def _only_releases(self, me: str, mine: Part, put: Put) -> bool:
         """Whether a write claims no more bytes, and changes nothing else that others decide by.
 
@@ -478,10 +491,10 @@ class Keeper:
     def _only_leases(self, me: str, mine: Part, put: Put) -> bool:
         """Whether a write changes nothing that others decide by, but for the leases of `me`."""
         old = self.known.parts.get(me)
-        if old is None or old.section is None or mine.section is None:
+        if old is None or (old.section is None) != (mine.section is None):
             return False
         others_see = (put.queue, put.shared, put.removed) != (None, NOTHING, ())
-        return not others_see and old.tickets == mine.tickets
+        return not others_see and _wishes(old) == _wishes(mine)
 
     def _more_claims(self, me: str, mine: Part) -> dict[str, int]:
         """The bytes that a part of `me`, which replaces another, claims more, by device."""
