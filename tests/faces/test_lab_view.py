@@ -189,6 +189,13 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
     assert [row["state"] for row in rows[4:]] == ["", "asleep"]
 
 
+def test_an_idle_model_on_a_disk_says_so_in_its_row():
+    """It has no place: a model that is only at its source is on disk too, and has no row."""
+    stowed = lease("reranker", 4, HOST, disk_bytes=4 * GIB, last_used=NOW - 40)
+    [row] = shown(snapshot(stowed))["groups"][0]["rows"]
+    assert (row["where"], row["state"], row["idle"] is not None) == ("", "on disk", True)
+
+
 def test_no_shown_text_has_a_control_character_or_changes_with_time_alone():
     """Every tab of the browser would get a new answer every second."""
     world = snapshot(lease("evil\x1b[2J<b>", 4), tickets=[ticket("a\x00b")])

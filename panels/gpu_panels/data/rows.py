@@ -435,7 +435,10 @@ def summary(snapshot: Snapshot) -> str:
 
 MODELS = (
     Column("Model"),
-    Column("Where", hint="On a card, in RAM, or only at its source on disk"),
+    Column(
+        "Where",
+        hint="On a card, in RAM, or on disk: in a file of its process, or only at its source",
+    ),
     Column("Size", True),
     Column("State"),
     Column("Idle", True),

@@ -219,7 +219,7 @@ def _sum_words(leases: Sequence[Lease], residue: int) -> str:
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
     is_kernel, owner = lease.kind == KERNEL, section.owner
     state = lease_state(lease, snapshot.now)
-    is_asleep = state.away == ASLEEP
+    says_where = state.away == ASLEEP or lease.on_disk
     is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
     shown_state = state_of(lease, snapshot)
     words = shown_state.text if is_kernel else state.word
@@ -231,7 +231,7 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         "bytes": show_bytes(lease.bytes),
         "state": ", ".join(
             filter(
-                None, ("pinned" if lease.keep else "", words if not is_idle or is_asleep else "")
+                None, ("pinned" if lease.keep else "", words if not is_idle or says_where else "")
             )
         ),
         "idle": _epoch(lease.last_used, snapshot) if is_idle else None,
