@@ -442,7 +442,7 @@ class Runtime:
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
         """Moves a notebook's memory to RAM. `who` is its file name or pid; empty: this notebook.
 
-        The memory returns before the notebook's next cell. With `checkpoint`, `who` is the pid of
+        The memory returns before a cell that may need it. With `checkpoint`, `who` is the pid of
         any process, and the driver moves its memory. Without `yes`, that call only lists the risks.
         """
         if checkpoint:
@@ -453,7 +453,7 @@ class Runtime:
     def hibernate(self, who: str = "") -> Outcome:
         """Moves a notebook's memory to its disk (`GPU_PARK_DIR`), and gives back the RAM. `who` is as in `park`.
 
-        The process stays, and the memory returns before its next cell. Raises GpuError.
+        The process stays, and the memory returns before a cell that may need it. Raises GpuError.
         """
         return kernel.hibernate(self._session, who)
 

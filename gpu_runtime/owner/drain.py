@@ -45,7 +45,7 @@ def drain(
     still_there = {lease.id for lease, _ in staying}
     left = [lease for lease in before if lease.id not in still_there]
     freed = sum(lease.bytes_on(device.id) for lease in left)
-    said = "is drained already" if was_drained else "is drained: nothing new is put on it"
+    said = "is drained already" if was_drained else "is drained: it takes no new lease"
     sentences = [f"{device.id} {said}", *_reasons(session, staying)]
     return Outcome("drain", device.id, True, ". ".join(sentences), freed, device.id)
 

@@ -25,7 +25,7 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     done = rt.drain("sim:0")
     assert done.done
     assert done.bytes == 8 * 2**30
-    assert done.because == "sim:0 is drained: nothing new is put on it"
+    assert done.because == "sim:0 is drained: it takes no new lease"
     assert where(rt) == {"a": "host", "b": "host"}
     assert rt.preload("a").where == "sim:1"
     assert rt.status().devices[0].drained.by == rt.status().owner.user
