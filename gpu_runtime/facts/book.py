@@ -888,6 +888,11 @@ class Event(Value):
     quantization: str = ""
 
     @property
+    def unnumbered(self) -> Event:
+        """The event without what may differ between the book and the journal: its number, and the runners-up."""
+        return replace(self, seq=0, runners_up=())
+
+    @property
     def title(self) -> str:
         """The model's name, or the file name of the notebook whose own memory the event is about."""
         return (self.model == KERNEL and self.notebook.rpartition("/")[2]) or self.model

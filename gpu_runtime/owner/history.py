@@ -51,16 +51,17 @@ def recorded_events(
         page = session.ledger.read().events
     except LedgerUnavailable:  # the journal is on this host, and can still be read
         return journaled
-    known = {(event.wall, event.seq) for event in journaled}
+    known = {event.unnumbered for event in journaled}
 
     def wanted(event: Event) -> bool:
-        if (event.wall, event.seq) in known or event.wall < since:
+        if event.unnumbered in known or event.wall < since:
             return False
         right_model = model is None or event.model == model
         return right_model and (not actions or event.action in actions)
 
     merged = [*journaled, *filter(wanted, page)]
-    merged.sort(key=lambda event: (event.wall, event.seq))
+    numbers = {event.unnumbered: event.seq for event in page}
+    merged.sort(key=lambda event: (event.wall, numbers.get(event.unnumbered, event.seq)))
     if limit is None:
         return tuple(merged)
     first = max(0, len(merged) - limit)

@@ -292,6 +292,7 @@ def test_a_claim_needs_no_turn_while_its_room_is_left(monkeypatch):
         (2, 2),
         (3, 1),
     ]
+    assert write(1, 1, keeper.known.revision, events=noted * 9) is core.Refused
     page = keeper.known.revision
     write(0, 4, page, tickets=(Ticket("t", owner(0).id, "use", "m", arrived=0, refreshed=0),))
     assert write(2, 2, page, room=9) is core.Turn, "its page lacks the request"

@@ -81,12 +81,16 @@ def owner_with(journal=(), page=(), tickets=(), **more):
 def test_events_are_those_of_the_journal_and_of_the_book_each_once(
     rows, journaled, on_page, limit, model, actions, since
 ):
-    """The journal lacks the last second, and the book all but the last events."""
+    """The journal lacks the last second, and the book all but the last events.
+
+    The keeper numbers the events. In the journal they have the numbers that their owner expected.
+    """
     told, wall = [], 0.0
     for seq, (name, action, later) in enumerate(rows):
         wall += later
-        told.append(Event(seq, wall, name, action, "", ""))
-    page = told[max(0, min(journaled, len(told) - on_page)) :]
+        told.append(Event(seq, wall, name, action, "", f"cause {seq}"))
+    numbered = [replace(one, seq=one.seq + 5 * (n < journaled)) for n, one in enumerate(told)]
+    page = numbered[max(0, min(journaled, len(told) - on_page)) :]
     session = owner_with(told[:journaled], page)
     wanted = [
         one

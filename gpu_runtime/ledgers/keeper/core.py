@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...compat import dataclass_transform
 from ...errors import LedgerRefused
-from ...facts import Book, Owner, Ticket
+from ...facts import MOST_EVENTS, Book, Owner, Ticket
 from ...files import DEEPEST, is_deep
 from ...version import VERSION
 from ..invariants import refuse_unlawful
@@ -438,6 +438,8 @@ class Keeper:
             size = len(put.shared) + sum(map(len, put.events))
             if size > MOST_PART_BYTES:
                 raise ValueError(f"the facts of all owners take {size} bytes")
+            if len(put.events) > MOST_EVENTS:
+                raise ValueError(f"{len(put.events)} events are more than {MOST_EVENTS}")
             mine = decode_part(put.part)
             if _has_deep_fields(put.part, mine):
                 raise ValueError(TOO_DEEP)

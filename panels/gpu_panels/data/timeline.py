@@ -415,7 +415,7 @@ def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
 
     Of an event in both, the journal's copy stays: only it has the candidates that were not chosen.
     """
-    known = {(event.wall, event.seq): event for event in (*recent, *past)}
+    known = {event.unnumbered: event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
 
 
