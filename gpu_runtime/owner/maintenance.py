@@ -30,6 +30,9 @@ log = logging.getLogger("gpu_runtime")
 
 GIVE_BACK_SECONDS = 60.0  # unused pages of host memory are kept for so long
 DOZE_SECONDS = 12.0  # longest sleep with many kernels; unnotified changes are noticed this late
+# After so long without any change here, longer than all pauses of a tick's work, a process sleeps longer.
+CALM_SECONDS = 90.0
+CALM_DOZE_SECONDS = 60.0
 RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long to get a helper
 
 
@@ -60,7 +63,7 @@ def tick(session: Session, notebook: str = "") -> float:
     give_back(session)
     if session.activity.running:
         session.ledger.give_sign()  # a cell that blocks the interpreter ends these signs
-    session.maps.publish()
+    maps_changed = session.maps.publish()
     session.publish_names()
     release.read_uses_in_book(session, book)
     nothing_to_write = quiet(session, book)
@@ -71,9 +74,10 @@ def tick(session: Session, notebook: str = "") -> float:
     if due and session.breaker.allows(now):
         session.checked_at = now
         _check_devices(session, now)
-    if nothing_to_write and not session.in_use():
-        return _doze(session, len(book.sections))
-    return POLL_SECONDS
+    idle = nothing_to_write and not session.in_use()
+    if maps_changed or not idle:
+        session.changed_at = now
+    return _doze(session, book, now) if idle else POLL_SECONDS
 
 
 def keep_helpers_alive(session: Session) -> None:
@@ -133,13 +137,18 @@ def pause_uses(session: Session, book: Book) -> None:
         resident.pauses = bool(world and lease and recall.must_pause(book, lease, world))
 
 
-def _doze(session: Session, owners: int) -> float:
+def _doze(session: Session, book: Book, now: float) -> float:
     """The seconds to sleep while no owner requests anything. With many owners, the sleep is longer.
 
-    A long sleep is harmless: other owners also watch for dead processes, and a use or a
-    notification ends the sleep.
+    A long sleep is harmless: a use, a cell or a notification ends it, and others look too. A calm process
+    also wakes those that should relieve pressure, and all calm ones together look about once a second.
     """
+    owners = len(book.sections)
     seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / TICKS_A_SECOND))
+    if _is_calm(session, now):
+        if pressed := relief.pressed(book, session.world(), session.rank) - {session.me}:
+            session.ledger.ring(pressed)
+        seconds = _until_own_turn(session, book, now)
     session.dozing = seconds > POLL_SECONDS
     # `in_use` is checked again after the flag is set. A use that began after the first check has
     # either seen the flag, or is found by this check.
@@ -147,6 +156,30 @@ def _doze(session: Session, owners: int) -> float:
         session.dozing = False
         return POLL_SECONDS
     return seconds
+
+
+def _is_calm(session: Session, now: float) -> bool:
+    """Whether this process has nothing to do until it is used or notified.
+
+    Somebody must notify it of a death. A notebook that is to be parked when it is idle, and bytes that may
+    go to a disk, need a look every few seconds.
+    """
+    settings = session.settings
+    parks = settings.gpu_park == "idle" and session.kernel is not None and not session.kernel.away
+    looks = parks or settings.gpu_park_dir is not None or not session.ledger.names_the_dead
+    return not looks and now - session.changed_at >= CALM_SECONDS
+
+
+def _until_own_turn(session: Session, book: Book, now: float) -> float:
+    """The seconds until the next turn of this owner. The owners of `book` have their turns one after another.
+
+    If they slept equally long, all that were woken together would look together ever after.
+    """
+    owners = sorted(book.sections)
+    period = min(CALM_DOZE_SECONDS, max(POLL_SECONDS, float(len(owners))))
+    turn = period * owners.index(session.me) / len(owners)
+    seconds = period - (now - turn) % period
+    return seconds if seconds >= POLL_SECONDS else seconds + period
 
 
 # -- the book

@@ -164,6 +164,7 @@ class Session:
         # The last `Memory.pulse` of host memory, and when it was first seen.
         self.host_pulse: tuple[Any, float] | None = None
         self.checked_at, self.opened_at = clock(), time.monotonic()
+        self.changed_at = clock()  # when a tick last found a use, or something to publish
         self._announced = False  # whether the book has had a section of this owner
 
     @property
@@ -375,6 +376,8 @@ class Session:
             return
         try:
             self.ledger.add_name(name, self.residents[name].declared())
+            if self.dozing:
+                self.wake_monitor()  # it publishes the rest of a long list
             if not self._announced:
                 self.publish()
                 self._announced = True

@@ -16,7 +16,7 @@ new, the model's bytes therefore count twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
 
@@ -96,11 +96,7 @@ def relieve(
         return book, ()
     steps: list[Move | Drop | Shed] = []
     host_room = room(book, world).get(HOST, 0)
-    for view in views(book, world):
-        if view.device.is_host:
-            view = _without_claims(view, world)
-        if rules.relief == "auto" and not _helps(book, view):
-            continue
+    for view in _under_pressure(book, world):
         freed = _leaving_bytes(book.leases(), view.device.id)
         if view.device.is_host:
             copies = _shadows_to_free(book, owner, view, freed, world, rank)
@@ -118,6 +114,29 @@ def relieve(
                 freed += sum(share.bytes for share in step.source if share.device == view.device.id)
                 book = mark_leaving(book, step, key)
     return book, tuple(steps)
+
+
+def _under_pressure(book: Book, world: World) -> Iterator[DeviceView]:
+    """The devices that idle models should leave."""
+    for view in views(book, world):
+        if view.device.is_host:
+            view = _without_claims(view, world)
+        helps = world.rules.relief == "always" or _helps(book, view)
+        if helps and relief(view.level, world.rules) is not None:
+            yield view
+
+
+def pressed(book: Book, world: World, rank: Policy) -> set[str]:
+    """The ids of the owners for which `relieve` or `park_kernels` has a step now.
+
+    One owner looks for all: those that sleep long are to be woken.
+    """
+    cards = [view for view in views(book, world) if not view.device.is_host]
+    is_overfull = any(view.claimed_bytes > view.limit_bytes for view in cards)
+    if not (is_overfull or any(_under_pressure(book, world))):
+        return set()
+    acts = (relieve, park_kernels)
+    return {id for id in book.sections if any(act(book, id, world, rank, "")[1] for act in acts)}
 
 
 def park_kernels(

@@ -1,6 +1,8 @@
 """An idle kernel costs almost nothing and still notices every change."""
 
 import sys
+from bisect import insort
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import drain, maintenance
 from gpu_runtime.owner.monitor import promptly
 from tests.clock import until
-from tests.owner.conftest import claims, loaded, where
+from tests.owner.conftest import claims, fakes, loaded, where
 
 LONG = 64 / TICKS_A_SECOND  # seconds between two reads of the book with 64 kernels
 
@@ -94,6 +96,66 @@ def test_a_cell_is_told_at_its_start_and_wakes_the_monitor(crowd, monkeypatch, c
 def _told(ledger, rt):
     section = ledger.read().sections[rt._session.me]
     return section.busy_since, section.idle_since
+
+
+def calmed(crowd, clock):
+    clock.advance(maintenance.CALM_SECONDS)
+    for rt in crowd:
+        rt.tick()
+
+
+def test_calm_kernels_look_once_a_minute_each_and_one_a_second(crowd, clock):
+    """They would look together for ever after somebody had woken all of them."""
+    calmed(crowd, clock)
+    book = crowd[0]._session.ledger.read()
+    due = sorted((clock.now + rt.tick(), place) for place, rt in enumerate(crowd))
+    looks = []
+    for _ in range(640):
+        clock.now, place = due.pop(0)
+        looks.append((clock.now, place))
+        insort(due, (clock.now + crowd[place].tick(), place))
+    assert {place for _, place in looks[-64:]} == {*range(64)}
+    gaps = [later - earlier for (earlier, _), (later, _) in pairwise(looks[64:])]
+    assert 0.9 < min(gaps) and max(gaps) < 1.0
+    assert crowd[0]._session.ledger.read() is book, "nobody writes"
+
+
+def test_what_wakes_a_calm_kernel_makes_it_look_often_again(crowd, clock):
+    calmed(crowd, clock)
+    rt = crowd[5]
+    assert rt.tick() > LONG
+    with rt.use("m"):
+        assert rt.tick() == 1.0
+    assert [rt.tick(), rt.tick()] == [1.0, LONG]
+
+
+def test_a_calm_kernel_wakes_those_that_should_relieve_pressure(runtime, shared_book, clock):
+    """Each of them looks once a minute, and pressure is to be noticed within 15 s."""
+    cards = "sim:10GiB,host:400GiB"
+    words = {"ledger": shared_book, "clock": clock, "monitor": False, "devices": cards}
+    full, looker = (runtime(gpu_relief="always", **words) for _ in "ab")
+    fakes(looker, small="1GiB")
+    loaded(full, m="7GiB")
+    for seconds in (maintenance.CALM_SECONDS, 10.0):
+        clock.advance(seconds)
+        looker.tick()
+        assert not _rung(full), "idle for less than 120 s"
+    clock.advance(30)
+    looker.tick()
+    assert _rung(full)
+    full.tick()
+    assert where(looker)["m"] == "host"
+    clock.advance(60)
+    looker.tick()
+    assert not _rung(full)
+
+
+def _rung(rt):
+    """Whether a notification has come since the last call."""
+    ledger, found = rt._session.ledger, False
+    while ledger.wait(0):
+        found = True
+    return found
 
 
 def test_nobody_sleeps_long_while_anybody_waits(crowd):

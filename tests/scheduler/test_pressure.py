@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import HOST, Drop, Level, Phase, Rules, Share, Shed
 from gpu_runtime.scheduler.capacity import level, pressure, views
 from gpu_runtime.scheduler.policies import lru
-from gpu_runtime.scheduler.relief import overfull, park_kernels, relieve
+from gpu_runtime.scheduler.relief import overfull, park_kernels, pressed, relieve
 from tests.worlds import NOW, block, book, lease, owner, replayed, size, ticket, world
 
 
@@ -256,6 +256,15 @@ def test_the_kernel_that_was_used_longest_ago_leaves_and_no_other():
     for idle in (5, 1, 0.9):
         held = book(kernel(1, 12, pins=1), kernel(2, 12, idle=idle), owners=(1, 2))
         assert parked(held, 1) == [] and len(parked(held, 2)) == (idle >= 1)
+
+
+def test_one_owner_sees_who_has_something_to_do_about_pressure():
+    page = book(idle("a", 121, sim0=5), idle("b", 119, by=2, sim0=2))
+    assert pressed(page, always(), lru) == {owner(1).id}
+    assert pressed(page, world(sim0=10, relief="never"), lru) == set()
+    assert pressed(page, world(sim0=20, relief="always"), lru) == set()
+    held = book(kernel(1, 12, idle=60), kernel(2, 12, idle=600), owners=(1, 2, 3))
+    assert pressed(held, world(sim0=20), lru) == {owner(2).id}
 
 
 @given(own=st.integers(0, 25), others=st.integers(0, 25), leaves=st.booleans())
