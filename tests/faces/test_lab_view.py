@@ -194,6 +194,12 @@ def test_an_idle_model_on_a_disk_says_so_in_its_row():
     stowed = lease("reranker", 4, HOST, disk_bytes=4 * GIB, last_used=NOW - 40)
     [row] = shown(snapshot(stowed))["groups"][0]["rows"]
     assert (row["where"], row["state"], row["idle"] is not None) == ("", "on disk", True)
+    for beside, size in (
+        ((), "4.0 GiB on disk"),
+        ((lease("warm", 2, HOST),), "2.0 GiB in RAM"),
+        ((lease("warm", 2, HOST), lease("here", 1)), "1.0 GiB"),
+    ):
+        assert shown(snapshot(stowed, *beside))["groups"][0]["bytes"] == size
 
 
 def test_no_shown_text_has_a_control_character_or_changes_with_time_alone():

@@ -209,11 +209,13 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
 
 
 def _sum_words(leases: Sequence[Lease], residue: int) -> str:
-    """The bytes of a process on the cards: `12.0 GiB`. If all its bytes are in host memory: `12.0 GiB in RAM`."""
+    """The bytes of a process on the cards: `12.0 GiB`. If none is there: `12.0 GiB in RAM`, or on disk."""
     on_cards = sum(lease.bytes for lease in leases if not lease.on_host) + residue
-    away = sum(lease.bytes for lease in leases if lease.on_host)
-    where = "on disk" if all(lease.on_disk for lease in leases) else "in RAM"
-    return f"{show_bytes(away)} {where}" if away and not on_cards else show_bytes(on_cards)
+    in_ram = sum(lease.ram_bytes for lease in leases if lease.on_host)
+    on_disk = sum(lease.disk_bytes for lease in leases if lease.on_host)
+    if on_cards or not (in_ram or on_disk):
+        return show_bytes(on_cards)
+    return f"{show_bytes(in_ram)} in RAM" if in_ram else f"{show_bytes(on_disk)} on disk"
 
 
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
