@@ -82,7 +82,7 @@ from .queue import (
     past_use_of,
     without_grace,
 )
-from .transitions import note
+from .transitions import note, with_refreshed
 from .victims import (
     EXEMPT,
     FIXED,
@@ -493,7 +493,8 @@ def _enqueue(
     if ticket.because and (passed or not noted):
         size = request.footprint.bytes
         book = note(book, world, request.lease, "waiting", "request", wait.because, size=size)
-    return book.with_ticket(ticket), wait
+        return book.with_ticket(ticket), wait
+    return with_refreshed(book, ticket), wait
 
 
 def _ticket(

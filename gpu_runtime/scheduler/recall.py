@@ -55,7 +55,7 @@ from .capacity import filled_to_size, room
 from .feasibility import why_no_return
 from .policies import lru
 from .queue import awake, without_grace
-from .transitions import note
+from .transitions import note, with_refreshed
 from .victims import (
     MOVE_FAILED,
     PERSON,
@@ -143,7 +143,7 @@ def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tup
             return book, Refuse(full, kind="full")
         ticket = _new_ticket(asked, world)
         book = _log(book, asked, world, "asked", request)
-    book = book.with_ticket(replace(ticket, refreshed=world.now))
+    book = with_refreshed(book, replace(ticket, refreshed=world.now))
     begun = _begun(book, asked, section, name)
     if begun:
         return book, Wait(f"{request}, {begun}", recalls={asked.target: 0})

@@ -213,6 +213,22 @@ def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
     assert transitions.affects_waiters(WAITED_FOR, after)
 
 
+def test_a_repeated_ticket_is_written_when_it_is_old_or_says_something_new():
+    """Each ring makes all requests decide again; most writes of a busy box would only repeat a ticket."""
+    mine = ticket("b", by=2, recalls={f"{ME.id}/a": 0}, refreshed=NOW)
+    page, again = with_a().with_ticket(mine), replace(mine, refreshed=NOW + 0.2, because="in 3 ms")
+    assert transitions.with_refreshed(page, again) is page
+    for other in (
+        replace(mine, refreshed=NOW + 0.25),
+        replace(again, blocked_since=NOW),
+        replace(again, recalls={f"{ME.id}/a": size(1)}),
+        replace(again, key="another"),
+    ):
+        assert transitions.with_refreshed(page, other).ticket(other.key) == other
+    left = page.with_lease(replace(page.lease(ME.id, "a"), away_since=NOW + 0.1))
+    assert transitions.with_refreshed(left, again).ticket(mine.key) == again
+
+
 def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
     """Owners that wait for each other's models would wake each other for ever by repeated words."""
     mine = ticket("b", by=2, recalls={f"{ME.id}/a": 0}, refreshed=NOW)
