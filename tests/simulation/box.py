@@ -324,6 +324,22 @@ class Kernel:
         self.rt: Any = None
         self.closed = False
         self.models: list[str] = []
+        self._held: dict[str, int] = {}
+        self._seen: list[Any] = []  # of its memories
+
+    def held(self) -> dict[str, int]:
+        """The bytes that this process holds on each device; the same object until one of its memories changes."""
+        memories = self.rt.probe._memories if self.rt is not None else {}
+        seen = [part for one in memories.values() for part in (one._state, len(one._freed))]
+        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+            self._seen = seen
+            self._held = {
+                device: allocators.release(
+                    memory._state, frozenset([note.key for note in memory._freed])
+                ).requested
+                for device, memory in memories.items()
+            }
+        return self._held
 
     @property
     def me(self) -> str:
@@ -348,7 +364,6 @@ class Box:
         self._memories: list[Writer] = []
         self._pids = FIRST_PID
         self._ids: dict[int, Process] = {}
-        self._seen: list[Any] = []
         self.stopped: set[Process] = set()
         self.troubled_until = 0.0  # connections that were cut are opened again
         self._died_at: dict[int, float] = {}
@@ -458,25 +473,9 @@ class Box:
         self.machine.start(work, (), kernel.process, "open")
         return kernel
 
-    def changed(self) -> bool:
-        """Whether a process holds other bytes than at the last call, or the newest page has changed."""
-        now: list[Any] = [self.keeper, self.keeper and self.keeper.written]
-        for kernel in self.kernels:
-            if kernel.rt is not None:
-                for memory in kernel.rt.probe._memories.values():
-                    now += (memory._state, len(memory._freed))
-        before, self._seen = self._seen, now
-        return len(now) != len(before) or not all(map(operator.is_, now, before))
-
     def physical(self, device: str) -> dict[Process, int]:
         """The bytes that each living process holds on the `device`."""
-        held = {}
-        for kernel in self.kernels:
-            if kernel.rt is not None:
-                memory = kernel.rt.probe.place(device)
-                freed = frozenset(note.key for note in list(memory._freed))
-                held[kernel.process] = allocators.release(memory._state, freed).requested
-        return held
+        return {one.process: one.held().get(device, 0) for one in self.kernels}
 
     def book(self) -> Any:
         """The newest page that a process has."""

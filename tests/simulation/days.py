@@ -50,12 +50,16 @@ class Day:
         small = self.machine.random.random() < 0.1  # a page that is soon full
         admission.MOST_LEASES, admission.MOST_WAITING = (8, 12) if small else MOST
         self.random = self.machine.random
+        self.crowded = (
+            small  # models that others need stay in the page for ever, unless they are dropped
+        )
         # A user waits so long between two requests. A day with few of them lasts for hours.
         self.pace = self.random.choice(PACES)
         self.seconds = seconds * self.pace / PACES[0]
         self.laws = Laws(self.box, slow=self.pace > PACES[0])
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
+        self.crowded |= len(self.ranks) > 1
         self.precious = self.random.choice((0.0, 0.0, 0.1))
         self.over = False  # nobody asks for anything more
         self.asking: dict[object, Call] = {}  # the calls that have not returned
@@ -126,7 +130,7 @@ class Day:
         for act in undo:
             with contextlib.suppress(GpuError):  # it closes just now, or the model is not loaded
                 act()
-        if len(self.ranks) > 1:  # for requests of less importance
+        if self.crowded:
             self._evict_all(kernel)
             while self.asking:
                 self.machine.pause(None, 2.0)
@@ -156,7 +160,7 @@ class Day:
         try:
             with kernel.rt.use(name, timeout=300):
                 pass
-            if len(self.ranks) > 1:
+            if self.crowded:
                 self._evict_all(kernel)
             self._done.append("")
         except GpuError as error:

@@ -55,6 +55,7 @@ class Machine:
         self.now = BEGAN
         self.threads: list[Thread] = []
         self.current: Thread | None = None
+        self.stepped: Any = None  # the process whose thread ran last
         self.after_step: Callable[[], None] = lambda: None
         self.steps = 0
         self._home = greenlet.getcurrent()
@@ -142,7 +143,7 @@ class Machine:
         thread.ready = thread.deadline = None
         self.current = thread
         thread.greenlet.switch()
-        self.current = None
+        self.current, self.stepped = None, thread.process
         if thread.ended:
             self.threads.remove(thread)
 
