@@ -209,6 +209,28 @@ PLAIN_CALLS: dict[str, dict[str, Any]] = {
 _ENGINE_GONE = (errors.EngineDied, errors.ProcessLost, errors.LoadFailed)
 
 
+# The HTTP status of an error of this package: of the first class here that matches, else 503.
+_STATUSES = {
+    errors.BadSetting: 400,
+    errors.NotAllowed: 403,
+    errors.ModelDisabled: 403,
+    errors.UnknownModel: 404,
+    errors.UnknownDevice: 404,
+    errors.StillInUse: 409,
+    errors.DoesNotFit: 507,  # which clients do not repeat
+}
+_REFUSED_AT_ONCE = (  # no other model is tried. Code and parameter of the refusal
+    (errors.UnknownModel, "model_not_found", "model"),
+    (errors.ModelDisabled, "model_disabled", "model"),
+    (errors.NotAllowed, "not_allowed", None),
+)
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status of an answer that is this `error`. A call that several models failed to answer: `no_answer`."""
+    return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 503)
+
+
 class Blame(enum.Enum):
     """The cause of an error."""
 
@@ -227,12 +249,9 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
     if isinstance(error, errors.BadCall):
         text = f"{model} refused: {getattr(error, 'why', error)}"
         return Blame.CALLER, Refused(400, "engine_refused", text)
-    if isinstance(error, errors.UnknownModel):
-        return Blame.NOBODY, Refused(404, "model_not_found", str(error), param="model")
-    if isinstance(error, errors.ModelDisabled):
-        return Blame.NOBODY, Refused(403, "model_disabled", str(error), param="model")
-    if isinstance(error, errors.NotAllowed):
-        return Blame.NOBODY, Refused(403, "not_allowed", str(error))
+    for kind, code, param in _REFUSED_AT_ONCE:
+        if isinstance(error, kind):
+            return Blame.NOBODY, Refused(status_of(error), code, str(error), param=param)
     if isinstance(error, _NOT_OF_THE_MODEL) or getattr(error, "mistake", False):
         return Blame.NOBODY, None
     if isinstance(error, ValueError):  # a library rejected an argument
@@ -249,7 +268,7 @@ def may_be_of_the_call(error: BaseException, kind: str, model: str) -> bool:
 
 
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
-    """The refusal of a call of `asked` after all `failed`: 507, which clients do not repeat, if none fits, else 503."""
+    """The refusal of a call of `asked` after all `failed`: 507 if none fits, else 503."""
     reasons = list(dict.fromkeys(f"{model}: {first_line(error)}" for model, error in failed))
     waits = [error.retry_after for _, error in failed if isinstance(error, BreakerOpen)]
     code = "breaker_open" if len(waits) == len(failed) else "no_answer"

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..access_keys import Keys
 from ..catalog.files import Catalog
-from ..errors import FleetUnavailable, GpuError, NodeLost, StillInUse, UnknownDevice, UnknownModel
+from ..errors import FleetUnavailable, GpuError, NodeLost, UnknownModel
 from ..facts import Evidence, ModelSpec, Outcome, Snapshot
 from ..fleet import cluster
 from ..fleet.client import Fleet, open_fleet
@@ -319,8 +319,6 @@ class FleetGateway(Gateway):
 #
 # A slot is a model on certain cards of a certain host. A wished slot was requested by a person.
 
-_STATUSES = {UnknownModel: 404, UnknownDevice: 404, FleetUnavailable: 404, StillInUse: 409}
-
 
 class NewSlot(BaseModel):
     """A model on named cards of a named host."""
@@ -383,12 +381,11 @@ def _row(id: str, model: str, host: str, wished: bool) -> Json:
 
 
 def _acting(act: Any) -> Any:
-    """The result of `act()`. An error about a name, or a model in use, becomes an HTTP error with status 4xx."""
+    """The result of `act()`. For an unknown host, the status is 404."""
     try:
         return act()
-    except tuple(_STATUSES) as error:
-        status = next(code for kind, code in _STATUSES.items() if isinstance(error, kind))
-        raise HTTPException(status, " ".join(str(error).split())) from error
+    except FleetUnavailable as error:
+        raise HTTPException(404, " ".join(str(error).split())) from error
 
 
 class FleetMetrics(Scraped):

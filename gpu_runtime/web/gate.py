@@ -565,7 +565,7 @@ class RedirectHandler(RequestHandler):
 # -- pages of other origins, if the operator allows these origins
 #
 # A request of another origin needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or a token in the
-# URL, does not count. So a page of another origin can use only a token that it was given. It may read every header of an
+# URL, does not count. So a page of another origin can use only a token that it was given. It may read all headers of an
 # answer: as no answer permits credentials (`Access-Control-Allow-Credentials`), ANY there stands for all names.
 
 ANY = "*"

@@ -23,9 +23,10 @@ from starlette.exceptions import HTTPException as StarletteError
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Match
 
-from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
+from ...errors import GpuError
 from ...files import newest_log, part_of
 from ...safe_text import listed, nearest, quoted
+from ..breaker import status_of
 from ..metrics import Metrics
 from ..records import MOST_DAYS, request_id, traceparent
 from ..requests import Json, Refused
@@ -47,8 +48,6 @@ _ERRORS = (
 )
 MOST_LOG_BYTES = 1 << 16  # in one answer
 NEXT_LOG = "X-GPU-Log-Next"
-# An error gets the HTTP status of the first class here that matches. All other errors get 503.
-_STATUSES = ((BadSetting, 400), (UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
 
 
 class Config(BaseModel):
@@ -258,8 +257,8 @@ async def _refused(request: Request, refused: Any) -> Response:
 
 
 async def _failed(request: Request, error: Any) -> Response:
-    status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 503)
-    return JSONResponse(_error(" ".join(str(error).split()), type(error).__name__), status)
+    body = _error(" ".join(str(error).split()), type(error).__name__)
+    return JSONResponse(body, status_of(error))
 
 
 async def _http_error(request: Request, error: Any) -> Response:
