@@ -82,12 +82,14 @@ class Verb(NamedTuple):
 
     name: str
     doc: str
-    act: Act | None = None  # None: the runtime's method of the verb's name, with its arguments
+    # None: the runtime's method of the verb's name, with its arguments. Without one, the faces have code of their own.
+    act: Act | None = None
     arguments: tuple[Argument, ...] = ()
     places: tuple[str, ...] = (MAGIC, CLI)
     needs_runtime: bool = True
-    has_own_code: bool = False  # the magic and the command have code of their own
     plain_in_notebook: bool = False  # has arguments in a terminal only
+    # It calls no function of the user's, and binds no name: a parked notebook stays parked. All but `park` only read.
+    reads: bool = False
 
     def answer(self, rt: Any, args: argparse.Namespace) -> Any:
         """Carries the verb out with the parsed `args`, and returns data. `rt` is None if the verb needs no runtime."""
@@ -661,39 +663,39 @@ def _slots(hosts: Any, args: argparse.Namespace) -> Any:
 _TABLE = (
     Verb("status", "how full the devices are, which process holds what, and which requests wait",
         lambda rt, args: rt.status_all() if args.all else rt.status(),
-        (switch("--all", "every host that shares the ledger"),)),
-    Verb("top", "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end", places=(CLI,),
-        has_own_code=True),
-    Verb("models", "models: where each one is, its size, and how long it is idle"),
-    Verb("leases", "leases: memory that a process may use, on which device, and what it uses of it"),
+        (switch("--all", "every host that shares the ledger"),), reads=True),
+    Verb("top", "a live list of notebooks, with keys: sort, filter, park, evict, interrupt, end", places=(CLI,)),
+    Verb("models", "models: where each one is, its size, and how long it is idle", reads=True),
+    Verb("leases", "leases: memory that a process may use, on which device, and what it uses of it", reads=True),
     Verb("evictions", "models that left their device, when, and why", evictions, (
         switch("--all", "also loads, restores and refusals"),
         option("--limit", "N", "only the last N", type=rows),
-    )),
+    ), reads=True),
     Verb("report", "hours: who used the cards, who held them idle, and who waited", report, (
         option("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
         option("--by", "WHAT", "user, notebook, model, card, time, or waits: who waited for whom", "report"),
         switch("--text", "a short text, fit for a mail"),
         switch("--csv", "the table for a spreadsheet"),
-    )),
+    ), reads=True),
     Verb("fragmentation", "memory that the allocators reserve and cannot use",
         lambda rt, args: rt.allocator_maps() if args.map else rt.fragmentation(),
-        (switch("--map", "drawn: every segment, and its blocks"),)),
-    Verb("health", "one line about the fullest device"),
+        (switch("--map", "drawn: every segment, and its blocks"),), reads=True),
+    Verb("health", "one line about the fullest device", reads=True),
     Verb("alerts", "problems, who knows of them, and whom gpu console, serve and exporter tell", alerts, ALERTS,
         places=(CLI,)),
     Verb("plan", "dry run: memory a model needs, and which models would be evicted", arguments=(
         positional("name", "NAME|SIZE|PATH",
             "a model, a notebook (FILE.ipynb), a size such as 8GiB, a directory, a .gguf file, or a hub id", "held"),
         SOURCE, *DESCRIPTION, TIMEOUT,
-    )),
-    Verb("backtest", "replays a history with other policies, cards and RAM", backtest, HISTORY, needs_runtime=False),
+    ), reads=True),
+    Verb("backtest", "replays a history with other policies, cards and RAM", backtest, HISTORY,
+        needs_runtime=False, reads=True),
     Verb("why", "the last decisions about a model or notebook; without NAME, about this one", why,
         (
             HELD,
             switch("--replay", "decides its recorded decisions again; NAME may be a number"),
             switch("--oom", "why this notebook's last cell that ran out of memory did so"),
-        )),
+        ), reads=True),
     Verb("load", "registers a model and loads it", arguments=(NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
         places=(MAGIC,)),
     Verb("register", "makes a model known by a name; nothing is loaded", register, (NEW_NAME, SOURCE, *DESCRIPTION),
@@ -718,7 +720,7 @@ _TABLE = (
     Verb("pin", "keeps a model on its device until it is unpinned", arguments=(NAME,)),
     Verb("unpin", "allows a pinned model to be evicted again", arguments=(NAME,)),
     Verb("park", "moves what a notebook's own code holds to RAM, until a cell needs it",
-        arguments=(WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you"))),
+        arguments=(WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you")), reads=True),
     Verb("hibernate", "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
         arguments=(WHO,)),
     Verb("unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)),
@@ -729,8 +731,8 @@ _TABLE = (
     Verb("defrag", "releases cached, unused device memory: of all processes, or of one",
         arguments=(PROCESS, TIMEOUT)),
     Verb("next", "the waiting cells' models: where each one is, and what is loaded ahead",
-        lambda rt, args: rt.schedule(), places=(MAGIC,)),
-    Verb("who", "which variable, output or error of a notebook holds device memory", arguments=(WHO,)),
+        lambda rt, args: rt.schedule(), places=(MAGIC,), reads=True),
+    Verb("who", "which variable, output or error of a notebook holds device memory", arguments=(WHO,), reads=True),
     Verb("free", "releases outputs, the last error and caches; or deletes a variable",
         arguments=(positional("name", "NAME", "only this variable", "variables", nargs="?"),), places=(MAGIC,)),
     Verb("apply", "adds the models of files to the catalogue: all of them, or none",
@@ -738,36 +740,36 @@ _TABLE = (
         option(*("--file -f", "FILE", "YAML or JSON; - for standard input; may be repeated", "files"), required=True,
             action="append"),
     ), needs_runtime=False),
-    Verb("catalog", "the models of the catalogue", list_catalogue, needs_runtime=False),
+    Verb("catalog", "the models of the catalogue", list_catalogue, needs_runtime=False, reads=True),
     Verb("inspect", "a model's entry in the catalogue, in a form that apply accepts",
         lambda rt, args: catalogue(rt).inspect(args.name, "" if args.json else args.format),
         (CATALOG_NAME, option("--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml")),
-        needs_runtime=False),
+        needs_runtime=False, reads=True),
     Verb("delete", "removes a model from the catalogue; if it is loaded, it stays loaded", arguments=(CATALOG_NAME,)),
-    Verb("doctor", "one report to paste: versions, drivers, devices, settings", doctor, needs_runtime=False),
+    Verb("doctor", "one report to paste: versions, drivers, devices, settings", doctor,
+        needs_runtime=False, reads=True),
     Verb("config", "every setting, its value and its source", config,
         (option("--preset", "SIZE", "the settings advised for a card: 24GB or more, 16GB, 8GB, 4GB", "presets"),),
-        needs_runtime=False),
-    Verb("console", "the operator's console: live in a notebook, served from a terminal", has_own_code=True,
+        needs_runtime=False, reads=True),
+    Verb("console", "the operator's console: live in a notebook, served from a terminal",
         arguments=(
             HOST,
             option("--port", "N", "the port; else the first free one from 8211", type=port_number), SOCKET,
             switch("--read-only", "nobody may act"),
             switch("--no-browser", "open no browser"), OF_FLEET,
-        ), needs_runtime=False, plain_in_notebook=True),
+        ), needs_runtime=False, plain_in_notebook=True, reads=True),
     Verb("exporter", "figures of this host for Prometheus at /metrics, as gpu serve and gpu console have them too",
-        has_own_code=True,
+
         arguments=(HOST, option("--port", "N", "the port; 9835 unless given", type=port_number), SOCKET),
         places=(CLI,), needs_runtime=False),
-    Verb("serve", "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port", has_own_code=True,
+    Verb("serve", "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port",
         arguments=(
             HOST,
             option("--port", "N", "the port; 8210 unless given", type=port_number), SOCKET,
             switch("--read-only", "nobody may act, and no model is called"), LOG_LEVEL, OF_FLEET,
         ), places=(CLI,), needs_runtime=False),
     Verb("mcp", "what an agent may ask and do, over the Model Context Protocol on standard input and output",
-        has_own_code=True, arguments=(switch("--read-only", "without the tools that act"),), places=(CLI,),
-        needs_runtime=False),
+        arguments=(switch("--read-only", "without the tools that act"),), places=(CLI,), needs_runtime=False),
     Verb("keys", "keys for programs that call `gpu serve`: models, importance, limits", keys, KEYS, places=(CLI,),
         needs_runtime=False),
     Verb("autoload", "lets every new kernel of this environment load gpu by itself",
@@ -785,7 +787,7 @@ _TABLE = (
     Verb("fleet", "many hosts: one bar for each", fleet, FLEET, needs_runtime=False),
     Verb("help", "this help, or the help of one verb or error",
         arguments=(positional("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
-        needs_runtime=False),
+        needs_runtime=False, reads=True),
 )  # fmt: skip
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _TABLE}
 

@@ -19,22 +19,13 @@ from pathlib import PosixPath
 from types import ModuleType, NoneType
 from typing import Any, NamedTuple
 
+from gpu_runtime import verbs
+
 from . import obstacles
 from .look_ahead import MAGICS
 
-# These verbs call no function of the user's, and bind no name. All but `park` only read; `park` finds this notebook
-# parked already, and sends a request to another one.
-READS = frozenset(
-    (
-        "status", "models", "leases", "evictions", "report", "fragmentation", "health", "plan", "backtest",
-        "why", "next", "who", "catalog", "inspect", "doctor", "config", "console", "help", "park",
-    )
-)  # fmt: skip
-WITH_RAM = READS | {
-    "free",
-    "hibernate",
-    "unpark",
-}  # these verbs need no card either, but they change something
+READS = frozenset(verb.name for verb in verbs.VERBS.values() if verb.reads)
+WITH_RAM = READS | {"free", "hibernate", "unpark"}  # need no card either, but change something
 # Methods of tensors that give the same value on every device. A sum on the CPU may round otherwise.
 METHODS = frozenset(("item", "min", "max", "numel", "size"))
 MOST_SHOWN = 1000  # the most entries of a list that is printed
