@@ -18,43 +18,8 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import threads
-from .errors import (
-    AlreadyRegistered,
-    AmbiguousName,
-    BadCall,
-    BadDocument,
-    BadSetting,
-    BadSize,
-    Busy,
-    CannotGovern,
-    CatalogUnavailable,
-    Deadlock,
-    DoesNotFit,
-    EngineDied,
-    EngineFault,
-    FleetUnavailable,
-    GpuError,
-    LedgerNewer,
-    LedgerUnavailable,
-    LoadFailed,
-    MemoryLimitExceeded,
-    ModelDisabled,
-    NeedsWith,
-    NodeLost,
-    NotAllowed,
-    NotAModel,
-    NotLoaded,
-    NotResident,
-    OutOfMemory,
-    ProbeFailed,
-    ProcessLost,
-    StillInUse,
-    UnknownDevice,
-    UnknownModel,
-    UnknownSize,
-    WaitEnded,
-)
+from . import errors, threads
+from .errors import *  # noqa: F403 - the errors that `errors.__all__` lists
 from .threads import import_whole
 from .version import VERSION
 
@@ -63,45 +28,8 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 __version__ = VERSION
-__all__ = [
-    "Runtime",
-    "fleet",
-    "runtime",
-    "AlreadyRegistered",
-    "AmbiguousName",
-    "BadCall",
-    "BadDocument",
-    "BadSetting",
-    "BadSize",
-    "Busy",
-    "CannotGovern",
-    "CatalogUnavailable",
-    "Deadlock",
-    "DoesNotFit",
-    "EngineDied",
-    "EngineFault",
-    "FleetUnavailable",
-    "GpuError",
-    "LedgerNewer",
-    "LedgerUnavailable",
-    "LoadFailed",
-    "MemoryLimitExceeded",
-    "ModelDisabled",
-    "NeedsWith",
-    "NodeLost",
-    "NotAllowed",
-    "NotAModel",
-    "NotLoaded",
-    "NotResident",
-    "OutOfMemory",
-    "ProbeFailed",
-    "ProcessLost",
-    "StillInUse",
-    "UnknownDevice",
-    "UnknownModel",
-    "UnknownSize",
-    "WaitEnded",
-]
+__all__ = ["Runtime", "fleet", "runtime"]
+__all__ += errors.__all__
 
 _lock = threads.freed(threading.Lock())
 _runtime: Runtime | None = None

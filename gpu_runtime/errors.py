@@ -15,6 +15,43 @@ from typing import Any
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, listed, nearest, printable, quoted
 from .user_frames import came_through_user_code, rendered, user_lines
 
+__all__ = [  # what the package exports
+    "AlreadyRegistered",
+    "AmbiguousName",
+    "BadCall",
+    "BadDocument",
+    "BadSetting",
+    "BadSize",
+    "Busy",
+    "CannotGovern",
+    "CatalogUnavailable",
+    "Deadlock",
+    "DoesNotFit",
+    "EngineDied",
+    "EngineFault",
+    "FleetUnavailable",
+    "GpuError",
+    "LedgerNewer",
+    "LedgerUnavailable",
+    "LoadFailed",
+    "MemoryLimitExceeded",
+    "ModelDisabled",
+    "NeedsWith",
+    "NodeLost",
+    "NotAllowed",
+    "NotAModel",
+    "NotLoaded",
+    "NotResident",
+    "OutOfMemory",
+    "ProbeFailed",
+    "ProcessLost",
+    "StillInUse",
+    "UnknownDevice",
+    "UnknownModel",
+    "UnknownSize",
+    "WaitEnded",
+]
+
 _SIZES = "'8 GiB', '10GB' or bytes as a number"
 MOST_PROBLEM = 600  # characters of one problem of a file
 MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
