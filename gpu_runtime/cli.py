@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from . import error_pages, hub, verbs
+from . import error_help, hub, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
 from .facts import Outcome
 from .verbs import CLI, Verb, fill, given, usage_error, with_sizes_joined
@@ -109,7 +109,7 @@ def _print_version() -> int:
 
 def _print_help(name: str | None) -> int:
     if name:
-        print(error_pages.page(name, CLI) or verbs.details(verbs.find(name, CLI), CLI))
+        print(error_help.page(name, CLI) or verbs.details(verbs.find(name, CLI), CLI))
     else:
         print(f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}")
     return DONE

@@ -150,7 +150,7 @@ def errors() -> dict[str, type[Exception]]:
 
 def errors_table(lines: Iterable[Line]) -> str:
     """Each error's meaning with its attributes, and what to do."""
-    from gpu_runtime.error_pages import WHAT_TO_DO
+    from gpu_runtime.error_help import WHAT_TO_DO
 
     rows = []
     for line in lines:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from .book import (
     ASLEEP,
+    CLASSES,
     DISK,
     DISK_BYTES_PER_SECOND,
     DISK_SECONDS_PER_BYTE,

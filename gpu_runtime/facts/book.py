@@ -73,6 +73,7 @@ _encoder = msgspec.json.Encoder()
 # A lower number is more important.
 IMPORTANCE = {"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 30}
 NORMAL = IMPORTANCE["normal"]
+CLASSES = sorted(IMPORTANCE.values())
 _NUMBER = re.compile("-?[0-9]{1,9}")
 _MOST = 999_999_999
 # In the book: the importance of leases of a user who holds more than the cap. Nobody can type it.
@@ -633,6 +634,15 @@ class Staying(Value):
         """A sentence without its full stop. `names` are the variables, as far as they may be shown."""
         names = f" ({names})" if names else ""
         return f"{show_bytes(self.bytes)} stays on {self.device}{names}: {self.why}"
+
+    @staticmethod
+    def of(storages: Iterable[Any]) -> tuple[Staying, ...]:
+        """What of the `storages` stays: the sum of their `own_bytes`, for each device and reason."""
+        sizes: dict[tuple[str, str], int] = {}
+        for one in storages:
+            if one.stays:
+                sizes[one.device, one.stays] = sizes.get((one.device, one.stays), 0) + one.own_bytes
+        return tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
 
 
 # Claimed bytes and promised bytes by device, and the copies.

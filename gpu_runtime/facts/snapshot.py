@@ -255,6 +255,12 @@ class Snapshot(Value):
         return section.lease(name) if section else None
 
     @property
+    def own_leases(self) -> dict[str, Lease]:
+        """The leases of the process that has made the snapshot, by name."""
+        section = self.sections.get(self.owner.id)
+        return {lease.name: lease for lease in section.leases} if section else {}
+
+    @property
     def waiting(self) -> tuple[Ticket, ...]:
         """The requests that wait for room, in the order of the queue."""
         return tuple(ticket for ticket in self.tickets if ticket.verb == "use")

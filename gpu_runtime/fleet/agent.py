@@ -36,7 +36,7 @@ from ..errors import (
     NotResident,
     UnknownModel,
 )
-from ..facts import HOST, THIS_PROCESS, HostRoom, Lease, Offer, PlanLevel
+from ..facts import HOST, THIS_PROCESS, HostRoom, Offer, PlanLevel
 from ..files import replace_file
 from ..runtime import Runtime
 from ..scheduler.offers import offer_of, room_of
@@ -206,17 +206,11 @@ class HostAgent:
             return 0, True
         return spec.size or 0, spec.layout != "single"
 
-    def _leases(self) -> dict[str, Lease]:
-        """The leases of this agent's models, by name."""
-        found = self.rt.status()
-        section = found.sections.get(found.owner.id)
-        return {lease.name: lease for lease in section.leases} if section else {}
-
     def holdings(self) -> dict[str, tuple[str, int]]:
         """The models that this agent has on a device or in host memory, each with its device and bytes."""
         return {
             name: (lease.where, lease.bytes)
-            for name, lease in self._leases().items()
+            for name, lease in self.rt.status().own_leases.items()
             if lease.shares and (lease.on_device or lease.where == HOST)
         }
 
@@ -276,7 +270,7 @@ class HostAgent:
         cards that it was registered for. Raises StillInUse, DoesNotFit, Busy, UnknownDevice.
         """
         self.learn(revision)
-        lease = self._leases().get(name)
+        lease = self.rt.status().own_leases.get(name)
         if lease is not None and lease.shares:
             if {share.device for share in lease.shares} == set(devices):
                 return lease.where
@@ -288,7 +282,7 @@ class HostAgent:
         """A row for each card of each model: the model, the card, the bytes on it, and the model's users."""
         return [
             (name, share.device, share.bytes, self.holds.users(name))
-            for name, lease in sorted(self._leases().items())
+            for name, lease in sorted(self.rt.status().own_leases.items())
             for share in lease.shares
             if lease.on_device
         ]

@@ -260,7 +260,7 @@ def _obtain_governed(
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     # Without a name for the report: see pins.py.
                     raise failures.load_error(session, resident, step, error) from error.__cause__
-                failures.make_room(session, resident, step.shares)  # type: ignore[union-attr]
+                failures.room_for_load(session, resident, step.shares)  # type: ignore[union-attr]
     finally:
         # The key is released first. Once the key is gone, the monitor withdraws the ticket, even if
         # this thread is interrupted again.

@@ -178,7 +178,7 @@ def _load_here(
         if not installed:
             if handle is not None:
                 resident.backend.drop(handle)
-            _abandon(session, resident.spec.name, key, error)
+            release.abandon(session, resident.spec.name, key, _why_failed(error))
         if isinstance(error, Stopped):
             raise LoadFailed(
                 f"{name} was not loaded: {load.why}. Nothing of it is held.",
@@ -293,7 +293,7 @@ def _move_back(
             resident.stay()
             raise
     except BaseException as error:
-        _abandon(session, name, key, error)
+        release.abandon(session, name, key, _why_failed(error))
         raise
     return shares, time.perf_counter() - began
 
@@ -329,25 +329,21 @@ def _settle(
         release.free_shadow(resident)
 
 
-def _abandon(session: Session, name: str, key: Key, error: BaseException) -> None:
-    if isinstance(error, KeyboardInterrupt):
-        because = "interrupted"
-    else:
-        because = f"{type(error).__name__}: {first_line(error)}"
-    abandon = partial(books.abandon, because=because)
-    session.decide(lambda book, world: (abandon(book, session.me, name, key.text, world), None))
+def _why_failed(error: BaseException) -> str:
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    return "interrupted" if is_interrupt else f"{type(error).__name__}: {first_line(error)}"
 
 
 # -- the loads that run now: whose they are, and how they are stopped
 
 T = TypeVar("T")
-LEAST_LOAD_SECONDS = 1.0  # a load has so long, even after a wait that took all the time
+LEAST_TIME_SECONDS = 1.0  # a load has so long, even after a wait that took all the time
 LOAD_SECONDS = 5.0  # the longest wait until the loads of a closing runtime have stopped
 
 
 def seconds_left(session: Session, deadline: float | None) -> float | None:
     """The seconds until `deadline` (by the session's clock) that a load has; None means no limit."""
-    return None if deadline is None else max(LEAST_LOAD_SECONDS, deadline - session.clock())
+    return None if deadline is None else max(LEAST_TIME_SECONDS, deadline - session.clock())
 
 
 def out_of_time(seconds: float | None) -> str:

@@ -80,13 +80,9 @@ def vacate(session: Session) -> None:
     book = session.ledger.read()
     if not book.drained or not relief.has_leases_on_drained(book, session.me, session.world()):
         return
-    key = session.new_key("drain")
-    try:
-        steps = session.decide(lambda book, world: relief.vacate(book, session.me, world, key.text))
-        for step in steps:
-            release.step_aside(session, step, key)
-    finally:
-        session.done_with(key.note)
+    release.decided(
+        session, "drain", lambda book, world, key: relief.vacate(book, session.me, world, key)
+    )
 
 
 def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:

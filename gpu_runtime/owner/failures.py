@@ -12,10 +12,11 @@ import logging
 import os
 import re
 import traceback
+from typing import Any
 
 from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost, first_line
-from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step, World
+from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step
 from ..fault_texts import WRITE_REFUSED, Fault, Kind, recognise
 from ..scheduler import refusals
 from ..scheduler import transitions as books
@@ -175,39 +176,20 @@ def _report(
     if not is_out_of_memory(error) or getattr(error, "report", None):
         return None
     using = resident.spec.name if resident is not None else ""
-    report = out_of_memory(session, error, using=using)
+    report = _with_figures(session, error, using=using)
     report.left = free_memory_after(session, error)
     return report
 
 
-def out_of_memory(
-    session: Session,
-    error: BaseException,
-    *,
-    loading: str = "",
-    using: str = "",
-    device: str = "",
-    declared_bytes: int | None = None,
-) -> OutOfMemory:
+def _with_figures(session: Session, error: BaseException, **about: Any) -> OutOfMemory:
     """The readable report of the out-of-memory `error`, with the current figures.
 
-    If the error occurred during a load, `loading` is the model's name and `device` its device. If
-    it occurred in a block with a model, `using` is the model's name.
-    `declared_bytes` is the size that the model declared, if it declared one.
+    `about` are the keywords of `refusals.out_of_memory`.
     """
     world = session.world()
     book = books.publish(session.ledger.read(), session.truth(), world)
-    return refusals.out_of_memory(
-        error,
-        book,
-        world,
-        session.me,
-        session.probe.maps(),
-        loading=loading,
-        using=using,
-        device=device,
-        declared_bytes=declared_bytes,
-    )
+    maps = session.probe.maps()
+    return refusals.out_of_memory(error, book, world, session.me, maps, **about)
 
 
 def full_cards(session: Session, error: BaseException) -> set[str]:
@@ -235,7 +217,7 @@ def load_error(
         declared = resident.spec.size if isinstance(step, Load) else None
         cards = [share.device for share in step.shares]  # type: ignore[union-attr]
         full = full_cards(session, error)
-        return out_of_memory(
+        return _with_figures(
             session,
             error,
             loading=name,
@@ -261,20 +243,15 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
     left: list[Lease] = []
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
     for resident in list(session.residents.values()):
-        if resident.place is not Place.HERE or resident.in_use() or resident.spec.keep:
-            continue
-        try:
-            because = "a cell ran out of memory."
-            before = resident.lease
-            if release.evict(session, resident, because) is not None:
-                left.append(before)
-        except Exception as refused:  # a failed move must not hide the error of the block
-            log.debug("%s stays: %s", resident.spec.name, refused)
+        before = resident.lease
+        stays = resident.place is not Place.HERE or resident.in_use() or resident.spec.keep
+        if not stays and not evict_anywhere(session, before, "a cell ran out of memory."):
+            left.append(before)
     session.probe.empty_cache()
     return tuple(left)
 
 
-def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
+def room_for_load(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
     """After an out-of-memory error during a load: evicts all idle models on the cards of `shares`.
 
     The card was fuller than the book showed. Models of other owners are recalled if a request with
@@ -283,18 +260,14 @@ def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -
     cards = {share.device for share in shares}
     because = f"the device ran out of memory while {resident.spec.name} was loaded."
     book, world = session.ledger.read(), session.world()
+    importance = resident.spec.importance
     for lease in book.leases():
-        on_cards = cards & {share.device for share in lease.shares}
-        if on_cards and _may_be_evicted_for(session, resident, lease, world):
+        is_loaded = (lease.owner, lease.name) == (session.me, resident.spec.name)
+        if is_loaded or not cards & {share.device for share in lease.shares}:
+            continue
+        if not reason_to_stay(lease, world, asker=session.me, importance=importance):
             evict_anywhere(session, lease, because)
     session.probe.empty_cache()
-
-
-def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, world: World) -> bool:
-    if lease.owner == session.me and lease.name == resident.spec.name:
-        return False
-    importance = resident.spec.importance
-    return not reason_to_stay(lease, world, asker=session.me, importance=importance)
 
 
 def evict_anywhere(session: Session, lease: Lease, because: str) -> str:
@@ -313,6 +286,8 @@ def evict_anywhere(session: Session, lease: Lease, because: str) -> str:
         mine = session.residents.get(lease.name)
         left = mine is not None and release.evict(session, mine, because) is not None
         return "" if left else "it is used again"
-    except Exception as stays:  # a failed move must not fail this load
+    except (
+        Exception
+    ) as stays:  # a failed move must not hide the error of the block, nor fail this load
         log.debug("%s stays: %s", lease.name, stays)
         return first_line(stays)

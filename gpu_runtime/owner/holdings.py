@@ -162,17 +162,8 @@ def _summed(
         *parts,
         whole=whole,
         seconds=round(seconds, 3),
-        staying=_staying(storages.values()),
+        staying=Staying.of(storages.values()),
     )
-
-
-def _staying(storages: Iterable[_Storage]) -> tuple[Staying, ...]:
-    """The bytes of `storages` that cannot leave their device, for each device and reason."""
-    sizes: dict[tuple[str, str], int] = {}
-    for one in storages:
-        if one.stays:
-            sizes[one.device, one.stays] = sizes.get((one.device, one.stays), 0) + one.own_bytes
-    return tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
 
 
 def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:

@@ -53,7 +53,7 @@ from ..scheduler import caps, relief
 from ..units import MIB, show_bytes, show_seconds
 from . import acquire, disk, failures, holdings, operations, registry, release
 from .cell_room import Bytes, CellRoom, sizes
-from .out_of_memory import Freed, Telling, bytes_wanted, forget_frames, make_room
+from .out_of_memory import Freed, Telling, bytes_wanted, forget_frames, room_for_cell
 from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place, Resident
 from .session import Session, log
@@ -93,13 +93,8 @@ class Kernel:
         self._here = threading.local()  # a subshell runs its cells in a thread of its own
 
     @property
-    def refused(self) -> str:
-        """Why this thread's next cell must not run. Empty if the cell may run."""
-        return str(self.refusal or "")
-
-    @property
     def refusal(self) -> GpuError | None:
-        """The error whose text is `refused`; None if the cell may run."""
+        """Why this thread's next cell must not run; None if the cell may run."""
         return getattr(self._here, "refusal", None)
 
     @property
@@ -129,7 +124,7 @@ class Kernel:
 
         Then requests room for what the same cell took last time, and waits a limited time for this
         room. Returns a sentence about the memory that came back to the card, or about a wait for the
-        room, or an empty text. After the call, `self.refused` is the reason why the cell must not
+        room, or an empty text. After the call, `self.refusal` is the reason why the cell must not
         run, or empty.
         """
         self._here.refusal = None
@@ -138,7 +133,7 @@ class Kernel:
             self._uncounted = False
         if not frees and (beyond := self.beyond_enforced_cap()):
             because = f"{beyond}.\n  These cells run, until less is held:  {WAYS_OUT}"
-            self._here.refusal = refusal(NotAllowed(because, name=KERNEL, because=beyond))
+            self._here.refusal = did_not_run(NotAllowed(because, name=KERNEL, because=beyond))
         if outermost:
             self._running.clear()
         is_first, resident = not self._running, self.resident
@@ -163,9 +158,9 @@ class Kernel:
         # say).
         if why and not (resident is None or resident.enter(pin)):
             place = "on a disk" if resident.lease.on_disk else "in RAM"
-            self._here.refusal = refusal(why, resident.lease.own_bytes, place)
+            self._here.refusal = did_not_run(why, resident.lease.own_bytes, place)
         elif isinstance(why, WaitEnded):
-            self._here.refusal = refusal(why)
+            self._here.refusal = did_not_run(why)
         del why  # see pins.py
         return news
 
@@ -462,7 +457,7 @@ class Kernel:
         because = f"This notebook's own code holds {size} on {lease.where}."
         session.note(lease, "adopted", "cell", because, size=lease.bytes)
 
-    def make_room(self, error: BaseException) -> str | OutOfMemoryStory:
+    def cell_failed(self, error: BaseException) -> str | OutOfMemoryStory:
         """After a cell that failed. After an out-of-memory `error`, evicts idle leases, and returns the story.
 
         Plain code makes no request before it takes memory. After a write that bytes in host memory
@@ -479,7 +474,7 @@ class Kernel:
         self.count_when_due(idle=True)
         is_told = isinstance(error, GpuError)  # such an error names the holders, and has made room
         refused = "" if is_told else self._refused_by_cap(error)
-        freed = Freed(0) if is_told or refused else make_room(session, error)
+        freed = Freed(0) if is_told or refused else room_for_cell(session, error)
         if is_of_host:  # such as NumPy's: it says nothing about a card
             return f"{freed}: run the cell again." if freed.titles else ""
         self.story = telling.story(freed, self._room.runs, refused)
@@ -509,7 +504,7 @@ class Kernel:
         if not is_out_of_memory(error):
             return ""
         forget_frames(error)
-        freed = make_room(self._session, error)
+        freed = room_for_cell(self._session, error)
         return f"{freed}: the cell runs again." if freed.titles else ""
 
     # -- parking by hand
@@ -663,15 +658,10 @@ def _relieve(session: Session, resident: KernelResident | None) -> None:
     cards = {share.device for share in resident.lease.shares}
     if not relief.overfull(session.ledger.read(), session.me, cards):
         return
-    key = session.new_key("park")
-    try:
-        steps = session.decide(
-            lambda book, world: relief.park_kernels(book, session.me, world, session.rank, key.text)
-        )
-        for step in steps:
-            release.step_aside(session, step, key)
-    finally:
-        session.done_with(key.note)
+    me, rank = session.me, session.rank
+    release.decided(
+        session, "park", lambda book, world, key: relief.park_kernels(book, me, world, rank, key)
+    )
 
 
 # -- by name
@@ -995,7 +985,7 @@ def interrupted() -> WaitEnded:
     return WaitEnded(why, name=KERNEL, by="you", because="")
 
 
-def refusal(why: Exception, parked_bytes: int = 0, place: str = "in RAM") -> GpuError:
+def did_not_run(why: Exception, parked_bytes: int = 0, place: str = "in RAM") -> GpuError:
     """The error of a cell that must not run because of `why`, with the class of `why`.
 
     `parked_bytes` are the bytes of the notebook's memory that are parked in `place`.

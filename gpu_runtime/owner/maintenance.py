@@ -271,17 +271,13 @@ def _check_devices(session: Session, now: float) -> None:
 
 def relieve(session: Session) -> None:
     """Evicts idle models of this process, as the table of pressure levels requires."""
-    key = session.new_key("relieve")
-    try:
-        steps = session.decide(
-            lambda book, world: relief.relieve(book, session.me, world, session.rank, key.text)
-        )
-        if steps:
-            _log_pressure(session)
-        for step in steps:
-            release.step_aside(session, step, key)
-    finally:
-        session.done_with(key.note)
+    me, rank = session.me, session.rank
+    release.decided(
+        session,
+        "relieve",
+        lambda book, world, key: relief.relieve(book, me, world, rank, key),
+        begins=lambda: _log_pressure(session),
+    )
 
 
 def _log_pressure(session: Session) -> None:

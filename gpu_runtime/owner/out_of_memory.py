@@ -52,7 +52,7 @@ class Freed(NamedTuple):
         return f"{show_bytes(self.bytes)} came free ({', '.join(self.titles)} stepped aside)"
 
 
-def make_room(session: Session, error: BaseException) -> Freed:
+def room_for_cell(session: Session, error: BaseException) -> Freed:
     """Evicts idle leases until there is room for the bytes that the out-of-memory `error` names.
 
     Only leases on the card that `error` names leave. If it names no card, those on all cards do. If

@@ -202,6 +202,24 @@ def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bo
         del failure  # see pins.py
 
 
+def decided(
+    session: Session,
+    verb: str,
+    decide: Callable[[Book, World, str], tuple[Book, Iterable[Step]]],
+    begins: Callable[[], None] = lambda: None,
+) -> None:
+    """Performs the steps of `decide(book, world, key)`, by which leases of this process leave, after `begins()`."""
+    key = session.new_key(verb)
+    try:
+        steps = session.decide(lambda book, world: decide(book, world, key.text))
+        if steps:
+            begins()
+        for step in steps:
+            step_aside(session, step, key)
+    finally:
+        session.done_with(key.note)
+
+
 def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     """Moves or drops a model of this process for another request. Returns False if the model stays.
 
@@ -223,7 +241,7 @@ def _leave_now(
     name = step.lease.partition("/")[2]
     resident = session.residents.get(name)
     if resident is None or not resident.begin_moving():
-        _abandon(session, name, key)
+        abandon(session, name, key)
         return Stays("it is in use")
     try:
         # The reserved room may be too small for the new size: decide again.
@@ -235,7 +253,7 @@ def _leave_now(
             because = _stays(session, resident, error)
         finally:
             resident.stay()
-        _abandon(session, name, key, because)
+        abandon(session, name, key, because)
         if isinstance(error, Exception):
             return error
         raise
@@ -367,7 +385,9 @@ def _in_words(error: BaseException) -> str:
     return line if isinstance(error, GpuError) else f"{type(error).__name__}: {line}"
 
 
-def _abandon(session: Session, name: str, key: Key, because: str = "") -> None:
+def abandon(session: Session, name: str, key: Key, because: str = "") -> None:
+    """Settles the lease `name` as it was before the load or move of `key` failed, or did not begin."""
+
     def stay(book: Book, world: World) -> tuple[Book, None]:
         book = books.abandon(book, session.me, name, key.text, world, because)
         return books.publish(book, session.truth(), world), None  # with the time of the next try

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..facts import (
+    CLASSES,
     HOST,
-    IMPORTANCE,
     LEAST_LOAD_SECONDS,
     Book,
     Lease,
@@ -41,10 +41,9 @@ from .capacity import freed_since, on_cards, room_and_blind
 # - the number of waiting users, divided by the seconds of the load, with a minus sign
 # - the time of arrival, and the key
 _Position = tuple[int, float, int, float, float, str]
-_CLASSES = sorted(IMPORTANCE.values())
 # After so many steps of ageing a request has the highest class, whatever it began with. Then the past
 # use of its user counts no more, and nobody waits for ever for users who have had less.
-FAIR_STEPS = len(_CLASSES)
+FAIR_STEPS = len(CLASSES)
 
 
 def aged(importance: int, waited_seconds: float, world: World) -> int:
@@ -60,8 +59,8 @@ def aged(importance: int, waited_seconds: float, world: World) -> int:
     steps = int(waited_seconds // world.rules.ageing_seconds)
     if steps <= 0:
         return importance
-    position = bisect_left(_CLASSES, importance)
-    raised = _CLASSES[max(0, position - steps)]
+    position = bisect_left(CLASSES, importance)
+    raised = CLASSES[max(0, position - steps)]
     return min(importance, raised)
 
 
@@ -194,10 +193,9 @@ def _position(
 
 def _aged(importance: int, past_use: float, arrived: float, world: World) -> tuple[int, float]:
     """The importance and the past use that count for a request that has waited since `arrived`."""
-    waited_seconds, ageing_seconds = world.now - arrived, world.rules.ageing_seconds
-    if waited_seconds >= ageing_seconds:
-        importance = aged(importance, waited_seconds, world)
-    return importance, 0.0 if waited_seconds >= FAIR_STEPS * ageing_seconds else past_use
+    waited_seconds = world.now - arrived
+    is_fair = waited_seconds < FAIR_STEPS * world.rules.ageing_seconds
+    return aged(importance, waited_seconds, world), past_use if is_fair else 0.0
 
 
 def awake(ticket: Ticket, world: World) -> bool:

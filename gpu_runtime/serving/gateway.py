@@ -195,9 +195,7 @@ class Gateway:
 
     def leases(self) -> dict[str, Lease]:
         """The leases of this server's models, by name."""
-        snapshot = self.rt.status()
-        section = snapshot.sections.get(snapshot.owner.id)
-        return {lease.name: lease for lease in section.leases} if section else {}
+        return self.rt.status().own_leases
 
     def warm_seconds(self, model: str) -> float | None:
         """The seconds until `model` is evicted because nobody uses it; None if no time is set."""

@@ -28,7 +28,7 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from ..facts import ASLEEP, ENGINES, IMPORTANCE, NORMAL, ModelSpec, Value, Wait
+from ..facts import ASLEEP, CLASSES, ENGINES, NORMAL, ModelSpec, Rules, Value, Wait
 from ..threads import start_short
 from .requests import Refused
 
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 # -- the decision (pure): waiting calls, models and the time in; calls to start and models to load out
 
-AGEING_SECONDS = 30.0
+AGEING_SECONDS = Rules().ageing_seconds  # as in the queue for memory
 MAX_LOADS = 16  # loads at once; each waits for its memory in its own thread
-_CLASSES = sorted(IMPORTANCE.values())
 _NO_TURNS: Mapping[str, int] = {}
 
 
@@ -91,7 +90,7 @@ def aged_class(importance: int, waited_seconds: float) -> int:
     >>> aged_class(10, 0.0), aged_class(10, 65.0), aged_class(1, 95.0)
     (2, 0, -3)
     """
-    return bisect_left(_CLASSES, importance) - int(max(0.0, waited_seconds) // AGEING_SECONDS)
+    return bisect_left(CLASSES, importance) - int(max(0.0, waited_seconds) // AGEING_SECONDS)
 
 
 def order(

@@ -33,7 +33,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, output_can
 from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
-from gpu_runtime import GpuError, error_pages, facts, names, verbs
+from gpu_runtime import GpuError, error_help, facts, names, verbs
 from gpu_runtime.backends.torch_release import why_torch_moves_nothing
 from gpu_runtime.errors import reword
 from gpu_runtime.facts import IMPORTANCE
@@ -252,7 +252,7 @@ class GpuMagics(Magics):
 
 
 def _help(verb: str | None) -> str:
-    if verb and (page := error_pages.page(verb, MAGIC)):
+    if verb and (page := error_help.page(verb, MAGIC)):
         return page
     if verb:
         return verbs.details(verbs.find(verb, MAGIC), MAGIC)

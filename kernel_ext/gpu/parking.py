@@ -321,8 +321,8 @@ class Parking:
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         kind, content = current_message(self._kernel)
-        self._here.touches_nothing = self._reads_nothing(kind, content)
-        if self._here.touches_nothing:
+        self._here.needs_no_card = self._reads_nothing(kind, content)
+        if self._here.needs_no_card:
             return
         self._mark += 1
         if (
@@ -331,7 +331,7 @@ class Parking:
             and not self._cells
             and self._runs_in_ram(content)
         ):
-            self._here.touches_nothing = True
+            self._here.needs_no_card = True
             return
         self._cells_of.setdefault(threading.get_ident(), []).append(_event_of())
         text = content.get("code", "")  # the message of a comm has none
@@ -376,8 +376,8 @@ class Parking:
     @hook
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback."""
-        if self._here.touches_nothing:
-            self._here.touches_nothing = False
+        if self._here.needs_no_card:
+            self._here.needs_no_card = False
             self._here.until_the_end.close()
             return
         # For an empty cell IPython calls `post_execute` only: `%run` of a notebook whose last cell is empty. The
@@ -434,7 +434,7 @@ class Parking:
         if self._lease is None and not (concerns_us and self._attach()):
             return
         with contextlib.suppress(GpuError):  # the cell's own error is shown already
-            news = self._lease.make_room(error)
+            news = self._lease.cell_failed(error)
             if isinstance(news, OutOfMemoryStory):
                 from IPython.display import display
 
@@ -447,7 +447,7 @@ class Parking:
     @property
     def refusal(self) -> GpuError | None:
         """The error with the reason why the cell must not run, or None if the cell may run."""
-        if self._lease is None or self._here.touches_nothing:
+        if self._lease is None or self._here.needs_no_card:
             return None
         return self._lease.refusal
 
@@ -558,7 +558,7 @@ class _Here(threading.local):
 
     cells_before = 0  # how many cells of this thread ran when its current message arrived
     # Whether the running cell or callback touches no object of the user's, or only those in host memory.
-    touches_nothing = False
+    needs_no_card = False
 
     def __init__(self) -> None:
         self.until_the_end = contextlib.ExitStack()  # closed at the end of a cell that runs in RAM

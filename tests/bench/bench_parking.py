@@ -402,7 +402,7 @@ def recall() -> Row:
             kernel.begin()
             kernel.end()
             kernel.catch_up()
-            say((copy, kernel.refused))
+            say((copy, str(kernel.refusal or "")))
             next(told)
 
     waits, copies = [], []

@@ -18,7 +18,7 @@ from gpu_runtime import Runtime
 from gpu_runtime.arguments import FIELDS, GROUPS
 from gpu_runtime.backtest import BacktestRow
 from gpu_runtime.catalog.fields import KNOWN
-from gpu_runtime.error_pages import WHAT_TO_DO
+from gpu_runtime.error_help import WHAT_TO_DO
 from gpu_runtime.owner import status
 from gpu_runtime.serving import fleet_server, requests
 from gpu_runtime.serving.api import memory, openai

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors fault_texts units facts arguments settings threads attribution files"
     " tcp_sockets names tracked_objects"
-    " notebook user_frames error_pages access_keys version stop_text"
+    " notebook user_frames error_help access_keys version stop_text"
     " other_libraries tables compat"
 )
 # Of these, only telemetry (capacity) and settings (policies) import a module of the scheduler.
@@ -26,7 +26,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "stop_text": "",
     "user_frames": "safe_text",
     "errors": "safe_text user_frames",
-    "error_pages": "errors",
+    "error_help": "errors",
     "compat": "",
     "fault_texts": "compat",
     "threads": "",

@@ -191,7 +191,7 @@ def test_the_users_handlers_are_theirs_again_unless_they_have_set_others(handled
 def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory():
     """An error of another kind opens no runtime."""
     story: list[str] = []
-    lease = SimpleNamespace(make_room=lambda error: f"room after {error}")
+    lease = SimpleNamespace(cell_failed=lambda error: f"room after {error}")
     shell = SimpleNamespace(kernel=Kernel(story), ast_transformers=[])
     shell.events = EventManager(shell, available_events)
     opened = SimpleNamespace(attach_kernel=lambda _: lease, _closed=False)

@@ -266,21 +266,21 @@ def test_a_refused_write_names_what_is_away_and_what_to_type(started, directory)
     rt.evict("llm")
     with pytest.raises(RuntimeError) as raised:
         weight.data.add_(1)
-    news = kernel.make_room(raised.value)
+    news = kernel.cell_failed(raised.value)
     assert "weights of llm are in RAM" in news and "rt.use('llm')" in news
-    assert kernel.make_room(RuntimeError("another error")) == ""
+    assert kernel.cell_failed(RuntimeError("another error")) == ""
     with rt.use("llm"):
         weight.data.add_(1)
-    assert kernel.make_room(raised.value) == "", "nothing is away"
+    assert kernel.cell_failed(raised.value) == "", "nothing is away"
     if not hasattr(torch._C, "_cuda_getDeviceCount"):  # a CPU build
         with pytest.raises(AssertionError) as raised:
             torch.zeros(3, device="cuda")
-        assert 'Write device="cpu"' in kernel.make_room(raised.value)
+        assert 'Write device="cpu"' in kernel.cell_failed(raised.value)
     held = torch.ones(1 << 20)
     kernel.begin("cell")
     kernel.end("cell")
     assert rt.park().done
     with pytest.raises(RuntimeError) as raised:
         held.add_(1)
-    assert "%gpu unpark" in kernel.make_room(raised.value)
+    assert "%gpu unpark" in kernel.cell_failed(raised.value)
     assert held.sum() == 1 << 20

@@ -65,7 +65,7 @@ def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
     seen = []
     cell(kernel, lambda: seen.append((own(rt), claims(rt))), BIG)
     assert seen[0][0] == {"sim:0": held + 10 * GIB} and seen[0][1][HOST] == 16 * GIB
-    assert not kernel.refused
+    assert not kernel.refusal
     [grown] = [event for event in rt.why("kernel") if event.action == "grown"]
     assert (grown.bytes, grown.device) == (10 * GIB, "sim:0") and "the last time" in grown.because
 
@@ -110,7 +110,7 @@ def test_one_line_stays_after_a_wait_for_room(two, impatient, monkeypatch, in_us
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_WAIT_SECONDS", 0.0)
     with other.use("idle") if in_use else nullcontext():
         news = cell(kernel, text=BIG)
-    assert not kernel.refused and not other.status().tickets
+    assert not kernel.refusal and not other.status().tickets
     assert re.sub(r"[\d.]+ m?s", "9 s", news).startswith(line)
 
 
@@ -121,7 +121,7 @@ def test_for_a_cell_that_took_more_than_the_card_may_give_nothing_leaves(two):
     assert in_a_new_kernel(kernel, "whole") == {"sim:0": limit}
     learn(kernel, "huge", limit + 1)
     cell(kernel, text="huge")
-    assert claims(other)["sim:0"] >= 16 * GIB and not kernel.refused
+    assert claims(other)["sim:0"] >= 16 * GIB and not kernel.refusal
 
 
 def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
@@ -142,7 +142,7 @@ def test_a_parked_kernel_returns_without_the_room_if_there_is_none_in_time(two, 
     rt.park()
     with other.use("idle"):
         cell(kernel, lambda: None, BIG)
-        assert not kernel.refused and own(rt)["sim:0"] < GIB
+        assert not kernel.refusal and own(rt)["sim:0"] < GIB
 
 
 def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
@@ -153,11 +153,11 @@ def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
 
     monkeypatch.setattr(kernel._room, "request", stopped)
     kernel.begin(BIG)
-    assert isinstance(kernel.refusal, WaitEnded) and "did not run" in kernel.refused
+    assert isinstance(kernel.refusal, WaitEnded) and "did not run" in str(kernel.refusal)
     kernel.end()
     monkeypatch.undo()
     cell(kernel)
-    assert not kernel.refused
+    assert not kernel.refusal
 
 
 # -- what is remembered ----------------------------------------------------------------------------
@@ -215,13 +215,13 @@ def test_a_cell_that_fails_or_is_refused_keeps_what_was_known_of_it(started, mon
     cell(kernel, text="first")
     learn(kernel, BIG, 16 * MIB)
     cell(kernel, text=BIG)
-    kernel.make_room(MemoryError())
+    kernel.cell_failed(MemoryError())
     assert in_a_new_kernel(kernel, BIG) == {"sim:0": 16 * MIB}
     assert kernel._room.wanted(BIG, {}), "its next run counts as the first"
     rt.park()
     monkeypatch.setattr(kernel, "_obtain", lambda *_: 1 / 0)
     kernel.begin(BIG)
-    assert kernel.refused
+    assert kernel.refusal
     kernel.end()
     assert in_a_new_kernel(kernel, BIG) == {"sim:0": 16 * MIB}
     del kept
@@ -232,7 +232,7 @@ def test_a_cell_that_fails_after_it_took_more_than_was_known_keeps_the_more(star
     kept = []
     learn(kernel, "a", 16 * MIB)
     cell(kernel, lambda: kept.append(torch.zeros(40 * FLOATS)), "a")
-    kernel.make_room(MemoryError())
+    kernel.cell_failed(MemoryError())
     assert in_a_new_kernel(kernel, "a") == {"sim:0": 40 * MIB}
 
 
@@ -368,10 +368,10 @@ def test_room_is_made_on_the_card_that_is_full(cards):
     rt.preload("elsewhere")
     rt.preload("full")
     error = torch.OutOfMemoryError("simgpu:0 out of memory. Tried to allocate 41943040 bytes; …")
-    assert "full stepped aside" in kernel.make_room(error).others
+    assert "full stepped aside" in kernel.cell_failed(error).others
     assert rt.here("elsewhere") and not rt.here("full")
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 MiB. GPU 9 has …")
-    assert "elsewhere stepped aside" in kernel.make_room(error).others
+    assert "elsewhere stepped aside" in kernel.cell_failed(error).others
 
 
 def test_a_card_tells_the_peak_of_a_cell_after_which_no_count_was_made(cards):

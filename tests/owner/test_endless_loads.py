@@ -66,7 +66,7 @@ def _least_load(monkeypatch):
     # Python 3.11: each traced call waits until the stopped thread runs Python code, or has ended.
     if sys.gettrace():
         pytest.skip("a tracer such as coverage hangs while a thread is being stopped")
-    monkeypatch.setattr(arrivals, "LEAST_LOAD_SECONDS", 0.1)
+    monkeypatch.setattr(arrivals, "LEAST_TIME_SECONDS", 0.1)
 
 
 def begins_first(made, monkeypatch):

@@ -88,7 +88,7 @@ def test_a_refused_cell_names_the_notebook(started, monkeypatch):
     rt.preload("m")
     rt.pin("m")
     kernel.begin("x")
-    assert "train.ipynb needs 32" in kernel.refused
+    assert "train.ipynb needs 32" in str(kernel.refusal)
     kernel.end()
 
 
@@ -205,7 +205,7 @@ def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
         if kernel.resident is not None:
             assert rt.park().done
             cell(kernel)
-            assert not kernel.refused
+            assert not kernel.refusal
 
     parked = trained(park)
     assert all(torch.equal(mine, twin) for mine, twin in zip(alone, parked, strict=True))
@@ -296,7 +296,7 @@ def test_what_held_more_than_the_budget_returns_to_the_card(started):
     kept = keep(kernel, torch.full((60 * FLOATS,), 5.0))
     assert rt.park().done
     cell(kernel)
-    assert not kernel.refused and own(rt) == {"sim:0": 60 * MIB} and bool((kept == 5).all())
+    assert not kernel.refusal and own(rt) == {"sim:0": 60 * MIB} and bool((kept == 5).all())
 
 
 def test_what_holds_more_than_the_card_is_not_parked(started):
@@ -322,7 +322,7 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
     monkeypatch.setattr("gpu_runtime.owner.kernel.AGAIN_SECONDS", 0.001)
     monkeypatch.setattr(kernel._stillness, "change", busy_at_first)
     cell(kernel)
-    assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4
+    assert not kernel.refusal and HOST not in own(rt) and len(attempts) == 4
 
 
 @pytest.mark.parametrize("change", [gc.disable, lambda: gc.set_threshold(123), lambda: None])
@@ -381,7 +381,7 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
 
     monkeypatch.setattr(rt._session.ledger, "read", gone)
     kernel.begin()
-    assert not kernel.refused and kernel.resident.pins
+    assert not kernel.refusal and kernel.resident.pins
     monkeypatch.undo()
     kernel.end()
 
@@ -470,7 +470,7 @@ def test_above_the_cap_one_line_says_so_and_the_console_names_it(capped):
     assert "holds 12.0 MiB on sim:0, and may hold at most 8.0 MiB" in line
     assert "leaves first" in line
     cell(kernel)
-    assert (kernel.news_of_cap(), kernel.refused) == ("", ""), "it is shown once"
+    assert (kernel.news_of_cap(), kernel.refusal) == ("", None), "it is shown once"
     rt.tick()
     [problem] = [one for one in problems(rt.status()) if one.kind == "over_cap"]
     assert "config.toml" in problem.text and problem.bytes == 12 * MIB
@@ -490,14 +490,16 @@ def test_an_enforced_cap_refuses_the_next_cell_until_less_is_held(capped):
     kept = [torch.zeros(6 * FLOATS), torch.zeros(6 * FLOATS)]
     cell(kernel)
     cell(kernel)
-    assert "may hold at most 8.0 MiB" in kernel.refused and "torch.save(NAME" in kernel.refused
+    assert "may hold at most 8.0 MiB" in str(kernel.refusal) and "torch.save(NAME" in str(
+        kernel.refusal
+    )
     assert type(kernel.refusal) is NotAllowed
     kernel.begin("del kept[0]", frees=True)
-    assert kernel.refused == ""
+    assert kernel.refusal is None
     del kept[0]
     kernel.end()
     cell(kernel)
-    assert kernel.refused == ""
+    assert kernel.refusal is None
 
 
 def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
@@ -505,7 +507,7 @@ def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
     keep(kernel, torch.zeros(6 * FLOATS))
     for size, explains in (("2.01", True), ("2.00", False)):
         words = f"CUDA out of memory. Tried to allocate {size} MiB. GPU 0 has …"
-        said = kernel.make_room(torch.OutOfMemoryError(words))
+        said = kernel.cell_failed(torch.OutOfMemoryError(words))
         assert ("may hold at most 8.0 MiB of each card" in said.advice) is explains
 
 
@@ -599,7 +601,7 @@ def test_a_turn_lasts_five_times_as_long_as_leaving_and_returning(
         clock.advance(seconds)
         cell(kernel)
         left.append([event.action for event in rt.why("kernel")].count("offloaded"))
-    assert left == ([0, 1, 1] if leaves else [0, 0, 0]) and not kernel.refused
+    assert left == ([0, 1, 1] if leaves else [0, 0, 0]) and not kernel.refusal
 
 
 def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
@@ -625,7 +627,7 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
         while not left.is_set() and time.monotonic() < end:
             cell(kernel, lambda: kept.add_(1))
         left.set()
-    assert [e.action for e in rt.why("kernel")].count("offloaded") == 1 and not kernel.refused
+    assert [e.action for e in rt.why("kernel")].count("offloaded") == 1 and not kernel.refusal
 
 
 def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
@@ -854,12 +856,12 @@ def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     loaded(other, old="300MiB", young="300MiB")
     cell(kernel)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has …")
-    story = kernel.make_room(error)
+    story = kernel.cell_failed(error)
     assert story.others == ("old stepped aside", "young (300 MiB) leaves if the cell needs it")
     assert story.advice == "run the cell again"
-    assert kernel.make_room(ValueError("no")) == ""
-    kernel.make_room(error)
-    assert kernel.make_room(error).others == ()
+    assert kernel.cell_failed(ValueError("no")) == ""
+    kernel.cell_failed(error)
+    assert kernel.cell_failed(error).others == ()
 
 
 def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runtime, shared_book):

@@ -52,7 +52,7 @@ def test_the_shares_of_both_cards_leave_and_return_with_work_pending(late):
         assert rt.park().done
         assert own(rt) == {HOST: 50 * MIB} and reserved_bytes() == (0, 0)
         kernel.begin()
-        assert own(rt) == held and not kernel.refused
+        assert own(rt) == held and not kernel.refusal
         assert (str(zero.device), str(one.device)) == ("simgpu:0", "simgpu:1")
         zero.mul_(2)
         kernel.end()
@@ -84,13 +84,13 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
     with simgpu.limited(**{f"card{full}": 18 * MIB}):
         for _ in range(2):
             cell(kernel)
-            assert "did not run" in kernel.refused and "parked in RAM" in kernel.refused
+            assert "did not run" in str(kernel.refusal) and "parked in RAM" in str(kernel.refusal)
             assert type(kernel.refusal) is OutOfMemory
             assert kernel.refusal.device == f"simgpu:{full}", "the full one, and not the first"
             assert own(rt) == {HOST: 50 * MIB}
             assert (simgpu.used_bytes(0), simgpu.used_bytes(1)) == (0, 0)
     cell(kernel)
-    assert not kernel.refused and own(rt) == held
+    assert not kernel.refusal and own(rt) == held
     assert (float(zero.cpu()[0]), float(one.cpu()[0])) == (1.0, 2.0)
 
 

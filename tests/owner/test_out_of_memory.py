@@ -75,7 +75,7 @@ def run(kernel, code: str, values: dict[str, object]):
         return None
     sys.last_value = caught
     try:
-        return kernel.make_room(caught)
+        return kernel.cell_failed(caught)
     finally:
         del caught
         sys.last_value = None
@@ -124,7 +124,7 @@ def test_others_step_aside_or_stay_with_the_reason(card, notebook, runtime):
     notebook.update(on=on)
     error = torch.OutOfMemoryError(f"{CARD} out of memory. Tried to allocate 20 MiB.")
     cell(kernel)
-    story = kernel.make_room(error)
+    story = kernel.cell_failed(error)
     assert row(story, "others").startswith("idle stepped aside")
     assert story.advice == "run the cell again"
     assert rt.why(oom=True) is story
@@ -138,7 +138,7 @@ def test_who_stays_is_named_with_the_reason_and_the_command(started, runtime, sh
     with other.use("busy"):
         other._session.publish()  # as its monitor does
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 400.00 MiB. GPU 0")
-        story = kernel.make_room(error)
+        story = kernel.cell_failed(error)
     assert row(story, "others") == "busy (700 MiB) stays: in use"
     assert story.advice.startswith("%gpu ")
 
@@ -233,7 +233,7 @@ def test_a_story_has_at_most_ten_lines_and_why_oom_has_the_rest(card, notebook):
 
 def test_memory_of_the_host_that_ran_out_tells_no_story_of_a_card(card):
     _, kernel = card
-    assert kernel.make_room(MemoryError("Unable to allocate 100 GiB for an array")) == ""
+    assert kernel.cell_failed(MemoryError("Unable to allocate 100 GiB for an array")) == ""
     assert kernel.story is None
 
 

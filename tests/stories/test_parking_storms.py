@@ -75,7 +75,7 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
         while True:
             try:
                 kernel.begin()
-                assert not kernel.refused, kernel.refused
+                assert not kernel.refusal, kernel.refusal
                 kernel.end()
                 kernel.count()
                 rt.park()
@@ -86,7 +86,7 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
         places = {share.device: share.bytes for share in kernel.resident.lease.shares}
         assert places == {"host": 4 * 2**20}, places
         kernel.begin()
-        assert not kernel.refused, kernel.refused
+        assert not kernel.refusal, kernel.refusal
         kernel.end()
         assert gc.isenabled() and gc.get_threshold()[0] < 10**6
         book = rt._session.ledger.read()
@@ -103,7 +103,7 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
     while done["interrupts"] < wanted:
         quiet.used += 1  # the message of a cell: a copy that was begun before is abandoned
         interrupted(kernel.begin)
-        if not kernel.refused and kernel.resident is not None and kernel.resident.pins:
+        if not kernel.refusal and kernel.resident is not None and kernel.resident.pins:
             quiet.reason = "a cell runs"
             for number, tensor in enumerate(kept):
                 tensor.add_(number + 1)
@@ -139,9 +139,9 @@ def kills(url: str, wanted: int) -> dict[str, int]:
         kernel, kept = rt.attach_kernel(Quiet()), torch.zeros(40 * FLOATS)
         for cycle in range(1, 10**6):
             kernel.begin()
-            if not kernel.refused:
+            if not kernel.refusal:
                 kept.add_(1)
-            right = kernel.refused or bool((kept == cycle).all())
+            right = kernel.refusal or bool((kept == cycle).all())
             kernel.end()
             os.write(out, b"." if right else b"x")
             try:

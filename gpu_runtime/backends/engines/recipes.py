@@ -281,18 +281,29 @@ def _own_flags(
     return words
 
 
-class Vllm(Recipe):
-    """Starts `vllm serve`."""
+class _OfCards(Recipe):
+    """What vLLM and SGLang have in common."""
 
     LAYOUT = "balanced"  # tensor parallelism: equal parts
+
+    def sleeps(self, device: str) -> bool:
+        return device.startswith("cuda")
+
+    def template(self, order: LaunchOrder) -> str | None:
+        return sources.template(order.source, order.spec.name)
+
+    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
+        """The fields in the server's own OpenAPI document. vLLM only logs a field that it does not know."""
+        return fields_in_openapi(send)
+
+
+class Vllm(_OfCards):
+    """Starts `vllm serve`."""
 
     def missing(self) -> str:
         if shutil.which("vllm"):
             return ""
         return "there is no command vllm here.\n  Install it:  pip install vllm"
-
-    def sleeps(self, device: str) -> bool:
-        return device.startswith("cuda")
 
     def sleep(self, turn: Turn) -> str:
         if why := told(turn.send, "/sleep?level=1"):
@@ -331,13 +342,6 @@ class Vllm(Recipe):
         executable = shutil.which("vllm") or "vllm"
         return Command((executable, *words, *own), environment)
 
-    def template(self, order: LaunchOrder) -> str | None:
-        return sources.template(order.source, order.spec.name)
-
-    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
-        """The fields in vLLM's own OpenAPI document. vLLM only logs a field that it does not know."""
-        return fields_in_openapi(send)
-
 
 def _vllm_sleeps(send: SendRequest) -> bool | None:
     """Whether vLLM says that it sleeps; None if it does not say."""
@@ -370,18 +374,13 @@ _SGLANG_FLAGS = {
 }
 
 
-class Sglang(Recipe):
+class Sglang(_OfCards):
     """Starts SGLang's server."""
-
-    LAYOUT = "balanced"  # tensor parallelism: equal parts
 
     def missing(self) -> str:
         if importlib.util.find_spec("sglang"):
             return ""
         return "sglang is not installed in this environment.\n  Install it:  pip install sglang"
-
-    def sleeps(self, device: str) -> bool:
-        return device.startswith("cuda")
 
     def sleep(self, turn: Turn) -> str:
         return told(turn.send, "/release_memory_occupation", {})
@@ -418,13 +417,6 @@ class Sglang(Recipe):
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         }
         return Command((sys.executable, "-P", "-c", _WITH_KEY, *words, *own), environment)
-
-    def template(self, order: LaunchOrder) -> str | None:
-        return sources.template(order.source, order.spec.name)
-
-    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
-        """The fields in SGLang's own OpenAPI document."""
-        return fields_in_openapi(send)
 
 
 # -- Ollama: the server `ollama serve`; each model has its own, which keeps the model loaded

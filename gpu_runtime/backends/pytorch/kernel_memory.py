@@ -40,7 +40,7 @@ from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...threads import all_outside_modes
 from ...units import MIB, show_bytes
-from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
+from ..base import Backend, NotStill, Stillness, is_out_of_memory
 from . import park_file, streams, swap
 from . import storages as st
 from .park_file import Stored, Written
@@ -262,15 +262,7 @@ class KernelBackend(Backend):
         """Returns one piece, because a kernel leaves and returns as a whole."""
         return (1,)
 
-    def load(
-        self,
-        spec: ModelSpec,
-        shares: Shares,
-        origin: Any = None,
-        *,
-        progress: Progress | None = None,
-        into: Any = None,
-    ) -> Any:
+    def load(self, spec: ModelSpec, *order: Any, **options: Any) -> Any:
         """Always raises CannotGovern."""
         why = "it is what this notebook's own code holds"
         raise CannotGovern(f"{spec.name} cannot be loaded: {why}.", name=spec.name, why=why)
@@ -772,12 +764,8 @@ def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
 
 def _set_staying(model: KernelMemory, found: Iterable[Found]) -> None:
     """Records what stays among the storages `found`: the bytes on each card for each reason."""
-    sizes: dict[tuple[str, str], int] = {}
-    for one in found:
-        if one.stays:
-            sizes[one.device, one.stays] = sizes.get((one.device, one.stays), 0) + one.own_bytes
-    model.staying = tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
-    total = sum(sizes.values())
+    model.staying = Staying.of(found)
+    total = sum(one.bytes for one in model.staying)
     if model.memory.counted and total != (model.noted_staying.size if model.noted_staying else 0):
         model.noted_staying = None
         if total:

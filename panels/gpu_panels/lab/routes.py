@@ -44,7 +44,7 @@ READ_SECONDS = 1.0  # an older snapshot is read again
 LOOK_SECONDS = 3.0  # for so long the list of ledgers that each kernel has open is used again
 CHOOSE_SECONDS = 30.0  # for so long the tile's ledger is kept; choosing it reads all processes
 REAP_SECONDS = 2.0  # between two checks of one ledger for dead processes
-WEEK_SECONDS = 300.0  # between two reads of the account of hours
+HOURS_SECONDS = 300.0  # between two reads of the account of hours
 MOST_LEDGERS = 8  # ledgers that this reader keeps open at the same time
 MOST_QUESTIONS = 100
 
@@ -103,7 +103,7 @@ class Reader:
         if known is not None:
             return known
         name = self._name(read)
-        week = self._every(WEEK_SECONDS, f"week {name.key}", lambda: _own_week(read.rt))
+        week = self._every(HOURS_SECONDS, f"week {name.key}", lambda: _own_week(read.rt))
         plain = view.shown(snapshot, kernels, name, others, tile, read.first_seen, week)
         body = json.dumps(plain).encode()
         answer = Answer(body, hashlib.sha1(body, usedforsecurity=False).hexdigest())

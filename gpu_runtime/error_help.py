@@ -1,6 +1,6 @@
 """What to do about each error. The last line of an error in a notebook names the error's page.
 
-`%gpu help DoesNotFit` shows the page of the error DoesNotFit. `docs/reference/errors.md` has the
+`%gpu help DoesNotFit` shows the text for the error DoesNotFit. `docs/reference/errors.md` has the
 same texts.
 """
 
