@@ -15,8 +15,9 @@ from tests.stories.notebooks import places
 from tests.stories.test_parking import DEVICES, Notebook
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-# What the test of a call from the gateway on leaves out: the gate, the server and the routes.
+# What the test of a call from the gateway on leaves out: the gate, the server and the routes; and what is stored later.
 OUTSIDE = ("gpu_runtime/web/", "gpu_runtime/serving/api/", "gpu_runtime/serving/server.py")
+OUTSIDE += ("gpu_runtime/access_keys.py", "gpu_runtime/serving/store.py")
 
 
 # What the test of a parked notebook leaves out: the thread that moves the bytes, where a test that watched it would be
