@@ -223,15 +223,11 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
     """
     if weights.source not in ("file size", "name"):
         return ()
-    factor = FILE_FACTORS[evidence.file_format or _format_in(weights.detail)]
+    quantized = "gguf" if any(word in weights.detail for word in QUANT_BITS) else "safetensors"
+    factor = FILE_FACTORS[evidence.file_format or quantized]
     size = round(weights.bytes * (factor - 1))
     how = f"× {factor} for cache and activations, which it does not show"
     return (Part("margin", size, weights.source, how),)
-
-
-def _format_in(detail: str) -> str:
-    """The file format that belongs to the quantization in the text `detail`."""
-    return "gguf" if any(word in detail for word in QUANT_BITS) else "safetensors"
 
 
 def _cache_in_words(layers: tuple[Layer, ...], use: PlannedUse) -> str:

@@ -287,7 +287,8 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     cards = [view for view in seen.devices if not view.device.is_host]
     for view in cards:
-        left = [event for event in recent if _was_evicted(event, view.device.id)]
+        here = [event for event in recent if event.device == view.device.id]
+        left = [one for one in here if one.action in _LEFT and one.reason in _FOR_ANOTHER]
         turns = _turns(left)
         if len(turns) < LEAST_TURNS:
             continue
@@ -319,11 +320,6 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         subject = f"{view.device.id} {' '.join(sorted(both))}"
         size = one.bytes + other.bytes
         yield Problem(ProblemKind.SWAPPING, subject, text, size, turns[0].wall, pins)
-
-
-def _was_evicted(event: Event, device: str) -> bool:
-    """Whether a model left the `device` to make room for another model."""
-    return event.action in _LEFT and event.device == device and event.reason in _FOR_ANOTHER
 
 
 def _turns(left: list[Event]) -> list[Event]:

@@ -237,7 +237,8 @@ def serve(place: Path, python: str, root: Path = Path("/")) -> str:
     command = [python, "-m", SERVER, "--service", str(place)]
     if command not in [run.cmdline() for run in keepers(place)]:
         _end_keepers(place)
-        hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", *filter(_is_setting, os.environ)}
+        own = {name for name in os.environ if name.startswith("GPU_")}  # the operator's, not of all
+        hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", *own}
         with open_log(place / boot_id()) as log:
             started = subprocess.Popen(
                 command,
@@ -250,10 +251,6 @@ def serve(place: Path, python: str, root: Path = Path("/")) -> str:
             )
         _require_answer(place, started)
     return f"its keeper runs; {at_boot}"
-
-
-def _is_setting(name: str) -> bool:
-    return name.startswith("GPU_")  # the operator's own, which a service of all must not have
 
 
 def end_service(place: Path, root: Path = Path("/")) -> None:

@@ -56,10 +56,6 @@ class Stays(Exception):
     """A model must stay: its weights exist nowhere else, its bytes have changed, or it is in use."""
 
 
-def _ignore_loss(kind: str, because: str) -> None:
-    """The value of `report_loss` until the registry sets another function. Does nothing."""
-
-
 def _unchanged(lease: Lease, handle: Any) -> Lease:
     """The value of `with_disk` until the registry sets another function."""
     return lease
@@ -93,7 +89,8 @@ class Resident:
         self.calling: Callable[[], Held]  # the block that a call on a kept reference runs in
         self.footprint: Callable[[], Footprint]  # the bytes it needs
         self.others: Callable[[], Iterable[Resident]] = tuple  # the models of this process
-        self.report_loss: Callable[[str, str], None] = _ignore_loss  # (kind, because)
+        # (kind, because); the registry sets it
+        self.report_loss: Callable[[str, str], None] = lambda kind, because: None
         self.with_disk: Callable[[Lease, Any], Lease] = _unchanged  # see `disk.with_disk`
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held

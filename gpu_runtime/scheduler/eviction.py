@@ -97,14 +97,6 @@ def lacks_room(context: Context, leaving: tuple[Lease, ...]) -> bool:
     return precious_bytes(leaving) + stays > most
 
 
-def warm_pool_bytes(context: Context, wanted: str) -> int:
-    """The bytes in host memory of the models that may be unloaded from there for the request.
-
-    The lease with the id `wanted` stays.
-    """
-    return sum([lease.bytes_on(HOST) for lease in _warm(context, wanted)])
-
-
 def _warm(context: Context, wanted: str) -> list[Lease]:
     lease, book, world = context.request.lease, context.book, context.world
     return warm(
@@ -412,7 +404,7 @@ def _cheapest(
         out = context.silent_shadows | kept | {request.lease.id}
         shadowed = held_shadows(book, spared=out, to_disk=to_disk)
         host_later += shadows_total(shadowed)
-        host_later += warm_pool_bytes(context, wanted)
+        host_later += sum([lease.bytes_on(HOST) for lease in _warm(context, wanted)])
         if own_shadows == "freed":
             idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
     host = PartsRoom(host_now, host_later) if _may_cut(idle, world) else None

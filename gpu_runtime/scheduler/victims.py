@@ -73,7 +73,8 @@ class Room:
     ) -> None:
         self.free = dict(free)
         self.missing = -sum(self.free.values())  # above 0: the devices together have too few bytes
-        self.holds: Callable[[Bytes], bool] = _all_are_free  # whether these bytes are enough
+        # Whether these bytes are enough.
+        self.holds: Callable[[Bytes], bool] = lambda free: min(free.values(), default=0) >= 0
         self.cap_left = dict(cap_left or {})  # bytes left under the operator's cap; empty: no cap
         self.cap_owners = cap_owners  # the owners whose bytes count under this cap
         self.owner = owner  # the owner that has a limit of its own, if the requester has one
@@ -153,10 +154,6 @@ class Room:
         """Counts all these `leases` as evicted. If `times` is -1, they are back on their cards."""
         for lease in leases:
             self.let_go(lease, times)
-
-
-def _all_are_free(free: Bytes) -> bool:
-    return min(free.values(), default=0) >= 0
 
 
 def first_enough(

@@ -115,7 +115,8 @@ class Own:
         channel = getattr(kernel, "shell_channel_thread", None)
         self.subshells = getattr(channel, "_manager", None)
         cache = getattr(self.subshells, "_cache", {})
-        self.shells = [cache.get(name) for name in self._subshell_names()]
+        names = self.subshells.list_subshell() if self.subshells is not None else []
+        self.shells = [cache.get(name) for name in names]
         threads = [channel, *self.shells]
         threads += [getattr(app, name, None) for name in ("heartbeat", "control_thread", "poller")]
         threads.append(getattr(getattr(app, "iopub_thread", None), "thread", None))
@@ -137,9 +138,6 @@ class Own:
         parts += [getattr(kernel, name, None) for name in ("session", "comm_manager", "log")]
         parts += [getattr(app, "iopub_thread", None), *streams]
         self._ids = {id(one) for one in parts if one is not None}
-
-    def _subshell_names(self) -> list[str]:
-        return self.subshells.list_subshell() if self.subshells is not None else []
 
     def has(self, value: Any) -> bool:
         """Whether `value` is one of the objects."""

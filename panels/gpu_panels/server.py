@@ -195,12 +195,6 @@ SECRET_OPTIONS = {
 }
 
 
-def objection(app: Any, rules: AccessRules) -> str:
-    """Why the Bokeh application `app` must not serve the console under these `rules`; empty if it may."""
-    # sys.argv is not used, because Bokeh replaces it while a script runs.
-    return next(_objections(app, rules, sys.orig_argv), "")
-
-
 def _objections(app: Any, rules: AccessRules, argv: Sequence[str]) -> Iterator[str]:
     for option in _options_with_open_routes(app):
         yield f"{option} opens a route that is not guarded. Start the console without it."
@@ -462,7 +456,8 @@ def _install_gate(server: BaseServer) -> str:
         rules = AccessRules(getpass.getuser(), secrets.token_urlsafe(32))
         invalid_setting = " ".join(str(error).split())
     installed = gate.install(app, rules, PanelGate)
-    installed.closed_because = invalid_setting or objection(app, rules)
+    # sys.argv is not used, because Bokeh replaces it while a script runs.
+    installed.closed_because = invalid_setting or next(_objections(app, rules, sys.orig_argv), "")
     if server._http is not None:
         installed.connections = Connections(server._http)
     http_server.mask_logs()

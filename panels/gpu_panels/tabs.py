@@ -151,11 +151,6 @@ PAST_SECONDS, PAST_POINTS, PAST_EVERY = 900.0, 120, 5.0
 NOBODY_WAITS = "No request is waiting."
 
 
-def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
-    """The rows of all devices of `snapshot` as JSON. If `may_act` is true, the rows have buttons."""
-    return as_json(device_rows(snapshot, may_act))
-
-
 def notices_html(snapshot: Snapshot) -> str:
     """HTML with a note if the governor is off in `snapshot`, and hints if there is no GPU or no lease,
     or if its processes run several versions.
@@ -204,7 +199,7 @@ class NowTab(Tab):
     def update(self, snapshot: Snapshot) -> None:
         once, may_act = self.poller.once, self.actions.may_act
         self._notices.show(once("notices", snapshot, notices_html))
-        rows = once(f"now {may_act}", snapshot, lambda seen: shown_rows(seen, may_act))
+        rows = once(f"now {may_act}", snapshot, lambda seen: as_json(device_rows(seen, may_act)))
         self.devices.show(rows, self._past(snapshot))
         waiting = once(f"queue {may_act}", snapshot, lambda seen: encoded(queue(seen), may_act))
         self.queue.show(waiting)

@@ -664,7 +664,8 @@ class TwoPhaseMove:
         for group, memory, target in zip(going, places, targets, strict=True):
             storage, content = group.storage, target.untyped_storage()
             if can_swap and storage.device == content.device:
-                leaves = memory.device == HOST and _was_on_card(model, group)
+                was_on_card = bool(model.memories) and model.place_of(group, {}).device != HOST
+                leaves = memory.device == HOST and was_on_card
                 self.exchange.put(storage, content, refuses=target if leaves else None)
                 self.own[storage._cdata] = memory
             elif memory.device == HOST and swap.can_guard(storage.device):
@@ -700,11 +701,6 @@ class TwoPhaseMove:
             # tensor. So this tensor has nothing to undo.
             with contextlib.suppress(RuntimeError):
                 self.calls.pop()()
-
-
-def _was_on_card(model: TorchModel, group: st.Group) -> bool:
-    """Whether the CPU storage of `group` was on a simulated card."""
-    return bool(model.memories) and model.place_of(group, {}).device != HOST
 
 
 def _staying(
