@@ -214,38 +214,17 @@ def usage_error(message: str) -> str:
 
 # -- arguments that several verbs share ----------------------------------------------------------
 
+# fmt: off
 NAME = positional("name", "NAME", "a model; another process's as NAME@PID", "models")
-HELD = positional(
-    "name",
-    "NAME",
-    "a model; another process's as NAME@PID; or all of a notebook: FILE.ipynb",
-    "held",
-    nargs="?",
-)
-LOADABLE = positional(
-    "name",
-    "NAME",
-    "a model; another process's as NAME@PID; or a notebook's own memory: FILE.ipynb",
-    "held",
-)
-WAITING = positional(
-    "name", "NAME", "for what it waits; in another process NAME@PID; or a notebook: FILE.ipynb"
-)
+HELD = positional("name", "NAME", "a model; another process's as NAME@PID; or all of a notebook: FILE.ipynb", "held",
+    nargs="?")
+LOADABLE = positional("name", "NAME",
+    "a model; another process's as NAME@PID; or a notebook's own memory: FILE.ipynb", "held")
+WAITING = positional("name", "NAME", "for what it waits; in another process NAME@PID; or a notebook: FILE.ipynb")
 CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
-WHO = positional(
-    "who",
-    "NOTEBOOK",
-    "its file name or process id; without it, this notebook",
-    "kernels",
-    nargs="?",
-)
-PROCESS = positional(
-    "process",
-    "PROCESS",
-    "only this one: its pid, FILE.ipynb, or a model that it holds, as NAME@PID",
-    "held",
-    nargs="?",
-)
+WHO = positional("who", "NOTEBOOK", "its file name or process id; without it, this notebook", "kernels", nargs="?")
+PROCESS = positional("process", "PROCESS",
+    "only this one: its pid, FILE.ipynb, or a model that it holds, as NAME@PID", "held", nargs="?")
 BY_DRIVER = switch("--checkpoint", "the driver moves any process: NOTEBOOK is its pid")
 TIMEOUT = option("--timeout", "SECONDS", "how long to wait at most", type=seconds)
 HISTORY = (  # what `backtest` replays, and with what
@@ -274,26 +253,14 @@ def _of_field(name: str) -> Argument:
 
 DESCRIPTION = tuple(map(_of_field, TYPED))  # a model, as `plan`, `load` and `register` take it
 IMPORTANCE_OPTION = DESCRIPTION[list(TYPED).index("importance")]
-HOST = option(
-    "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
-)
-SOCKET = option(
-    "--socket", "PATH", "a Unix socket instead, for you alone", "files", dest="socket_path"
-)
-OF_FLEET = option(
-    "--fleet",
-    "ADDRESS",
-    "all hosts of a fleet; its head, such as box1:6379, or auto",
-    nargs="?",
-    const="auto",
-)
-LOG_LEVEL = option(
-    "--log-level",
-    "LEVEL",
+HOST = option("--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1")
+SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files", dest="socket_path")
+OF_FLEET = option("--fleet", "ADDRESS", "all hosts of a fleet; its head, such as box1:6379, or auto", nargs="?",
+    const="auto")
+LOG_LEVEL = option("--log-level", "LEVEL",
     "the messages on standard error: debug, info (unless given), warning, error",
-    choices=("debug", "info", "warning", "error"),
-    default="info",
-)
+    choices=("debug", "info", "warning", "error"), default="info")
+# fmt: on
 
 
 def with_sizes_joined(words: Iterable[str]) -> list[str]:
@@ -370,21 +337,15 @@ LEDGER = (
     positional("directory", "DIR", "the ledger's directory, such as /var/lib/gpu-ledger", "files"),
 )  # fmt: skip
 BOX = (
-    positional(
-        "action",
-        "ACTION",
-        "install, status (unless given), upgrade or remove",
-        nargs="?",
-        choices=["install", "status", "upgrade", "remove"],
-        default="status",
-    ),
+    positional("action", "ACTION", "install, status (unless given), upgrade or remove", nargs="?",
+        choices=["install", "status", "upgrade", "remove"], default="status"),
     option("--prefix", "DIR", "its directory; /opt/gpu-console unless given", "files"),
     option("--group", "G", "the users' group; gpu unless given"),
     option("--pythons", "V", "the kernels' Pythons; 3.10-3.14 unless given"),
     option("--from", "FILE", "a wheel, or a directory of wheels; else pip's index", dest="source"),
     switch("--dry-run", "write nothing, and list every path"),
     option("--root", "DIR", argparse.SUPPRESS),  # for tests: all paths are below it
-)
+)  # fmt: skip
 
 
 # -- the settings for a card's size ----------------------------------------------------------------

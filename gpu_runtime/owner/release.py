@@ -341,13 +341,12 @@ def _carry(
             raise error
         return step, resident.carry(step)
     except Exception as error:
-        if isinstance(step, Drop) and resident.handle is None:
+        gone = resident.handle is None  # such as an engine that was ended, as it did not sleep
+        if isinstance(step, Drop) and gone:
             log.warning("%s was dropped, with an error: %s", step.lease, _in_words(error))
             return step, ()
-        # An engine that did not sleep was ended.
-        gone = resident.handle is None and not isinstance(error, Stays)
-        lawful = may_drop and resident.lease.droppable and not isinstance(error, Stays)
-        if isinstance(step, Drop) or not (gone or lawful):
+        droppable = gone or (may_drop and resident.lease.droppable)
+        if isinstance(step, Drop) or isinstance(error, Stays) or not droppable:
             raise
         failed = f"{step.because} It could not be moved: {_in_words(error)}."
         log.warning("%s is dropped, since it could not be moved: %s", step.lease, _in_words(error))

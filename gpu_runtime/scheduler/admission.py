@@ -109,7 +109,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     1. The lease is settled on its device already → Grant, no steps
     2. The lease is arriving on its device or leaving it → Wait
-    3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted
+    3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted.
+       A return of bytes that exist nowhere else is then decided again, as below
     4. It fits into the free bytes that no request ahead in the queue needs → Grant: Load,
        or Move back from host. But if the page is full: Wait while a lease leaves it, else Refuse
     5. It fits once idle leases have left → Wait. Own leases leave now, and leases of other owners
