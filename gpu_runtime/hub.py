@@ -328,8 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ledgers, names = Ledgers(), Settings.load().gpu_console_user_names
         # The culler parses each answer of the hub with this function, and has no hook that sees the user's name.
         culler.json = SimpleNamespace(
-            loads=lambda text: marked(json.loads(text), ledgers.unsaved(), names),
-            dumps=json.dumps,
+            loads=lambda text: marked(json.loads(text), ledgers.unsaved(), names), dumps=json.dumps
         )
     culler.IdleCuller.launch_instance(words)
 

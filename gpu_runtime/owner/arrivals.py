@@ -219,10 +219,7 @@ def _restore(
     returned = earlier.and_then(resident.lease.bytes_on(HOST), moving)
     seconds = returned.seconds_of_all(resident.lease)
     arriving = replace(
-        resident.lease,
-        target=lease.target,
-        filled=lease.filled,
-        working_bytes=lease.working_bytes,
+        resident.lease, target=lease.target, filled=lease.filled, working_bytes=lease.working_bytes
     )
     here = arriving.holding(shares)
     if not here.piece_bytes:
@@ -299,11 +296,7 @@ def _move_back(
 
 
 def _settle(
-    session: Session,
-    resident: Resident,
-    because: str,
-    earlier_bytes: int = 0,
-    **seconds: float,
+    session: Session, resident: Resident, because: str, earlier_bytes: int = 0, **seconds: float
 ) -> None:
     """Writes the measured bytes of the arrived model, and its number of pins, into the book."""
     lease = resident.lease

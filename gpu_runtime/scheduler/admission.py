@@ -74,14 +74,7 @@ from .feasibility import (
     without_card_bytes,
 )
 from .placement import divisions, may_split, may_use_one_card, place
-from .queue import (
-    Context,
-    ahead_by_past_use,
-    held_bytes,
-    load_seconds,
-    past_use_of,
-    without_grace,
-)
+from .queue import Context, ahead_by_past_use, held_bytes, load_seconds, past_use_of, without_grace
 from .transitions import note, with_refreshed
 from .victims import (
     EXEMPT,

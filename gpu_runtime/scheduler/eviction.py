@@ -47,12 +47,7 @@ from .capacity import limit_of
 from .caps import drained
 from .feasibility import host_bytes_to_be_had, why_no_return
 from .placement import claimed, divide, least_room, may_split, parts_on, sets_that_fit
-from .policies import (
-    cost_of_leaving,
-    gigabytes,
-    with_uses_of_equal_models,
-    would_go_to_host,
-)
+from .policies import cost_of_leaving, gigabytes, with_uses_of_equal_models, would_go_to_host
 from .queue import Context
 from .victims import (
     PartsRoom,
@@ -100,12 +95,7 @@ def lacks_room(context: Context, leaving: tuple[Lease, ...]) -> bool:
 def _warm(context: Context, wanted: str) -> list[Lease]:
     lease, book, world = context.request.lease, context.book, context.world
     return warm(
-        book,
-        world,
-        asker=lease.owner,
-        importance=lease.importance,
-        wanted=wanted,
-        also=lease.id,
+        book, world, asker=lease.owner, importance=lease.importance, wanted=wanted, also=lease.id
     )
 
 

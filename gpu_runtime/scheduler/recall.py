@@ -73,18 +73,7 @@ from .victims import (
     worth_less,
 )
 
-ASKS = (
-    "evict",
-    "shed",
-    "preload",
-    "move",
-    "pin",
-    "unpin",
-    "defrag",
-    "who",
-    "cancel",
-    "hibernate",
-)
+ASKS = ("evict", "shed", "preload", "move", "pin", "unpin", "defrag", "who", "cancel", "hibernate")
 # The words of a request for the memory of a notebook's own code, after "the notebook was asked".
 OWN_MEMORY = {
     "evict": "to move its own memory to RAM",

@@ -33,15 +33,7 @@ from ..facts import Lease, ModelSpec
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from ..files import state_home
 from .access import KeyRules
-from .breaker import (
-    PLAIN_CALLS,
-    Blame,
-    Breakers,
-    Permit,
-    blame,
-    may_be_of_the_call,
-    no_answer,
-)
+from .breaker import PLAIN_CALLS, Blame, Breakers, Permit, blame, may_be_of_the_call, no_answer
 from .choices import Choice, Choices, CloudGuard, cloud_of, measured_parts
 from .engines.base import (
     MOST_AT_ONCE,
@@ -55,15 +47,7 @@ from .engines.chat_template import wants_thinking
 from .engines.openai_format import asks_usage
 from .engines.openai_http import HttpAdapter, HttpClient
 from .engines.registry import adapter_for
-from .queue import (
-    DEFAULT_SECONDS,
-    STAY_WARM_SECONDS,
-    Holds,
-    KeepWarm,
-    Queue,
-    Turn,
-    calls_at_once,
-)
+from .queue import DEFAULT_SECONDS, STAY_WARM_SECONDS, Holds, KeepWarm, Queue, Turn, calls_at_once
 from .records import CallFigures, CallRecord, Clients, Costs, GatewayState, Timing, Usage, current
 from .requests import LOAD, Call, Json, Refused, Reply, read_call, require_fields
 from .store import Store

@@ -144,13 +144,7 @@ IN_USE, IDLE, BLOCKING, OUTSIDE, FREE = (
     "outside",
     "free",
 )
-PARKED, ON_DISK, WAITED, WAITED_FOR, SAVED = (
-    "parked",
-    "on disk",
-    "waited",
-    "waited for",
-    "saved",
-)
+PARKED, ON_DISK, WAITED, WAITED_FOR, SAVED = ("parked", "on disk", "waited", "waited for", "saved")
 OF_CARD_HOURS = (IN_USE, IDLE, BLOCKING, OUTSIDE)  # what a user has of a card, also without a lease
 ON_CARD = (*OF_CARD_HOURS, FREE)  # the states that fill a card
 

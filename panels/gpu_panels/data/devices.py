@@ -49,15 +49,7 @@ from gpu_runtime.safe_text import clean
 from gpu_runtime.units import GIB, MIB, show_bytes
 
 from ..palette import SHARED, LeaseStyle, label_of
-from .cells import (
-    Button,
-    if_awake,
-    lasting,
-    notebook_name,
-    process_name,
-    short,
-    why_no_answer,
-)
+from .cells import Button, if_awake, lasting, notebook_name, process_name, short, why_no_answer
 from .confirmations import is_idle, is_idle_notebook, ticket_title
 from .rows import buttons as usual_buttons
 from .timeline import MARKED, devices_of, spans_of

@@ -27,15 +27,7 @@ from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import MEANS, ticket_title
 from ..data.devices import figures, level
-from ..data.rows import (
-    FirstSeen,
-    buttons,
-    end_wait,
-    model_kind,
-    pressed,
-    problem_rows,
-    state_of,
-)
+from ..data.rows import FirstSeen, buttons, end_wait, model_kind, pressed, problem_rows, state_of
 
 MOST_CARDS = 3  # cards that the status bar lists one by one, unless the user wants their sum
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
