@@ -226,19 +226,14 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
             after[share.device] = [one for one in kept if one.bytes > 0]
         for share in getattr(step, "shares", ()):
             changed.add(share.device)
-            segment = BarSegment(_step_title(snapshot, step), share.bytes, lease=step.lease)
+            owner_id, _, name = step.lease.partition("/")
+            segment = BarSegment(snapshot.title(owner_id, name), share.bytes, lease=step.lease)
             after.setdefault(share.device, []).append(segment)
     return tuple(
         bar._replace(segments=tuple(after[bar.device.id]))
         for bar in before
         if bar.device.id in changed
     )
-
-
-def _step_title(snapshot: Snapshot, step: Step) -> str:
-    """The name of the lease that `step` moves. The lease of a new model is not in the snapshot."""
-    owner_id, _, name = step.lease.partition("/")
-    return snapshot.title(owner_id, name)
 
 
 def cards(snapshot: Snapshot) -> list[DeviceView]:

@@ -446,7 +446,7 @@ def torch_bounds(
     unbounded = set(open_cards)
     ours: dict[str, int] = {}
     for lease in section.leases:
-        if _is_split(lease):
+        if len({share.device for share in lease.shares} - {HOST}) > 1:
             unbounded.update(share.device for share in lease.claims())
         for share in lease.claims():
             ours[share.device] = ours.get(share.device, 0) + share.bytes
@@ -483,8 +483,3 @@ def _enforced(book: Book, owner: str, world: World) -> dict[str, int]:
                 if share.device in allowed:
                     allowed[share.device] -= share.bytes
     return allowed
-
-
-def _is_split(lease: Lease) -> bool:
-    cards = {share.device for share in lease.shares} - {HOST}
-    return len(cards) > 1

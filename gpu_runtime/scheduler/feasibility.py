@@ -216,7 +216,7 @@ def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse
         size = min(claim(request.footprint, rules, limit_of(book, world, card)) for card in alone)
         return _past_own_limit(book, request, world, size)
     several = len(cards) > 1 or not alone_allowed
-    if may_split(rules) and several and not _all_drained(book, world, cards):
+    if may_split(rules) and several and not drained(book, world).keys() >= set(cards):
         found = best_division(book, request, world)
         if isinstance(found, Refuse):
             return found
@@ -232,11 +232,6 @@ def _no_such_device(request: Request) -> Refuse:
     else:
         because = f"{name} needs a card, and this machine has none"
     return Refuse(because, need_bytes=request.footprint.bytes)
-
-
-def _all_drained(book: Book, world: World, cards: Iterable[str]) -> bool:
-    out = drained(book, world)
-    return all(card in out for card in cards)
 
 
 # -- one card alone --------------------------------------------------------------------------------
