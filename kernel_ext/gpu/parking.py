@@ -19,7 +19,6 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import gc
 import re
 import signal
 import sys
@@ -39,7 +38,7 @@ from gpu_runtime.errors import in_one_sentence, rebuilt
 from gpu_runtime.facts import OutOfMemoryStory
 from gpu_runtime.notebook import cell_key, is_remembered, notebook_path
 from gpu_runtime.threads import outside_modes
-from gpu_runtime.tracked_objects import instances, subclasses
+from gpu_runtime.tracked_objects import frozen, instances, subclasses
 from gpu_runtime.units import MIB
 
 from . import obstacles, quiet_cells
@@ -473,7 +472,7 @@ class Parking:
             or obstacles.why_not_modules()
             or obstacles.why_not_timers(own)
             or obstacles.why_not_threads(self._main, own)
-            or ("gc.freeze() has hidden objects from the search" if gc.get_freeze_count() else "")
+            or ("gc.freeze() has hidden objects from the search" if frozen() else "")
         )
 
     def mark(self) -> object:

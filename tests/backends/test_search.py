@@ -1,5 +1,6 @@
 """The search for storages: what it finds, why a storage must stay, and that the search changes nothing."""
 
+import _asyncio
 import gc
 import io
 import itertools
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from gpu_runtime import tracked_objects
 from gpu_runtime.backends.pytorch import search
 from gpu_runtime.backends.pytorch import search as se
 from gpu_runtime.units import MIB
@@ -259,6 +261,23 @@ def test_a_collection_in_the_middle_of_the_count_hides_no_array(holding, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(gc, "get_objects", then_collects)
         assert users and reasons() == {"x": se.ARRAY}
+
+
+def test_a_search_never_reads_what_asyncio_has_freed(monkeypatch):
+    """In Python 3.12, where every process has frozen objects, the second search filled the memory of the machine."""
+    read, referents = Counter(), gc.get_referents
+
+    def noted(*objects):
+        read[any(one is _asyncio for one in objects)] += 1
+        return referents(*objects)
+
+    monkeypatch.setattr(gc, "get_referents", noted)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    monkeypatch.setattr(tracked_objects._Frozen, "found", {})
+    assert tracked_objects.instances({type(_asyncio)})
+    monkeypatch.setattr(search, "FEW", 0)
+    search.hidden_references([torch.ones(1)])
+    assert read[False] > 100 and not read[True]
 
 
 def test_a_graph_and_a_gradient_are_no_numpy_array(holding):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ...devices.process_memory import Memory
 from ...facts import HOST
 from ...threads import outside_modes
-from ...tracked_objects import instances, subclasses
+from ...tracked_objects import instances, readable, subclasses
 from ...units import MIB
 from . import old_torch
 from .swap import has_lazy_copy, readable_class
@@ -832,7 +832,7 @@ def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
         # generation, where they would be counted twice. Those left out here count as hidden.
         generations = reversed(range(len(gc.get_count())))
         holders = chain.from_iterable(map(gc.get_objects, generations))
-    held = map(id, chain.from_iterable(map(gc.get_referents, holders)))
+    held = map(id, chain.from_iterable(map(gc.get_referents, readable(holders))))
     # One call into C, so that no other thread changes the objects meanwhile. Before and after it, a
     # thread can drop a reference that is seen. The larger number of references is the safe one.
     collects = gc.isenabled()
