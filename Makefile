@@ -111,10 +111,17 @@ test:
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
 
-soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
+soak: $(STAMP) packages $(VENV)/libclang_rt.asan.so .venv-frameworks/.ready .venv-clients/.ready .venv-hub/.ready
 	SOAK=1 $(BIN)/python -m pytest -rsfE -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 	@$(MAKE) --no-print-directory mutants N=400
 	@$(MAKE) --no-print-directory test-busy
+
+# LLVM's AddressSanitizer, for tests/backends/test_sanitized.py: one file of a Debian package, which is not installed.
+$(VENV)/libclang_rt.asan.so: | $(STAMP)
+	@cd $(VENV) && apt-get download -q libclang-rt-19-dev && \
+	dpkg --fsys-tarfile libclang-rt-19-dev_*.deb | tar -xO --wildcards "*/libclang_rt.asan-$$(uname -m).so" >libclang_rt.asan.so || \
+	{ rm -f libclang_rt.asan.so; echo "AddressSanitizer cannot be had here: its tests are skipped"; }
+	@rm -f $(VENV)/libclang-rt-19-dev_*.deb
 
 # The map from lines to tests is made first, once a tree: some minutes.
 N ?= 40
