@@ -16,41 +16,13 @@ from .safe_text import MOST_MESSAGE, MOST_QUOTED, listed, nearest, printable, qu
 from .user_frames import came_through_user_code, rendered, user_lines
 
 __all__ = [  # what the package exports
-    "AlreadyRegistered",
-    "AmbiguousName",
-    "BadCall",
-    "BadDocument",
-    "BadSetting",
-    "BadSize",
-    "Busy",
-    "CannotGovern",
-    "CatalogUnavailable",
-    "Deadlock",
-    "DoesNotFit",
-    "EngineDied",
-    "EngineFault",
-    "FleetUnavailable",
-    "GpuError",
-    "LedgerNewer",
-    "LedgerUnavailable",
-    "LoadFailed",
-    "MemoryLimitExceeded",
-    "ModelDisabled",
-    "NeedsWith",
-    "NodeLost",
-    "NotAllowed",
-    "NotAModel",
-    "NotLoaded",
-    "NotResident",
-    "OutOfMemory",
-    "ProbeFailed",
-    "ProcessLost",
-    "StillInUse",
-    "UnknownDevice",
-    "UnknownModel",
-    "UnknownSize",
-    "WaitEnded",
-]
+    "AlreadyRegistered", "AmbiguousName", "BadCall", "BadDocument", "BadSetting", "BadSize", "Busy",
+    "CannotGovern", "CatalogUnavailable", "Deadlock", "DoesNotFit", "EngineDied", "EngineFault",
+    "FleetUnavailable", "GpuError", "LedgerNewer", "LedgerUnavailable", "LoadFailed",
+    "MemoryLimitExceeded", "ModelDisabled", "NeedsWith", "NodeLost", "NotAllowed", "NotAModel",
+    "NotLoaded", "NotResident", "OutOfMemory", "ProbeFailed", "ProcessLost", "StillInUse",
+    "UnknownDevice", "UnknownModel", "UnknownSize", "WaitEnded",
+]  # fmt: skip
 
 _SIZES = "'8 GiB', '10GB' or bytes as a number"
 MOST_PROBLEM = 600  # characters of one problem of a file

@@ -177,22 +177,11 @@ class _Breaker:
 # memory do not open it. Another model may answer instead, unless the caller caused the error.
 
 _NOT_OF_THE_MODEL = (
-    errors.Busy,
-    errors.WaitEnded,
-    errors.Deadlock,
-    errors.LedgerUnavailable,
-    errors.NotLoaded,
-    errors.CatalogUnavailable,
-    errors.BadDocument,
-    errors.BadSetting,
-    errors.BadSize,
-    errors.UnknownDevice,
-    errors.CannotGovern,
-    errors.DoesNotFit,
-    errors.StillInUse,
-    LoadShared,
+    errors.Busy, errors.WaitEnded, errors.Deadlock, errors.LedgerUnavailable, errors.NotLoaded,
+    errors.CatalogUnavailable, errors.BadDocument, errors.BadSetting, errors.BadSize,
+    errors.UnknownDevice, errors.CannotGovern, errors.DoesNotFit, errors.StillInUse, LoadShared,
     BreakerOpen,
-)
+)  # fmt: skip
 
 
 # A call that every healthy model of its kind answers. It is made after a fault: if it is answered, the call before it

@@ -421,18 +421,7 @@ def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
 
 # -- as a file -------------------------------------------------------------------------------------
 
-CSV_HEADER = (
-    "time",
-    "model",
-    "action",
-    "reason",
-    "because",
-    "bytes",
-    "device",
-    "owner",
-    "asked_by",
-    "seconds",
-)
+CSV_HEADER = "time model action reason because bytes device owner asked_by seconds".split()
 
 
 def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
