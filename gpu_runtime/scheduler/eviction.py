@@ -720,6 +720,9 @@ class _Eviction:
             self.recalled_shadows.append(lease.id)
             self.sentences.append(f"{self._owner(lease)} is asked to {free}.")
             return
+        if not lease.shadow_bytes and lease.stowing:  # else the step is decided again until it ends
+            self.sentences.append(f"{self._owner(lease)} has begun to {free}.")
+            return
         because = f"{self.request.called} needs room on {self.at}."
         self.steps.append(shed_step(lease, because))
         done = f"{copy[0].upper()}{copy[1:]} is freed."

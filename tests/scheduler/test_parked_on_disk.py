@@ -163,6 +163,17 @@ def test_a_notebook_leaves_an_overfull_card_if_the_others_can_go_on_to_the_disk(
         assert (not why_no_return(book(*three), three[0], THERE)) is leaves
 
 
+def test_a_move_to_the_disk_that_its_own_process_has_begun_is_waited_for():
+    """A step that is there again at once is decided again at once: a core was busy while the disk wrote."""
+    only = lease("model", sim0=6, droppable=False, last_used=NOW - 60)
+    page = book(kernel(1, host=6, disk=9, stowing=True), only, owners=(1,))
+    _, verdict = decide(page, request("big", 6), THERE)
+    assert isinstance(verdict, Wait) and (verdict.steps, verdict.shadows) == ((), ())
+    assert "has begun to move 6.0 GiB" in verdict.because
+    begun = page.with_lease(kernel(1, host=6, disk=9))
+    assert [type(step) for step in decide(begun, request("big", 6), THERE)[1].steps] == [Shed]
+
+
 def test_the_least_worth_goes_first_and_no_more_than_needed():
     page = book(
         kernel(2, host=3, disk=9),
