@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from .. import files, threads
 from ..backends.base import NotStill
 from ..devices.process_memory import trim_heap
-from ..errors import BadSetting, DoesNotFit, GpuError, StillInUse
+from ..errors import BadSetting, DoesNotFit, GpuError, LedgerUnavailable, StillInUse
 from ..facts import DISK_SECONDS_PER_BYTE, HOST, KERNEL, Book, Lease, World
 from ..ledgers.access import file_system_of, is_network
 from ..units import GIB, MIB, show_bytes, show_seconds
@@ -203,7 +203,18 @@ def _reserve(session: Session, resident: Resident) -> int:
             return book, left
         return book.with_lease(replace(lease, disk_room=left, stowing=True)), left
 
-    left = session.decide(reserve)
+    try:
+        left = session.decide(reserve)
+    except LedgerUnavailable:
+        raise
+    except (
+        GpuError,
+        OSError,
+    ) as error:  # without a pause, who waits for the room begins again at once
+        _pause(session, resident)
+        if isinstance(error, GpuError):
+            raise
+        raise _failure(session, resident, size, error) from error
     if size > left:
         _pause(session, resident)
         raise DoesNotFit(
@@ -221,7 +232,6 @@ def _stow(session: Session, resident: Resident, size: int, because: str, by: str
     """Writes the bytes, and then frees them in RAM. Raises GpuError; then they are in RAM as before."""
     backend: Any = resident.backend
     began = time.perf_counter()
-    named = session.settings.gpu_park_dir
     try:
         encrypted = session.settings.gpu_park_encrypt
         if (handle := resident.handle) is None:
@@ -233,13 +243,10 @@ def _stow(session: Session, resident: Resident, size: int, because: str, by: str
         name = resident.spec.name
         raise StillInUse(f"{_what(resident)} stays in RAM: {error}.", name=name) from None
     except Exception as error:
+        _pause(session, resident)
         if isinstance(error, GpuError):
             raise
-        _pause(session, resident)
-        why = getattr(error, "strerror", None) or f"what was written there: its bytes {error}"
-        raise GpuError(
-            f"{show_bytes(size)} of {_what(resident)} stays in RAM: the disk of {named} fails ({why})."
-        ) from error
+        raise _failure(session, resident, size, error) from error
     if size >= LEAST_MEASURED:
         session.disk_seconds_per_byte = (written.seconds + written.read_seconds) / size
         session.disk_read_seconds_per_byte = written.read_seconds / size
@@ -252,9 +259,17 @@ def _stow(session: Session, resident: Resident, size: int, because: str, by: str
     session.probe.empty_cache()
     trim_heap()
     took = show_seconds(time.perf_counter() - began)
-    because = f"{because} It was written to {named} in {took}."
+    because = f"{because} It was written to {session.settings.gpu_park_dir} in {took}."
     lease = resident.lease
     session.note(lease, "stowed", "disk", because, fresh=True, size=size, device=HOST, by=by)
+
+
+def _failure(session: Session, resident: Resident, size: int, error: Exception) -> GpuError:
+    why = getattr(error, "strerror", None) or f"what was written there: its bytes {error}"
+    named = session.settings.gpu_park_dir
+    return GpuError(
+        f"{show_bytes(size)} of {_what(resident)} stays in RAM: the disk of {named} fails ({why})."
+    )
 
 
 def _pause(session: Session, resident: Resident) -> None:

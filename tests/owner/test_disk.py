@@ -142,6 +142,28 @@ def test_a_directory_that_another_user_can_replace_is_refused(parked, tmp_path):
         rt.hibernate()
 
 
+@pytest.mark.parametrize("works", [0, 1], ids=["when room is reserved", "when it is written"])
+@pytest.mark.parametrize("error", [BadSetting("GPU_PARK_DIR", "d", "a disk"), OSError(5, "gone")])
+def test_a_directory_that_fails_is_left_alone_for_a_while(parked, monkeypatch, works, error):
+    """Else a waiting request that needs the RAM begins the move again at once, and for ever."""
+    rt, kernel = parked()
+    assert kernel_lease(rt).disk_room
+    real, answers = disk.directory, [True] * works
+
+    def directory(session):
+        if not answers:
+            raise error
+        answers.pop()
+        return real(session)
+
+    monkeypatch.setattr(disk, "directory", directory)
+    disk.start(rt._session, kernel.resident, "")
+    until(lambda: not kernel.resident.stowing.locked())
+    lease = kernel_lease(rt)
+    assert (lease.disk_room, lease.stowing, lease.disk_bytes) == (0, False, 0) and own(rt)[HOST]
+    assert_whole(kernel)
+
+
 def test_the_budget_counts_the_bytes_of_every_notebook(parked):
     rt, kernel = parked(gpu_park_disk_gb=7 * MIB / GIB)
     with pytest.raises(GpuError, match="GPU_PARK_DISK_GB"):
