@@ -121,8 +121,7 @@ def refuses_writes(content: Tensor) -> bool:
 
 def address(content: Tensor) -> int:
     """The address of the first byte of the storage of `content`, also if it refuses writes."""
-    start = torch.empty(0, dtype=torch.uint8, device=content.device)
-    return torch._C._data_address(start.set_(content.untyped_storage()))
+    return torch._C._data_address(content)  # without the tensor's offset
 
 
 # -- tensors whose bytes were dropped, on the CPU --------------------------------------------------

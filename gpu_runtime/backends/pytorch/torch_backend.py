@@ -397,13 +397,9 @@ class TorchBackend(Backend):
         found = [*st.slots(model.module, model.optimizer)]
         self._check(model, found)
         groups = model.groups(found)
-        goal = self._destination(model, groups, shares)
-        moving = [
-            i
-            for i, group in enumerate(groups)
-            if not model.memories
-            or model.place_of(group, self._by_torch_device) is not goal.places[i]
-        ]
+        held = [model.place_of(one, self._by_torch_device) for one in groups if model.memories]
+        goal = self._destination(model, groups, shares, held)
+        moving = [i for i, goes in enumerate(goal.places) if not held or held[i] is not goes]
         if not moving and goal.memories == model.memories and goal.layout == model.layout:
             return
         # A model that is only being loaded has no views and graphs yet.
@@ -415,11 +411,7 @@ class TorchBackend(Backend):
         going = [groups[i] for i in moving]
         places = [goal.places[i] for i in moving]
         sources = [model.content(group) for group in going]
-        leaving = [
-            i
-            for i, group in enumerate(going)
-            if model.memories and model.place_of(group, self._by_torch_device).device != HOST
-        ]
+        leaving = [n for n, i in enumerate(moving) if held and held[i].device != HOST]
         undisturbed = self.undisturbed()
         proof = swap.Unchanged(
             [sources[i] for i in leaving], [one for i in leaving for one in going[i].tensors]
@@ -448,14 +440,17 @@ class TorchBackend(Backend):
             self._commit(model, move, goal, {"shadow": kept, "digests": digests}, proof)
 
     def _destination(
-        self, model: TorchModel, groups: Sequence[st.Group], shares: Shares
+        self,
+        model: TorchModel,
+        groups: Sequence[st.Group],
+        shares: Shares,
+        held: Sequence[Memory],
     ) -> Destination:
         wanted: dict[Memory, int] = {}
         for share in shares:
             memory = self.probe.place(share.device)
             wanted[memory] = wanted.get(memory, 0) + share.bytes
-        now = [model.place_of(group, self._by_torch_device) for group in groups if model.memories]
-        return destination(model, groups, wanted, now)
+        return destination(model, groups, wanted, held)
 
     def _commit(
         self,
