@@ -186,8 +186,10 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
     blocking = [one for one in residents if one.lease.id in verdict.blockers]
     ours = [one for one in blocking if one.pins]
     step = NEAR_SECONDS if ours else POLL_SECONDS
-    sections = session.ledger.read().sections
-    others = [section.owner for id, section in sections.items() if id != session.me]
+    others: list[Owner] = []
+    if not session.ledger.names_the_dead:  # else a keeper notifies, once it has noted the death
+        sections = session.ledger.read().sections
+        others = [section.owner for id, section in sections.items() if id != session.me]
     while (left := until - session.clock()) > 0:
         if session.ledger.wait(min(step, left), others):
             return

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.errors import Busy, LedgerUnavailable
-from gpu_runtime.facts import Asker, Book, Event, Wait
+from gpu_runtime.facts import Asker, Book, Event, Section, Wait
 from gpu_runtime.ledgers.host_config import Machine
 from gpu_runtime.owner import maintenance, requests
 from gpu_runtime.owner.acquire import RoomForProcess
@@ -202,7 +202,7 @@ def waiter(pins=None, rung_after=None, tickets=()):
             model.pins.clear()
         return rung_after is not None and len(waits) >= rung_after
 
-    session.ledger.wait = wait
+    session.ledger.wait, session.ledger.names_the_dead = wait, True
     return session, waits, model.lease.id
 
 
@@ -233,6 +233,18 @@ def test_a_pause_ends_with_a_notification_or_with_the_use_of_an_own_model_in_the
     session, waits, id = waiter(pins, rung_after)
     requests.pause(session, Wait("x", blockers=(id,) if blocks else ()), None)
     assert sum(waits) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("names_the_dead", [True, False])
+def test_a_pause_watches_processes_only_where_no_keeper_notes_their_death(names_the_dead):
+    """It woke with the keeper, and decided on a book in which the dead process still lived."""
+    session, _, _ = waiter()
+    book, watched = Book(sections={owner(2).id: Section(owner(2))}), []
+    session.ledger.read = lambda: book
+    session.ledger.names_the_dead = names_the_dead
+    session.ledger.wait = lambda seconds, owners: watched.extend(owners) or True
+    requests.pause(session, Wait("x"), None)
+    assert watched == ([] if names_the_dead else [owner(2)])
 
 
 @pytest.mark.parametrize(
