@@ -347,6 +347,21 @@ def test_a_renewed_request_needs_no_turn_and_ends_no_decision():
     assert write(0, page, replace(first, refreshed=6.0, users=2)) == [core.Turn], "its wish is new"
 
 
+def test_facts_of_all_owners_are_written_again_if_a_release_has_added_an_event():
+    """They lacked the event. The keeper refused them, and their owner got an error."""
+    keeper = keeper_of(2)
+    for number in range(2):
+        write(keeper, number, Part(Section(owner(number)), (), 1))
+    page = keeper.known.revision
+    event = Event(seq=1, wall=1.0, model="m", action="x", reason="", because="")
+    noted = (msgspec.Raw(core.encode(event)),)
+    release = Part(Section(owner(0), counts={"x": 1}), (), 2)
+    assert isinstance(write(keeper, 0, release, events=noted), Written)
+    part = msgspec.Raw(core.encode(Part(Section(owner(1)), (), 2)))
+    facts = msgspec.Raw(core.encode(core.Shared(limits={"sim:0": GIB})))
+    assert keeper.receive(1, Put(2, page, part, shared=facts), 0.0) == [(1, core.Turn(2))]
+
+
 def test_a_removal_is_decided_again_if_its_owner_has_just_come_back():
     """It was refused with an error for the user, as a removal without proof of death."""
     keeper = keeper_of(2)

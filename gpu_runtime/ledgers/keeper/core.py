@@ -515,6 +515,8 @@ class Keeper:
         oldest = self.pieces.get(me, _NO_PIECE).revision
         if releases:
             return oldest
+        if put.shared != NOTHING:  # a release may have added an event since
+            oldest = max(oldest, self.pieces[SHARED].revision)
         if put.holds_below and self._only_leases(me, mine, put):
             claims, most = self.known.book.claims(), put.holds_below
             more = self._more_claims(me, mine)
