@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpu_runtime import Runtime, threads
 from gpu_runtime.backends import fake
-from gpu_runtime.backends.fake import FakeBackend, FakeModel
+from gpu_runtime.backends.fake import FakeModel
 from gpu_runtime.devices import allocators
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.ledgers import base, notify
@@ -22,6 +22,7 @@ from gpu_runtime.ledgers.liveness import describe_self
 from gpu_runtime.ledgers.pieces import Pieces, encode
 from gpu_runtime.owner import lifetime
 
+from .disk import Stowing
 from .machine import Lock, Machine, Thread
 
 FIRST_PID = 1 << 23  # no process of the real machine has such a pid
@@ -301,7 +302,7 @@ class KeeperServer:
             wire.receiver.deadline = min(wire.receiver.deadline, due)
 
 
-class Weightless(FakeBackend):
+class Weightless(Stowing):
     """Fake models, of which some have weights that exist nowhere else."""
 
     def droppable(self, model: FakeModel) -> bool:

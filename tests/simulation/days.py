@@ -11,6 +11,7 @@ from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
 from gpu_runtime.scheduler import admission
 
 from .box import Box, Kernel
+from .disk import Disk, file_of
 from .laws import Laws
 from .machine import Machine, Stuck
 
@@ -46,6 +47,7 @@ class Day:
         self.machine = Machine(seed)
         self.limits = limits
         self.lines: list[str] = []
+        self.disk = Disk(self.machine, self.machine.random.choice((0, 0, 6, 24)))
         self.box = Box(self.machine, self._devices(), trace or self.lines.append)
         small = self.machine.random.random() < 0.1  # a page that is soon full
         admission.MOST_LEASES, admission.MOST_WAITING = (8, 12) if small else MOST
@@ -60,7 +62,7 @@ class Day:
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
         self.crowded |= len(self.ranks) > 1
-        self.precious = self.random.choice((0.0, 0.0, 0.1))
+        self.precious = self.random.choice((0.2, 0.5) if self.disk.budget else (0.0, 0.0, 0.1))
         self.over = False  # nobody asks for anything more
         self.asking: dict[object, Call] = {}  # the calls that have not returned
         self.owner_seconds = 0.0
@@ -68,7 +70,8 @@ class Day:
 
     def _devices(self) -> str:
         cards = self.machine.random.choice(("8GiB", "2x8GiB", "12GiB", "3x6GiB"))
-        host = self.machine.random.choice((4, 16, 64))
+        # With a disk, RAM is short.
+        host = self.machine.random.choice((4, 4, 8) if self.disk.budget else (4, 16, 64))
         return f"sim:{cards},host:{host}GiB"
 
     def run(self) -> str:
@@ -91,6 +94,7 @@ class Day:
                 return wrong
             self.over = True
             box.slow = 0.0
+            self.disk.recover()
             for kernel in self._open():
                 machine.start(self._tidy, (kernel,), kernel.process, "tidy")
             ended = machine.run(lambda: not self.asking or bool(self._wrong()), QUIET_SECONDS)
@@ -123,6 +127,10 @@ class Day:
 
     def _tidy(self, kernel: Kernel) -> None:
         """Undoes the pins and drains whose users have failed or were killed, and forgets what can never leave."""
+        for name, resident in list(kernel.rt._session.residents.items()):
+            file = file_of(resident.handle)
+            if file is not None and file.content != name:
+                self._gives_up(kernel, name)
         undo = [partial(kernel.rt.unpin, spec.name) for spec in kernel.rt.specs()]
         only = [name for owner, name in self.box.precious.values() if owner is kernel]
         undo += [partial(kernel.rt.forget, name) for name in only]  # else they stay for ever
@@ -135,6 +143,14 @@ class Day:
             while self.asking:
                 self.machine.pause(None, 2.0)
                 self._evict_all(kernel)
+
+    def _gives_up(self, kernel: Kernel, name: str) -> None:
+        """A model whose file is damaged does not return: the user hears of it, and forgets the model."""
+        with contextlib.suppress(GpuError):
+            with kernel.rt.use(name, timeout=30):
+                raise AssertionError(f"{name} has returned from a damaged file")
+        with contextlib.suppress(GpuError):
+            kernel.rt.forget(name)
 
     def _evict_all(self, kernel: Kernel) -> None:
         for spec in kernel.rt.specs():
@@ -181,6 +197,7 @@ class Day:
             eviction_grace_seconds=random.choice((0, 0, 2)),
             gpu_relief=random.choice(("auto", "always", "never")),
             gpu_policy=random.choice(("lru", "cost_aware", "keep_score")),
+            **self.disk.settings,
         )
         self.box.note(f"{kernel.process} opens")
         for number in range(min(random.randint(1, 3), self.limits.users)):
@@ -231,6 +248,9 @@ class Day:
         if random.random() < 0.2:
             options["keep_alive"] = random.choice((1, 20))
         slow = random.choice((0.0, 0.01, 0.5, 5.0))
+        to_disk = self.disk.budget and "pieces" not in options and random.random() < 0.7
+        if to_disk and random.random() < 0.5:
+            slow = 30.0  # a load that is slower than the disk
         faulty = random.choice((0.0, 0.0, 0.05, 0.2))
 
         def hook(what: str) -> None:
@@ -246,6 +266,9 @@ class Day:
         )  # fmt: skip
         if random.random() < self.precious:  # its weights exist nowhere else
             self.box.precious[hook] = kernel, name
+            to_disk = bool(self.disk.budget) and "pieces" not in options
+        if to_disk:
+            self.disk.hooks.add(hook)
         kernel.models.append(name)
         return name
 
@@ -261,7 +284,9 @@ class Day:
         seconds = random.choice((None, 0.5, 5.0, 30.0))
         wish = random.choice(self.ranks) if random.random() < 0.1 else None
         self._asks(token, kernel, f"use({name}, timeout={seconds})")
-        with kernel.rt.use(name, timeout=seconds, importance=wish):
+        with kernel.rt.use(name, timeout=seconds, importance=wish) as model:
+            if file_of(model) is not None:
+                raise AssertionError(f"{name} is used, and its bytes are on the disk")
             self.box.note(f"{kernel.process} uses {name}")
             self.machine.pause(None, random.expovariate(1.0))
             if random.random() < 0.15 and depth < 2:
@@ -364,6 +389,8 @@ class Day:
                 self._kill(random.choice(box.kernels))
                 self.machine.pause(None, random.choice((0.0, 0.005, 0.02)))
                 box.kill_keeper()
+            elif fault == "disk" and self.disk.budget:
+                box.note(f"the disk is {self.disk.trouble()}")
             elif fault == "collect":
                 gc.collect()
 
@@ -433,4 +460,5 @@ FAULTS = (
     "impatience",
     "both",
     "collect",
+    "disk",
 )

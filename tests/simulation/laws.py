@@ -1,5 +1,6 @@
 """What must hold on the simulated box: after every step, while requests wait, at rest, and at the end."""
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from gpu_runtime.owner import acquire, maintenance, requests
 from gpu_runtime.owner.resident import Place
 from gpu_runtime.scheduler import recall, transitions
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.units import show_bytes
+from gpu_runtime.units import GIB, show_bytes
 
 from .box import Box, Kernel
+from .disk import Disk, file_of
 
 LOOK_SECONDS = 0.25  # how often the waiting requests are decided again
 # What can be granted is granted within this time, and what others need leaves. With slow messages it takes longer.
@@ -112,6 +114,9 @@ class Laws:
         else:
             stepped = self.box.machine.stepped
             self._bytes([one for one in self.box.kernels if one.process is stepped])
+        disk = Disk.active
+        if disk.budget and disk.bytes() > disk.budget * GIB:
+            self._broken(f"{show_bytes(disk.bytes())} are on a disk of {disk.budget} GiB")
         if self.box.machine.now >= self._looked_at + LOOK_SECONDS:
             self._looked_at = self.box.machine.now
             self._wakes()
@@ -335,7 +340,19 @@ class Laws:
         for kernel in living.values():
             found += [f"{kernel.process}: {what}" for what in self._left_in(kernel)]
         found += self._unequal()
-        return "; ".join(found)
+        handles = [
+            one.handle
+            for kernel in living.values()
+            for one in kernel.rt._session.residents.values()
+        ]
+        return "; ".join([*found, *self._lost_files(handles)])
+
+    def _lost_files(self, handles: list[Any]) -> list[str]:
+        """The files on the disk that are of none of these models."""
+        if {*Disk.active.files()} - {*map(file_of, handles)}:
+            gc.collect()  # as Python does now and then
+        files = {*Disk.active.files()} - {*map(file_of, handles)}
+        return [f"a file of {one.process} with {show_bytes(one.size)} is left" for one in files]
 
     def _left_in(self, kernel: Kernel) -> list[str]:
         session = kernel.rt._session
@@ -351,6 +368,10 @@ class Laws:
                 found.append(f"{name} pauses or is kept")
         section = self.box.book().sections.get(kernel.me)
         for lease in section.leases if section is not None else ():
+            resident = session.residents.get(lease.name)
+            file = file_of(resident.handle) if resident is not None else None
+            if (lease.disk_bytes, lease.stowing) != (file.size if file is not None else 0, False):
+                found.append(f"the lease {lease.id} has {lease.disk_bytes} on the disk, {file}")
             if (
                 lease.phase is not Phase.SETTLED
                 or lease.pins
@@ -381,7 +402,7 @@ class Laws:
         left = [one.name for one in self.box.machine.threads if one.process is not self._keeper()]
         found = [f"threads: {left}"] if left else []
         found += [f"the book has {id}" for id in self.box.book().sections]
-        return "; ".join([*found, *self._unequal()])
+        return "; ".join([*found, *self._unequal(), *self._lost_files([])])
 
     def _keeper(self) -> Any:
         return self.box.keeper and self.box.keeper.process
@@ -397,4 +418,5 @@ def _moves(kernel: Kernel) -> bool:
     session = kernel.rt._session
     if any(key.endswith(":obey") for key in session.keys.texts()):
         return True  # between two moves
-    return any(one.work.locked() for one in [*session.residents.values()])
+    residents = [*session.residents.values()]
+    return any(one.work.locked() or one.stowing.locked() for one in residents)
