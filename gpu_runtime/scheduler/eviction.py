@@ -651,6 +651,8 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
         eviction.unload_from_warm_pool(lease)
     # Leases that need host memory leave first, then leases of which only a part leaves.
     for lease in sorted(way.leaving, key=lambda lease: (lease.droppable, not lease.target)):
+        if eviction.frees_more:
+            break  # the next decision knows what is still missing
         if lease.id not in eviction.unloaded:
             eviction.evict(lease)
     return eviction.book, Wait(
@@ -693,6 +695,8 @@ class _Eviction:
         self.book, self.request = context.book, context.request
         self.world, self.rank, self.context = context.world, rank, context
         self.at = at  # the cards on which room is made, as text
+        self.cards = [share.device for share in way.candidate.shares]
+        self.frees_more = False  # whether a lease that leaves host memory has bytes on these cards
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []
         self.recalled: dict[str, int] = {}  # id of another owner's lease -> bytes; 0: all
@@ -735,6 +739,7 @@ class _Eviction:
     def unload_from_warm_pool(self, lease: Lease) -> None:
         """Drops `lease` from host memory; recalls it if the requester does not own it."""
         self.unloaded.add(lease.id)
+        self.frees_more |= any(map(lease.bytes_on, self.cards))
         if lease.owner != self.request.lease.owner:
             self.recalled[lease.id] = 0
             self.sentences.append(

@@ -3,6 +3,7 @@
 import pytest
 
 from gpu_runtime.facts import Drop, Move, Phase, Wait
+from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.recall import obey
 from tests.worlds import (
     NOW,
@@ -98,6 +99,18 @@ def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
     later = world(sim0=20, host=10, now=NOW + 3)
     _, verdict = decide(page, request("qwen", 14), later)
     assert [type(step) for step in verdict.steps] == [Drop]
+
+
+def test_nothing_leaves_beside_a_lease_in_parts_that_frees_the_card_as_it_leaves_host_memory():
+    """Its bytes on the card are enough, and `last` was unloaded too. Day 7051 of tests/simulation found it."""
+
+    def rank(one, world):
+        return {"first": 1, "last": 2, "parts": 0 if one.on_host else 3}[one.name]
+
+    parts = lease("parts", sim0=7, host=3, piece_bytes=size(1))
+    page = book(parts, lease("first", sim0=3), lease("last", sim0=2))
+    _, verdict = admit(page, request("qwen", 5), world(sim0=12, host=3), rank)
+    assert [(type(step), step.lease) for step in verdict.steps] == [(Drop, parts.id)]
 
 
 def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
