@@ -308,7 +308,7 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     fresh = Section(
         owner=truth.owner,
         leases=_published_leases(section, truth),
-        residue=truth.residue,
+        residue=_residue_beside_arrivals(section, truth),
         staying=truth.staying,
         counts=section.counts,
         engines=truth.engines,
@@ -323,6 +323,22 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         if ticket.owner == me and ticket.key not in truth.keys:
             book = book.without_ticket(ticket.key)
     return book
+
+
+def _residue_beside_arrivals(section: Section, truth: Truth) -> dict[str, int]:
+    """The residue of `truth`, less what has grown for the arriving leases of `section`, which claim it already."""
+    coming = Counter[str]()
+    for lease in section.leases:
+        if lease.phase is Phase.ARRIVING and lease.key in truth.keys:
+            coming.update({share.device: share.bytes for share in lease.target})
+    if not coming:
+        return truth.residue
+    found = {}
+    for device, size in truth.residue.items():
+        left = max(size - coming[device], min(size, section.residue.get(device, 0)))
+        if left > 0:
+            found[device] = left
+    return found
 
 
 def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:

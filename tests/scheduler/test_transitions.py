@@ -300,6 +300,15 @@ def test_residue_is_published_and_counters_kept():
     assert page.claims() == {"sim:0": 5}
 
 
+def test_what_has_grown_for_an_arriving_lease_is_no_residue():
+    """Its target claims these bytes already. Counted twice, a load kept others waiting, and idle models left."""
+    section = replace(book(arriving()).sections[ME.id], residue={"sim:0": size(1)})
+    page = Book(sections={ME.id: section})
+    for used, residue in ((1, 1), (5, 1), (9, 1), (11, 3)):  # GiB beyond the settled leases
+        after = publish(page, truth(keys=("k",), residue={"sim:0": size(used)}), THERE)
+        assert after.sections[ME.id].residue == {"sim:0": size(residue)}
+
+
 def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
     first = publish(Book(), truth(), world(sim0=20, host=10))
     assert first.limits == {"sim:0": size(20), HOST: size(10)}
