@@ -17,6 +17,7 @@ from .arguments import TEXT, TRUTH, Rule, number_in_file, plain
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
 from .safe_text import MOST_QUOTED
+from .scheduler.placement import PLACEMENTS
 from .scheduler.policies import POLICIES
 from .units import GIB, MIB, parse_seconds
 
@@ -149,8 +150,8 @@ class Settings:
     gpu_policy: str = _choice("keep_score", f"Which model is evicted first: {', '.join(POLICIES)}.",
         ", ".join(POLICIES))
     gpu_placement: str = _choice("best-fit",
-        "Which card a model is loaded to: best-fit, most-free or fewest-evictions.",
-        "best-fit, most-free or fewest-evictions")
+        f"Which card a model is loaded to: {', '.join(PLACEMENTS)}.",
+        ", ".join(PLACEMENTS))
     gpu_split_margin_mb: int = _whole(512,
         "MiB that stay free on each card when a model is split in proportion to the free memory.",
         "a whole number of MiB, such as 512", least=0)

@@ -112,8 +112,12 @@ class Verb(NamedTuple):
         folded = short and len(options) > 2
         if folded:
             arguments = tuple(argument for argument in arguments if not argument.is_option)
-        words = [f"[{one.usage}]" if one.is_optional else one.usage for one in arguments]
-        return " ".join([place, self.name, *words, *(["[options]"] if folded else [])])
+        return " ".join([place, self.name, *typed(arguments), *(["[options]"] if folded else [])])
+
+
+def typed(arguments: Iterable[Argument]) -> list[str]:
+    """The `arguments` as a synopsis shows them."""
+    return [f"[{one.usage}]" if one.is_optional else one.usage for one in arguments]
 
 
 # -- constructors: one line of the table for each argument ---------------------------------------
@@ -759,6 +763,7 @@ CELL = (  # the arguments of `%%gpu`
     TIMEOUT,
     switch("--retry", "run the cell once more after an out-of-memory error, if room was made"),
 )
+CELL_SYNOPSIS = " ".join([f"%{MAGIC}", *typed(CELL)])
 
 # -- reading and explaining the table ------------------------------------------------------------
 
@@ -841,10 +846,7 @@ def overview(place: str) -> str:
     everywhere = "--json gives JSON"
     if place == MAGIC:
         lines.append(
-            (
-                "%%gpu [SIZE] [--model M] [--importance I]",
-                "reserves memory for the cell; reports peak and delta",
-            )
+            (f"%{MAGIC} [SIZE] [options]", "reserves memory for the cell; reports peak and delta")
         )
         everywhere += (
             ", -o NAME also stores the answer under a name, and a `;` at the end hides the answer"

@@ -57,7 +57,6 @@ OF_EVERY_VERB = (
     switch("--json", "as JSON"),
     option("-o --output", "NAME", "also store the answer under this name"),
 )
-CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS] [--retry]"
 # Verbs that act differently in a notebook and in a terminal.
 IN_NOTEBOOK: dict[str, Callable[[Any], Any]] = {"console": lambda rt: rt.console()}
 
@@ -182,7 +181,7 @@ class GpuMagics(Magics):
         if words and words[0] in verbs.VERBS:
             typed = usage_error(" ".join(words))
             raise UsageError(f"%%gpu runs a cell; for the verb type:  {MAGIC} {typed}")
-        args = parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(words)
+        args = parser_for(verbs.CELL_SYNOPSIS, verbs.CELL).parse_args(words)
         compiled = Compiled(self.shell, body)
         if not args.retry:
             return self._run(compiled, args)

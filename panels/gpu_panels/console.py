@@ -483,5 +483,5 @@ def _script() -> str:
         names = ", ".join(_EXPORTED.findall(script))
         body = _EXPORTED.sub("", script)
         kinds.append(f"{kind.__name__}: (() => {{ {body} return {{{names}, style: {style}}} }})()")
-    draw = (WIDGETS / "preview.js").read_text()
+    draw = (WIDGETS / "first_paint.js").read_text()
     return f"const widgets = {{{', '.join(kinds)}}};\n{draw}"

@@ -33,6 +33,7 @@ from gpu_runtime.files import newest_log, part_of
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import GOVERNOR_OFF, counters, versions
 from gpu_runtime.safe_text import clean
+from gpu_runtime.scheduler.placement import LAYOUTS
 from gpu_runtime.units import parse_room
 
 from .actions import Actions
@@ -609,7 +610,6 @@ def _show_records(table: Table, records: Sequence[Mapping[str, Any]]) -> None:
 FETCH_SECONDS = 2.0  # between two computations of the shown plan
 NO_MODEL = "choose …"
 ANY, USUAL = "any card", "as registered"
-LAYOUTS = (USUAL, "single", "balanced", "proportional", "whole")
 DAYS = 7.0  # of the history that is replayed
 DRY_RUN_HINT = (
     "Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: now, "
@@ -695,7 +695,9 @@ class WhatIfTab(Tab):
         )
         look: dict[str, Any] = {"width": 160, "margin": (10, 10), **SELECT}
         self.cards = pmui.Select(label="Cards", options=[ANY], value=ANY, **look)
-        self.layout = pmui.Select(label="Layout", options=list(LAYOUTS), value=USUAL, **look)
+        self.layout = pmui.Select(
+            label="Layout", options=[USUAL, *LAYOUTS[1:]], value=USUAL, **look
+        )
         ranks = [USUAL, *IMPORTANCE]
         self.importance = pmui.Select(label="Importance", options=ranks, value=USUAL, **look)
         for choice in (self.cards, self.layout, self.importance):

@@ -105,7 +105,7 @@ def test_text_in_the_environment_becomes_a_value(environment, name, text, value)
     ("enable_cpu_offload", "none", "true or false"),
     ("gpu_trust_remote_code", "ja", "true or false"),
     ("gpu_policy", "mru", "lru, cost_aware, keep_score"),
-    ("gpu_placement", "worst", "best-fit, most-free or fewest-evictions"),
+    ("gpu_placement", "worst", "best-fit, most-free, fewest-evictions"),
     ("gpu_split_margin_mb", "-1", "a whole number of MiB, such as 512"),
     ("gpu_split_overhead", "1.5", "a number from 0 to 1, such as 0"),
     ("gpu_fraction_factor", "0", "a number above 0, such as 3"),

@@ -19,7 +19,7 @@ from gpu_runtime.facts.book import decode_book, encode
 
 from .conftest import ROOT  # noqa: F401 - this checkout's `gpu` is imported
 
-from gpu.magics import CELL_SYNOPSIS, GpuMagics, parser_for  # isort: skip
+from gpu.magics import GpuMagics, parser_for  # isort: skip
 
 LONGEST_SENTENCE = 1500  # characters
 MANY = 2**18  # 256 KiB of text
@@ -189,5 +189,5 @@ def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
 def test_an_error_of_the_parser_is_bounded(words):
     """In an earlier version, a file that was pasted as an argument gave an error as long as the file."""
     with pytest.raises(UsageError) as error:
-        parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(list(words))
+        parser_for(verbs.CELL_SYNOPSIS, verbs.CELL).parse_args(list(words))
     require_sentence(str(error.value))

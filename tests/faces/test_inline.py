@@ -113,7 +113,7 @@ def test_a_console_that_was_never_shown_is_freed(rt):
 def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
     """A notebook's browser cannot resolve a component that was defined after its page was shown."""
     scripts = Path(inline.__file__).with_name("widgets").glob("*.js")
-    names = {path.name for path in scripts} - {"preview.js"}
+    names = {path.name for path in scripts} - {"first_paint.js"}
     code = (
         "import gpu_panels.inline; from panel.custom import JSComponent as kind;"
         "print(*(one._esm for one in kind.__subclasses__() if one._esm))"
