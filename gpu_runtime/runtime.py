@@ -442,6 +442,7 @@ class Runtime:
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
         """Moves a notebook's memory to RAM. `who` is its file name or pid; empty: this notebook.
 
+        With `who="never"` this notebook's memory returns and stays; `"asked"` ends that.
         The memory returns before a cell that may need it. With `checkpoint`, `who` is the pid of
         any process, and the driver moves its memory. Without `yes`, that call only lists the risks.
         """

@@ -686,7 +686,7 @@ _TABLE = (
     Verb("unpin", "allows a pinned model to be evicted again", arguments=(NAME,)),
     Verb("park", "moves what a notebook's own code holds to RAM, until a cell needs it",
         arguments=(WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you")), reads=True),
-    Verb("hibernate", "moves a notebook's memory to its disk, until a cell needs it: no RAM, no device",
+    Verb("hibernate", "moves a notebook's memory to its disk, off device and RAM, until a cell needs it",
         arguments=(WHO,)),
     Verb("unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)),
     Verb("drain", "grants no new lease on a card, and moves its idle models away", arguments=(

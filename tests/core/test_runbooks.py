@@ -91,7 +91,7 @@ def test_the_table_of_the_pressure_drill_matches_the_code():
         0.0 if shown[3][2] == "all, at once" else -1.0,
     ]
     assert [bool(demand and demand.drop) for demand in demands] == [
-        "disk" in row[3] and "RAM" not in row[3] for row in shown
+        "unloaded" in row[3] and "RAM" not in row[3] for row in shown
     ]
 
 
