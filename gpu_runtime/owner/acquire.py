@@ -39,6 +39,7 @@ from ..facts import (
     Refuse,
     Request,
     Share,
+    Shed,
     Step,
     Verdict,
     Wait,
@@ -353,9 +354,8 @@ def grants(
             if isinstance(verdict, Refuse):
                 raise refusals.refusal(wanted.name, verdict)
             returns = stage_bytes and session.ledger.read().lease(session.me, wanted.name)
-            for step in verdict.steps:
-                departures.start(step, wait=not (returns and returns.piece_bytes))
-            if verdict.steps:
+            wait = not (returns and returns.piece_bytes)
+            if any([departures.start(step, wait) for step in verdict.steps]):
                 continue
             verdict = arrivals.with_stopped_load(
                 session, wanted.name, requests.explained(session, verdict)
@@ -409,19 +409,21 @@ class _Departures:
         """The ids of the leases that are leaving in other threads now."""
         return tuple([id for id, thread in self._threads.items() if not thread.wait(0)])
 
-    def start(self, step: Step, wait: bool) -> None:
+    def start(self, step: Step, wait: bool) -> bool:
         """Performs the `step`. Returns at its end, or at once if `wait` is false.
 
         A step that has only one stage blocks even if `wait` is false: no part of the waiting model
-        can return before the step ends.
+        can return before the step ends. Returns False if host memory cannot be given back now, since
+        it is moving: the step would be decided again at once, and again.
         """
         session, key = self._session, self._key
         resident = session.residents.get(step.lease.partition("/")[2])
         act = partial(release.step_aside, session, step, key)
         if wait or resident is None or not release.stage_bytes(resident, step):
-            session.uninterrupted(key, act)
-            return
+            done = session.uninterrupted(key, act)
+            return done or not isinstance(step, Shed)
         self._threads[step.lease] = threads.start(partial(self._leave, step.lease, act))
+        return True
 
     def _leave(self, lease_id: str, act: Callable[[], bool]) -> None:
         """Calls `act` in a separate thread. Only logs an error, since the request is decided again."""

@@ -164,10 +164,10 @@ def stow(session: Session, resident: Resident, because: str, by: str = "") -> in
         session.done_with(key.note)
 
 
-def start(session: Session, resident: Resident, because: str, by: str = "") -> None:
-    """As `stow`, in a thread of its own. A failure is logged. Nothing happens during such a move."""
+def start(session: Session, resident: Resident, because: str, by: str = "") -> bool:
+    """As `stow`, in a thread of its own. A failure is logged. Returns whether it begins: not during such a move."""
     if not resident.stowing.acquire(blocking=False):
-        return
+        return False
 
     def work(size: int) -> None:
         """Moves the bytes."""
@@ -188,6 +188,7 @@ def start(session: Session, resident: Resident, because: str, by: str = "") -> N
             resident.stowing.release()
     if size:
         threads.start(partial(work, size))
+    return size > 0
 
 
 def _reserve(session: Session, resident: Resident) -> int:

@@ -227,8 +227,7 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     If a move fails and the rules allow a drop, the model is dropped instead.
     """
     if isinstance(step, Shed):
-        shed(session, step)
-        return True
+        return shed(session, step)
     assert isinstance(step, (Move, Drop))
     relieves = step.reason == "memory_pressure"  # the level of pressure decides whether to drop
     return _leave_now(session, step, key, by, may_drop=not relieves) is None
@@ -517,18 +516,19 @@ def free_shadow(resident: Resident) -> bool:
     return True
 
 
-def shed(session: Session, step: Shed) -> None:
+def shed(session: Session, step: Shed) -> bool:
     """Frees the shadow that `step` names, and publishes the change. The model may be in use.
 
-    If `step` names parked bytes of this notebook, their move to the disk begins.
+    If `step` names parked bytes of this notebook, their move to the disk begins. Returns False if
+    nothing can be done now, since the bytes are moving already.
     """
     resident = session.residents.get(step.lease.partition("/")[2])
     if resident is None:
-        return
+        return False
     if free_shadow(resident):
         session.publish()
-    elif resident.lease.shed_bytes:
-        disk.start(session, resident, step.because, step.by)
+        return True
+    return bool(resident.lease.shed_bytes) and disk.start(session, resident, step.because, step.by)
 
 
 # -- the times of a model's uses

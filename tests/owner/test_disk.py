@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from gpu_runtime import BadSetting, GpuError
 from gpu_runtime.backends.pytorch import park_file
 from gpu_runtime.facts import HOST, Book, Lease, Section, Share
-from gpu_runtime.owner import disk, maintenance
+from gpu_runtime.owner import acquire, disk, maintenance
+from gpu_runtime.scheduler.victims import shed_step
 from gpu_runtime.units import GIB, MIB, show_seconds
 from tests import simgpu, tiny_models
 from tests.clock import until
@@ -161,6 +162,17 @@ def test_a_directory_that_fails_is_left_alone_for_a_while(parked, monkeypatch, w
     until(lambda: not kernel.resident.stowing.locked())
     lease = kernel_lease(rt)
     assert (lease.disk_room, lease.stowing, lease.disk_bytes) == (0, False, 0) and own(rt)[HOST]
+    assert_whole(kernel)
+
+
+def test_who_wants_the_bytes_waits_while_they_are_moving(parked):
+    """Their step can begin nothing then. It was decided again at once, until the move ended."""
+    rt, kernel = parked()
+    session, step = rt._session, shed_step(kernel_lease(rt), "a test")
+    with kernel.resident.stowing:
+        assert not acquire._Departures(session, session.new_key("m")).start(step, wait=True)
+    assert acquire._Departures(session, session.new_key("m")).start(step, wait=True)
+    until(lambda: kernel_lease(rt).on_disk)
     assert_whole(kernel)
 
 
