@@ -67,7 +67,7 @@ pin, load or defragment in another user's process, unless an operator
     test_operators_may_request_everything
 run code in another process: a name in the book only selects a registered model
     test_a_name_in_the_book_only_selects_a_registered_model
-be granted more than the caps by several processes
+be granted more than the caps by several unchanged processes
     test_a_cap_on_bytes_counts_all_processes_of_a_user
 change another user's journal, or take its place before it is made
     test_no_member_can_change_another_users_journal
