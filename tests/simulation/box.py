@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import operator
 import os
 from collections import Counter, deque
@@ -14,13 +15,15 @@ from gpu_runtime import Runtime, threads
 from gpu_runtime.backends import fake
 from gpu_runtime.backends.fake import FakeModel
 from gpu_runtime.devices import allocators
-from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.devices.probe import Probe, open_probe
+from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.facts import HOST, Sample
 from gpu_runtime.ledgers import base, notify
 from gpu_runtime.ledgers.keeper import core, ledger
 from gpu_runtime.ledgers.keeper.wire import MOST_BYTES, Reader, Torn, Writer
 from gpu_runtime.ledgers.liveness import describe_self
 from gpu_runtime.ledgers.pieces import Pieces, encode
-from gpu_runtime.owner import lifetime
+from gpu_runtime.owner import lifetime, release, requests
 
 from .disk import Stowing
 from .machine import Lock, Machine, Thread
@@ -32,8 +35,8 @@ NOTICED_SECONDS = 0.01  # from the death of a process until the keeper knows of 
 class Process:
     """A process of the box: a notebook's kernel, or a keeper."""
 
-    def __init__(self, name: str, pid: int) -> None:
-        self.name, self.pid = name, pid
+    def __init__(self, name: str, pid: int, user: str = "ann") -> None:
+        self.name, self.pid, self.user = name, pid, user
         self.killed = False
         self.failures: list[BaseException] = []
 
@@ -163,7 +166,7 @@ class KeeperLedger(ledger.KeeperLedger):
         assert box.machine.current is not None
         process = box.machine.current.process
         self.url, self.directory, self.patience_seconds = url, None, ledger.PATIENCE_SECONDS  # type: ignore[assignment]
-        me = describe_self(notebook=process.name, user="ann")
+        me = describe_self(notebook=process.name, user=process.user)
         self.owner = replace(me, pid=process.pid, started=1, serial=0, namespaces="the box")
         self._pid = os.getpid()
         self._number, self._pieces, self._kept = 0, Pieces(), {}
@@ -317,6 +320,104 @@ class Weightless(Stowing):
         super().drop(model)
 
 
+class CardMemory(Memory):
+    """The bytes of a process on a card that others fill too."""
+
+    @property
+    def squeezed_bytes(self) -> int:  # type: ignore[override]
+        box = Box.active
+        held = [size for memory, size in box.held_on(self.device) if memory is not self]
+        return sum(held) + box.driver.foreign[self.device] if box.driver else 0
+
+    @squeezed_bytes.setter
+    def squeezed_bytes(self, size: int) -> None: ...
+
+    def _refuse(self, *figures: Any) -> None:
+        Box.active.driver.refused = self.device
+        super()._refuse(*figures)
+
+
+class Cards(Probe):
+    """Cards that are measured, and whose memory torch's allocator bounds."""
+
+    def __init__(self, devices: str) -> None:
+        super().__init__(open_probe(devices).devices)
+        self.devices = tuple(
+            one if one.is_host else replace(one, simulated=False) for one in self.devices
+        )
+        self.simulated = False
+        self.bounds: dict[str, float] = {}
+
+    def _memory(self, device: Any) -> Memory:
+        kind = Memory if device.is_host else CardMemory
+        return kind(device.id, device.total_bytes)
+
+    def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
+        return Box.active.driver.samples(fresh)
+
+    def bound(self, device: str, fraction: float) -> bool:
+        self.bounds[device] = fraction
+        return True
+
+
+class Driver:
+    """What the driver of all cards tells: once a second, and late of memory that was freed."""
+
+    def __init__(self, box: "Box", late: float) -> None:
+        self.box, self.late = box, late
+        self.foreign = {card: 0 for card in box.limits if card != HOST}  # of other programs
+        self.grew = dict.fromkeys(self.foreign, -math.inf)  # when such a program took more
+        self.refused = ""  # the card on which memory was refused last
+        self._used: deque[tuple[float, dict[str, int]]] = deque()
+        self._dead: list[tuple[float, int]] = []
+        self._samples: dict[str, Sample] = {}
+
+    def free(self, card: str) -> int:
+        """The bytes of the card that nobody holds now."""
+        held = sum(size for _, size in self.box.held_on(card))
+        return self.box.limits[card] - held - self.foreign[card]
+
+    def take(self, card: str, size: int) -> None:
+        """From now on a program outside the ledger holds `size` bytes of the card, or what is free."""
+        self.foreign[card] = 0
+        self.foreign[card] = min(size, self.free(card))
+        self.box.note(
+            f"a program outside the ledger holds {self.foreign[card] >> 30} GiB of {card}"
+        )
+        if size:
+            self.grew[card] = self.box.machine.now
+        self.follow()
+
+    def follow(self) -> None:
+        """Notes what is in use now. Called whenever it changes."""
+        if not self.late:
+            self._used.clear()
+        used = {card: self.box.limits[card] - self.free(card) for card in self.foreign}
+        self._used.append((self.box.machine.now, used))
+
+    def died(self, pid: int) -> None:
+        self._dead.append((self.box.machine.now, pid))
+
+    def samples(self, fresh: bool = False) -> dict[str, Sample]:
+        """The newest sample of each card; a new one once a second, or if it is to be `fresh`."""
+        now = self.box.machine.now
+        if fresh or not self._samples or now > min(map(_taken_at, self._samples.values())) + 1.0:
+            self.follow()
+            while len(self._used) > 1 and self._used[1][0] <= now - self.late:
+                self._used.popleft()
+            dead = {pid: 1 for at, pid in self._dead if at > now - self.late}
+            for card in self.foreign:
+                used = max(figures[card] for _, figures in self._used)
+                pids = {kernel.process.pid: 1 for kernel in self.box.kernels if kernel.rt}
+                free = self.box.limits[card] - used
+                self._samples[card] = Sample(card, now, free, pids | dead)
+        return dict(self._samples)
+
+
+def _taken_at(sample: Sample) -> float:
+    return sample.taken_at
+
+
 class Kernel:
     """A notebook's kernel: a process with a runtime."""
 
@@ -358,6 +459,7 @@ class Box:
     active: "Box"
 
     def __init__(self, machine: Machine, devices: str, trace: Callable[[str], None]) -> None:
+        """On one day in five the cards are measured, and on as many the user ann has a cap."""
         self.machine, self.devices, self._trace = machine, devices, trace
         self.keeper: KeeperServer | None = None
         self.kernels: list[Kernel] = []
@@ -370,6 +472,7 @@ class Box:
         self._died_at: dict[int, float] = {}
         self.precious: dict[Any, tuple[Kernel, str]] = {}  # hooks of models without a source
         self.numbers = itertools.count(1)  # of the models
+        self.importance: dict[str, int] = {}  # of each model; less is more
         self.slow = 0.0  # how often a message is late
         Box.active = self
         ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
@@ -377,7 +480,18 @@ class Box:
         lifetime.open_ledger = KeeperLedger
         threads._set_async_error = machine.raise_in
         fake.FakeBackend = Weightless  # type: ignore[misc]
+        release.ram_left = lambda: math.inf  # of the real machine
         self.limits = {one.id: int(one.total_bytes) for one in open_probe(devices).devices}
+        random = machine.random
+        late = random.choice((0.0, 0.0, 0.5, 3.0))
+        self.driver = Driver(self, late) if random.random() < 0.2 else None
+        capped = random.random() < (0.5 if self.driver else 0.15)
+        self.cap = random.choice((4, 6)) << 30 if capped else 0
+        self._config = os.memfd_create("config.toml")
+        if self.cap:
+            enforce = random.choice(("true", "false"))
+            cap = f'[users.ann]\nbytes_per_device = "{self.cap >> 30} GiB"\nenforce = {enforce}\n'
+            os.write(self._config, cap.encode())
 
     def note(self, text: str) -> None:
         """Adds a line to the trace."""
@@ -452,6 +566,9 @@ class Box:
         self.note(f"{kernel.process} is killed")
         self.machine.kill(kernel.process)
         self._died_at[kernel.process.pid] = self.machine.now
+        if self.driver:
+            self.driver.follow()
+            self.driver.died(kernel.process.pid)
         self.kernels.remove(kernel)
         if self.keeper is not None:
             for wire in [*self.keeper.wires.values()]:
@@ -462,14 +579,22 @@ class Box:
     def start_kernel(self, **settings: Any) -> Kernel:
         """A new kernel, whose runtime is opened in a thread of its own."""
         kernel = Kernel(self.process(f"kernel {self._pids - FIRST_PID}"))
+        if self.cap and self._pids % 2:
+            kernel.process.user = "bob"  # who has no cap
         self.kernels.append(kernel)
 
         def work() -> None:
-            kernel.rt = Runtime(
+            rt = Runtime(
                 devices=self.devices, ledger="keeper:///simulated", catalog="drill",
+                probe=Cards(self.devices) if self.driver else None,
+                gpu_config_file=f"/proc/self/fd/{self._config}",
                 clock=lambda: self.machine.now, wall=lambda: 1.7e9 + self.machine.now,
                 gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0, **settings,
             )  # fmt: skip
+            # Who looks seldom refreshes its request seldom, and is not stopped.
+            seldom = max(rt._session.rules.refresh_seconds, 2 * requests.POLL_SECONDS)
+            rt._session.rules = replace(rt._session.rules, refresh_seconds=seldom)
+            kernel.rt = rt
 
         self.machine.start(work, (), kernel.process, "open")
         return kernel
@@ -477,6 +602,14 @@ class Box:
     def physical(self, device: str) -> dict[Process, int]:
         """The bytes that each living process holds on the `device`."""
         return {one.process: one.held().get(device, 0) for one in self.kernels}
+
+    def held_on(self, device: str) -> list[tuple[Any, int]]:
+        """The memory of each living process on the `device`, and its bytes."""
+        return [
+            (kernel.rt.probe.place(device), kernel.held().get(device, 0))
+            for kernel in self.kernels
+            if kernel.rt is not None
+        ]
 
     def book(self) -> Any:
         """The newest page that a process has."""

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
+from gpu_runtime.facts import parse_importance
 from gpu_runtime.scheduler import admission
+from gpu_runtime.units import parse_bytes
 
 from .box import Box, Kernel
 from .disk import Disk, file_of
@@ -95,6 +97,8 @@ class Day:
             self.over = True
             box.slow = 0.0
             self.disk.recover()
+            for card in box.driver.foreign if box.driver else ():
+                box.driver.take(card, 0)
             for kernel in self._open():
                 machine.start(self._tidy, (kernel,), kernel.process, "tidy")
             ended = machine.run(lambda: not self.asking or bool(self._wrong()), QUIET_SECONDS)
@@ -238,13 +242,15 @@ class Day:
             return self.random.choice(kernel.models)
         name = f"m{next(self.box.numbers)}"
         random = self.random
-        options: dict[str, Any] = {"size": random.choice(SIZES)}
+        most = self.box.cap or 8 << 30  # what one card may hold for a user is enough for each model
+        sizes = [size for size in SIZES if parse_bytes(size) <= most]
+        options: dict[str, Any] = {"size": random.choice(sizes)}
         if random.random() < 0.3:
             options["shadow"] = True
         if random.random() < 0.3:
             options["pieces"] = 8
         if random.random() < 0.1:
-            options |= {"devices": random.choice(self._cards()), "size": random.choice(SIZES[:4])}
+            options |= {"devices": random.choice(self._cards()), "size": random.choice(sizes[:4])}
         if random.random() < 0.2:
             options["keep_alive"] = random.choice((1, 20))
         slow = random.choice((0.0, 0.01, 0.5, 5.0))
@@ -260,10 +266,9 @@ class Day:
                     (LoadFailed("the disk is gone", name=name, source=""), OutOfMemory("no room"))
                 )
 
-        kernel.rt.register(
-            name, hook, backend="fake",
-            importance=random.choice(self.ranks), **options,
-        )  # fmt: skip
+        rank = random.choice(self.ranks)
+        self.box.importance[name] = parse_importance(rank)
+        kernel.rt.register(name, hook, backend="fake", importance=rank, **options)
         if random.random() < self.precious:  # its weights exist nowhere else
             self.box.precious[hook] = kernel, name
             to_disk = bool(self.disk.budget) and "pieces" not in options
@@ -391,6 +396,10 @@ class Day:
                 box.kill_keeper()
             elif fault == "disk" and self.disk.budget:
                 box.note(f"the disk is {self.disk.trouble()}")
+            elif fault == "stranger" and box.driver is not None:
+                card = random.choice(self._cards())
+                busy = box.driver.foreign[card] and random.random() < 0.7
+                box.driver.take(card, 0 if busy else random.randint(1, 6) << 30)
             elif fault == "collect":
                 gc.collect()
 
@@ -461,4 +470,5 @@ FAULTS = (
     "both",
     "collect",
     "disk",
+    "stranger",
 )

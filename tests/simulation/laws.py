@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerRefused
-from gpu_runtime.facts import Grant, Phase, Refuse, World
+from gpu_runtime.facts import HOST, Drop, Grant, Move, Phase, Refuse, Sample, Share, Wait, World
 from gpu_runtime.ledgers.keeper import ledger as clients
 from gpu_runtime.owner import acquire, maintenance, requests
 from gpu_runtime.owner.resident import Place
-from gpu_runtime.scheduler import recall, transitions
+from gpu_runtime.scheduler import admission, recall, transitions
 from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.queue import Context
 from gpu_runtime.units import GIB, show_bytes
 
 from .box import Box, Kernel
@@ -25,6 +27,7 @@ LOOK_SECONDS = 0.25  # how often the waiting requests are decided again
 GRANTED_SECONDS, SLOWLY_SECONDS = 2.5, 8.0
 # How often a waiting request and a monitor look by themselves. Most days it is seldom: a wake-up that was lost shows.
 LOOKS_SECONDS = (1.0, 30.0, 30.0)
+GROWN_SECONDS = 30.0  # so long after other programs took memory a grant may meet too little of it
 MOST_IN_VAIN, IN_VAIN_SECONDS = 200, 2.0  # writes of requests that wait, while nothing else changes
 carry_out_order, refuse_unlawful = maintenance.carry_out_order, clients.refuse_unlawful
 
@@ -61,12 +64,14 @@ class Laws:
             str, tuple[Any, ...]
         ] = {}  # by key: what was decided last, and the verdict
         self._in_vain: deque[float] = deque(maxlen=MOST_IN_VAIN)  # writes that change nothing
+        self._judged: set[Any] = set()  # sets of leases that leave for a request
         self._carried_out: set[tuple[str, str]] = set()  # orders that threads carry out now
         acquire.admit = self._admit
         clients.refuse_unlawful = self._refuse_unlawful
         maintenance.carry_out_order = self._carry_out_order
         Log.broken = self._broken
         looks = LOOKS_SECONDS[-1] if slow else box.machine.random.choice(LOOKS_SECONDS)
+        looks = 1.0 if box.driver else looks  # what a driver tells rings no bell
         requests.POLL_SECONDS = maintenance.POLL_SECONDS = looks
         if slow:  # who waits for a use of its own process looks often
             requests.NEAR_SECONDS = maintenance.NEAR_SECONDS = acquire.NEAR_SECONDS = 0.5
@@ -76,12 +81,98 @@ class Laws:
     def _admit(self, book: Any, request: Any, world: Any, rank: Any) -> Any:
         """The product's `admit`, whose arguments and verdicts are noted."""
         after, verdict = admit(book, request, world, rank)
+        self._victims(book, after, request, world, rank, verdict)
         kind = type(verdict).__name__
         self.box.met[f"{kind}: {verdict.kind}" if isinstance(verdict, Refuse) else kind] += 1
         for kernel in self.box.kernels:
             if kernel.process is self.box.machine.current.process:  # type: ignore[union-attr]
                 self._asked[request.key] = kernel, request, world, rank
         return after, verdict
+
+    def _victims(
+        self, book: Any, after: Any, request: Any, world: Any, rank: Any, verdict: Any
+    ) -> None:
+        """Law 8: victims are chosen by importance, then pruned.
+
+        It is judged while all models may be loaded again: else the room in host memory decides too.
+        """
+        ticket, steps = after.ticket(request.key), ()
+        going = (
+            _recalled(ticket) if ticket else {}
+        )  # by lease: where its bytes go; nowhere if empty
+        if isinstance(verdict, Wait):
+            steps = verdict.steps
+            going |= {one.lease: one.shares for one in steps if isinstance(one, Move)}
+            going |= {one.lease: () for one in steps if isinstance(one, Drop)}
+        leases = {lease.id: lease for lease in book.leases()}
+        able = [lease for lease in leases.values() if lease.phase is Phase.SETTLED]
+        chosen = {one.id for one in able if one.id in going and _on_cards(one)}
+        known = (request.key, *sorted((id, going[id]) for id in chosen))
+        if not chosen or known in self._judged or book.entries >= admission.MOST_LEASES:
+            return
+        self._judged.add(known)
+        if not all(lease.droppable or lease.kind == "block" for lease in leases.values()):
+            return
+        context = Context.of(book, request, world)
+        host_left = self.box.limits[HOST] - book.claims().get(HOST, 0)
+        host_left -= sum(leases[id].card_bytes for id in chosen)
+        for step in steps:
+            if isinstance(step, Drop) and leases[step.lease].all_on_device and host_left >= 0:
+                self._broken(f"{step.lease} is dropped for {request.key}, and RAM has room for it")
+        for one in context.blocking:  # what they have recalled leaves in any case
+            going = _recalled(one) | going
+        if not self._is_seen(book, world):
+            return
+
+        def enough_on(leave: dict[str, Any]) -> set[str]:
+            """The cards of the whole grant, once these have left; empty if they are not enough."""
+            then = _without(book, leave, context.blocking)
+            found, verdict = admit(then, request, self._measured(then, world), rank)
+            if isinstance(verdict, Grant) and found.ticket(request.key) is None:
+                return {share.device for share in verdict.lease.target}
+            return set()
+
+        self.box.met["victims judged"] += 1
+        for id in chosen:
+            lease, fewer = leases[id], {one: to for one, to in going.items() if one != id}
+            if lease.in_parts and not going[id]:
+                continue  # it may leave for its bytes in host memory
+            leaves = sum(share.bytes for share in going[id])
+            less = (leaves or lease.card_bytes) - lease.piece_bytes
+            if lease.piece_bytes and less > 0 and (leaves or host_left > 0):
+                fewer[id] = (Share(HOST, less),)
+            if ticket and enough_on(fewer) == {share.device for share in ticket.need}:
+                self._broken(f"{id} leaves for {request.key} in vain: {going}")
+        most, asker = min(leases[id].importance for id in chosen), request.lease
+        others = {id: to for id, to in going.items() if id not in chosen}
+        for lease in able:
+            grace = 0.0 if lease.owner == asker.owner else world.rules.grace_seconds
+            rests = world.now >= max(lease.moves_again_at, lease.last_used + grace)
+            if lease.importance > most and lease.kind == "model" and rests and not (
+                lease.pins or lease.keep or lease.id in context.silent or lease.id == asker.id
+            ):  # fmt: skip
+                others.setdefault(lease.id, ())
+        if enough_on(others):
+            self._broken(f"{chosen} leave for {request.key}, and less important ones are enough")
+
+    def _is_seen(self, book: Any, world: Any) -> bool:
+        """Whether the samples show all that is in use, and only that."""
+        driver = self.box.driver
+        if driver is None:
+            return True
+        if book.ghosts or any(lease.phase is Phase.ARRIVING for lease in book.leases()):
+            return False
+        return not driver.late and world.now > max(driver.grew.values()) + GROWN_SECONDS
+
+    def _measured(self, book: Any, world: Any) -> Any:
+        """The `world` once the driver has measured the `book`."""
+        if self.box.driver is None:
+            return world
+        now, samples = world.now + 1e-3, {}
+        for card, foreign in self.box.driver.foreign.items():
+            held = sum(lease.bytes_on(card) for lease in book.leases())
+            samples[card] = Sample(card, now, self.box.limits[card] - held - foreign)
+        return replace(world, now=now, samples=samples)
 
     def _refuse_unlawful(self, *write: Any, unsent: bool = False) -> None:
         """No owner decides what may not be written."""
@@ -109,6 +200,7 @@ class Laws:
         if written is None or written is not self._written:
             self._written = written
             self._bytes(self.box.kernels)
+            self._cap()
             self._sums()
             self._departures()
         else:
@@ -129,9 +221,18 @@ class Laws:
 
     def _bytes(self, kernels: list[Kernel]) -> None:
         """No device holds more than it has, and no process holds a byte that the newest page does not claim for it."""
+        driver = self.box.driver
+        if driver and (card := driver.refused):
+            driver.refused = ""
+            if self.box.machine.now - driver.grew[card] > GROWN_SECONDS:
+                self._broken(
+                    f"{card} refuses memory that was granted, and other programs took none"
+                )
         for kernel in kernels:
             held, claims = kernel.held(), self._claims(kernel)
             before, self._held[kernel.process] = self._held.get(kernel.process), held
+            if driver and driver.late and held is not before:
+                driver.follow()
             for device, size in held.items():
                 if size > claims.get(device, 0):
                     self._broken(
@@ -147,17 +248,47 @@ class Laws:
             sizes = ", ".join(f"{who} {show_bytes(size)}" for who, size in held.items() if size)
             self._broken(f"{device} has {show_bytes(limit)}, and holds: {sizes}")
 
+    def _cap(self) -> None:
+        """The user with a cap has no more of a card, in all processes together."""
+        sections = self.box.book().sections.values() if self.box.cap else ()
+        claims = [
+            share
+            for section in sections
+            for lease in section.leases
+            for share in (lease.claims() if section.owner.user == "ann" else ())
+        ]
+        for card in self.box.limits.keys() - {HOST}:
+            size = sum(share.bytes for share in claims if share.device == card)
+            if size > self.box.cap:
+                self._broken(f"ann has {show_bytes(size)} of {card}, and may not")
+
     def _claims(self, kernel: Kernel) -> dict[str, int]:
         section = self.box.book().sections.get(kernel.me)
         return section.claims() if section is not None else {}
 
     def _sums(self) -> None:
         """The totals never fall."""
+        self._out_of_memory()
+        for ticket in self.box.book().tickets:
+            lease = self.box.book().lease(ticket.owner, ticket.name)
+            if lease is None or lease.key != ticket.key or lease.phase is not Phase.ARRIVING:
+                continue
+            rest = lease.bytes_on(HOST) - sum(share.bytes for share in lease.target)
+            if ticket.need_bytes < rest:
+                self._broken(f"{ticket.key} does not wait for the {show_bytes(rest)} that it lacks")
         totals = transitions.totals(self.box.book())
         for name, count in self._totals.items():
             if totals[name] < count:
                 self._broken(f"the total of {name} fell from {count} to {totals[name]}")
         self._totals = totals
+
+    def _out_of_memory(self) -> None:
+        """After an error for want of memory, nothing more important leaves."""
+        for event in self.box.book().events[-3:]:
+            if found := re.search(r"ran out of memory while (\S+) was loaded", event.because):
+                rank = self.box.importance
+                if event.action in ("offloaded", "unloaded") and rank[event.model] < rank[found[1]]:
+                    self._broken(f"{event.model} leaves, and is more important: {event.because}")
 
     def _departures(self) -> None:
         """Nothing leaves for others that is kept, in use, or more important than what it leaves for."""
@@ -212,6 +343,7 @@ class Laws:
             *self._not_obeyed(book),
             *self._remains(book),
             *self._not_begun(book),
+            *self._bounded(book),
         ]
         for what in waits:
             since = self._could[what] = could.get(what, now)
@@ -240,10 +372,11 @@ class Laws:
                 known = book, asked, admit(book, request, world, rank)[1]
                 self._first[ticket.key] = known
             today = replace(world, now=now, wall=world.wall + now - world.now)
-            verdicts = (
-                known[2],
-                isinstance(known[2], Grant) and admit(book, request, today, rank)[1],
-            )
+            told = known[2]
+            if box.driver:  # what a driver tells rings no bell
+                today = replace(today, samples=box.driver.samples())
+                told = admit(book, request, today, rank)[1]
+            verdicts = (told, isinstance(told, Grant) and admit(book, request, today, rank)[1])
             if all(isinstance(one, Grant) for one in verdicts):
                 yield f"{ticket.key} could be granted, and waits"
 
@@ -255,11 +388,10 @@ class Laws:
             if kernel.rt is None or kernel.closed or kernel.process in self.box.stopped:
                 continue
             session = kernel.rt._session
-            asker = session.users.get("ann")
-            if asker is None or _moves(kernel) or kernel.me not in book.sections:
+            if _moves(kernel) or kernel.me not in book.sections:
                 continue
             now, wall = session.clock(), session.wall()
-            askers = {one.key: asker for one in book.tickets if one.owner != kernel.me}
+            askers = requests.askers(session, book)
             found = []
             # What only time has brought about, such as the end of a grace period, rings no bell.
             mine = [
@@ -270,7 +402,9 @@ class Laws:
             rung = max([one.recalled_since or one.arrived for one in mine], default=now)
             for at in (now, rung):
                 late = wall + at - now
-                world = World(at, late, session.probe.devices, session.limits, {}, session.rules)
+                samples = box.driver.samples() if (box := self.box).driver else {}
+                devices = session.probe.devices
+                world = World(at, late, devices, session.limits, samples, session.rules)
                 found.append(recall.obey(book, kernel.me, world, "law", askers, session.rank)[1])
             names = {one.lease for one in found[0]} & {one.lease for one in found[1]}
             yield from [f"{kernel.process} could evict {id}, and does not" for id in sorted(names)]
@@ -312,6 +446,26 @@ class Laws:
             answered = any(event.answers == ticket.key for event in book.events)
             if not answered and ticket.key not in running[owner].rt._session.orders:
                 yield f"{owner} does not begin {ticket.verb} {name} of {ticket.key}"
+
+    def _bounded(self, book: Any) -> Iterator[str]:
+        """Where torch may take more than an enforced cap leaves to a process, or less than it has.
+
+        No process has memory of its own, so what it has beyond its leases is counted twice.
+        """
+        for id, kernel in self._running(book).items() if self.box.driver else ():
+            session, cap = kernel.rt._session, kernel.rt._session.rules.cap
+            if book.sections[id].residue:
+                yield f"{kernel.process} counts bytes twice"
+            if cap is None or not cap.enforce or session.blocks or _moves(kernel):
+                continue
+            for card, fraction in kernel.rt.probe.bounds.items():
+                theirs = [s for s in book.sections.values() if s.owner.user == cap.user]
+                others = sum(s.claims().get(card, 0) for s in theirs if s.owner.id != id)
+                bound, off = fraction * self.box.limits[card], 0.01 * self.box.limits[card]
+                if self._claims(kernel).get(card, 0) > bound + off:
+                    yield f"torch may not use all that {kernel.process} has of {card}"
+                if bound > cap.bytes_per_device - others + off:
+                    yield f"torch may take more of {card} in {kernel.process} than the cap leaves"
 
     def _broken(self, what: str) -> None:
         """Notes the problem with the book: a line for each lease, ticket and last event."""
@@ -406,6 +560,32 @@ class Laws:
 
     def _keeper(self) -> Any:
         return self.box.keeper and self.box.keeper.process
+
+
+def _recalled(ticket: Any) -> dict[str, Any]:
+    return {id: (Share(HOST, size),) if size else () for id, size in ticket.recalls.items()}
+
+
+def _on_cards(lease: Any) -> bool:
+    return any(share.device != HOST for share in lease.shares)
+
+
+def _without(book: Any, going: dict[str, Any], served: Any) -> Any:
+    """The `book` once what leaves already has left, and `going`: by lease, where its bytes go; to nowhere if empty.
+
+    What the tickets `served` have recalled is in `going` too.
+    """
+    for ticket in served:
+        book = book.with_ticket(replace(ticket, recalls={}))
+    for lease in [*book.leases()]:
+        leaving = lease.phase is Phase.LEAVING
+        if leaving or lease.id in going:
+            target = lease.target if leaving else going[lease.id]
+            if target:
+                book = book.with_lease(lease.holding(lease.after(target)))
+            else:
+                book = book.without_lease(lease.owner, lease.name)
+    return book
 
 
 def _wishes(book: Any) -> Any:
