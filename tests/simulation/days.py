@@ -59,6 +59,8 @@ class Day:
         )
         # A user waits so long between two requests. A day with few of them lasts for hours.
         self.pace = self.random.choice(PACES)
+        if self.box.driver:  # who looks each second looks too often on a day of hours
+            self.pace = PACES[0]
         self.seconds = seconds * self.pace / PACES[0]
         self.laws = Laws(self.box, slow=self.pace > PACES[0])
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
