@@ -621,6 +621,8 @@ def newly_addressed(before: Book, after: Book, owner: str) -> set[str]:
         old = before.ticket(ticket.key)
         repeats = old is not None and ticket.refreshed < old.refreshed + REPEAT_SECONDS
         known = _addressed(old) if old and repeats else set()
+        if not known <= _addressed(ticket):
+            known = set()  # what is still named may have waited for the room of what left
         for id, size in _addressed(ticket):
             lease = after.find(id)
             # A part that left since is recalled anew, if the words are the same.

@@ -238,6 +238,7 @@ def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
     other = there.with_ticket(replace(mine, recalls={f"{ME.id}/a": size(1)}, refreshed=NOW + 0.9))
     ordered = WAITED_FOR.with_ticket(ticket(f"{ME.id}/", by=2, key="who", verb="who"))
     left = again.with_lease(replace(again.lease(ME.id, "a"), away_since=NOW + 0.5))
+    two = there.with_ticket(replace(mine, recalls={**mine.recalls, "another/c": 0}))
 
     def concerned(before, after):
         return transitions.newly_addressed(before, after, mine.owner)
@@ -247,6 +248,7 @@ def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
     assert concerned(there, later) == {ME.id}  # it may not have been heard
     assert concerned(there, other) == {ME.id}  # another part of it
     assert concerned(there, left) == {ME.id}  # the part left; this one is recalled after it
+    assert concerned(two, there) == {ME.id}  # c has left RAM, and `a` may have waited for that room
 
 
 # -- publish ---------------------------------------------------------------------------------------
