@@ -167,6 +167,8 @@ class Day:
         """At quiet: every living kernel can use each of its models that fits."""
         for kernel in self._open():
             for name in [spec.name for spec in kernel.rt.specs()]:
+                if self.box.cap:  # what the book shows in use is refused, until its owner has published the end
+                    self.machine.run(lambda: not self._pinned(), REST_SECONDS)
                 self.machine.start(self._use_once, (kernel, name), kernel.process, "use once")
                 if not self.machine.run(
                     lambda: bool(self._done) or bool(self._wrong()), QUIET_SECONDS
@@ -176,6 +178,9 @@ class Day:
                 if wrong := self._wrong() or outcome:
                     return wrong
         return ""
+
+    def _pinned(self) -> bool:
+        return any(lease.pins for lease in self.box.book().leases())
 
     def _use_once(self, kernel: Kernel, name: str) -> None:
         self._done = []
