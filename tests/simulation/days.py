@@ -167,7 +167,7 @@ class Day:
         """At quiet: every living kernel can use each of its models that fits."""
         for kernel in self._open():
             for name in [spec.name for spec in kernel.rt.specs()]:
-                if self.box.cap:  # what the book shows in use is refused, until its owner has published the end
+                if self.box.cap:  # a use counts against it until its end is published
                     self.machine.run(lambda: not self._pinned(), REST_SECONDS)
                 self.machine.start(self._use_once, (kernel, name), kernel.process, "use once")
                 if not self.machine.run(
@@ -350,6 +350,8 @@ class Day:
         kernel.rt.move(name, card)
 
     def drain(self, kernel: Kernel, token: object) -> None:
+        if self.box.cap:  # another user may come, and then only an operator undoes it
+            return
         card = self.random.choice(self._cards())
         self._asks(token, kernel, f"drain({card})")
         kernel.rt.drain(card)

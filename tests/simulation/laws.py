@@ -114,7 +114,7 @@ class Laws:
         if not all(lease.droppable or lease.kind == "block" for lease in leases.values()):
             return
         context = Context.of(book, request, world)
-        host_left = self.box.limits[HOST] - book.claims().get(HOST, 0)
+        host_left = self.box.limits[HOST] - book.claims().get(HOST, 0) - request.stage_bytes
         host_left -= sum(leases[id].card_bytes for id in chosen)
         for step in steps:
             if isinstance(step, Drop) and leases[step.lease].all_on_device and host_left >= 0:
