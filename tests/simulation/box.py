@@ -338,7 +338,7 @@ class CardMemory(Memory):
 
 
 class Cards(Probe):
-    """Cards that are measured, and whose memory torch's allocator bounds."""
+    """Cards that are measured."""
 
     def __init__(self, devices: str) -> None:
         super().__init__(open_probe(devices).devices)
@@ -346,7 +346,6 @@ class Cards(Probe):
             one if one.is_host else replace(one, simulated=False) for one in self.devices
         )
         self.simulated = False
-        self.bounds: dict[str, float] = {}
 
     def _memory(self, device: Any) -> Memory:
         kind = Memory if device.is_host else CardMemory
@@ -356,7 +355,6 @@ class Cards(Probe):
         return Box.active.driver.samples(fresh)
 
     def bound(self, device: str, fraction: float) -> bool:
-        self.bounds[device] = fraction
         return True
 
 
