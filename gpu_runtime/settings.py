@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from .arguments import TEXT, TRUTH, Rule, number_in_file, plain
 from .errors import BadSetting
-from .facts import PlacementRules, Rules
+from .facts import PLACEMENTS, PlacementRules, Rules
 from .safe_text import MOST_QUOTED
-from .scheduler.placement import PLACEMENTS
 from .scheduler.policies import POLICIES
 from .units import GIB, MIB, parse_seconds
 

@@ -33,7 +33,7 @@ MORE = (
     (STEPS, "(known.values()), limits=limits", ", visitors=(*book.visitors, truth.owner.id)"),
     # messages, an owner's part, and what a keeper knows of the owners
     (KEEPER, "    watch: bool = False\n", "    later: str = 'later'\n"),
-    (KEEPER, "# owners that a person declared dead\n", "    later: str = 'later'\n"),
+    (KEEPER, "    holds_below: dict[str, int] = {}  # see `Book`\n", "    later: str = 'later'\n"),
     (
         KEEPER,
         "# the number of this owner's last write that is in the book\n",

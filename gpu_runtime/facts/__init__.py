@@ -75,6 +75,8 @@ from .book import (
     where,
 )
 from .decisions import (
+    LAYOUTS,
+    PLACEMENTS,
     UNDECLARED,
     Asker,
     Candidate,

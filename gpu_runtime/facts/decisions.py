@@ -241,6 +241,10 @@ class World(Value):
         return next((device for device in self.devices if device.id == id), None)
 
 
+PLACEMENTS = ("best-fit", "most-free", "fewest-evictions")
+LAYOUTS = ("auto", "single", "balanced", "proportional", "whole")
+
+
 class PlacementRules(Value):
     """Where a footprint may be placed, and how it may be divided among several cards.
 

@@ -20,7 +20,7 @@ from math import ceil, comb
 from msgspec.structs import replace
 
 from ..errors import BadSetting
-from ..facts import Candidate, Footprint, PlacementRules, Share, Shares, where
+from ..facts import LAYOUTS, PLACEMENTS, Candidate, Footprint, PlacementRules, Share, Shares, where
 from ..units import show_bytes, show_seconds
 
 
@@ -454,9 +454,6 @@ def _with_overhead(part: int, rules: PlacementRules) -> int:
 
 # -- the candidates for a model --------------------------------------------------------------------
 
-
-PLACEMENTS = ("best-fit", "most-free", "fewest-evictions")
-LAYOUTS = ("auto", "single", "balanced", "proportional", "whole")
 
 Bytes = Mapping[str, int]  # by device id
 

@@ -344,7 +344,7 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key in book.drained:
         return book
     marks = {**book.drained, device.key: Drain(by, world.wall)}
-    because = f"{by} drained {device.id}: it takes no new lease, and its idle models leave."
+    because = f"{by} drained {device.id}: no request gets room on it, and its idle models leave."
     return _noted(replace(book, drained=marks), world, device, "drained", because, by)
 
 

@@ -19,6 +19,7 @@ from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,
+    LAYOUTS,
     AllocatorMap,
     Event,
     History,
@@ -33,7 +34,6 @@ from gpu_runtime.files import newest_log, part_of
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import GOVERNOR_OFF, counters, versions
 from gpu_runtime.safe_text import clean
-from gpu_runtime.scheduler.placement import LAYOUTS
 from gpu_runtime.units import parse_room
 
 from .actions import Actions

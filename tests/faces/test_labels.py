@@ -144,7 +144,7 @@ def test_no_sentence_has_a_word_that_only_the_glossary_explains():
     assert found == []
 
 
-@pytest.mark.parametrize("words", ["(TP:", '"this process"', '"llama_cpp") else "in RAM"'])
+@pytest.mark.parametrize("words", ["(TP:", '"this process"', 'is_engine(lease) else "in RAM"'])
 def test_the_words_are_written_in_one_file(words):
     """With a second copy, two faces could differ again."""
     code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,
+    PLACEMENTS,
     Book,
     Drop,
     Event,
@@ -35,7 +36,7 @@ from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.capacity import freed_since, level, pressure, room
-from gpu_runtime.scheduler.placement import PLACEMENTS, place
+from gpu_runtime.scheduler.placement import place
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import cost_aware, lru
 from gpu_runtime.scheduler.queue import load_seconds
