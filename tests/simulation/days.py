@@ -133,12 +133,12 @@ class Day:
 
     def _tidy(self, kernel: Kernel) -> None:
         """Undoes the pins and drains whose users have failed or were killed, and forgets what can never leave."""
+        only = [name for owner, name in self.box.precious.values() if owner is kernel]
         for name, resident in list(kernel.rt._session.residents.items()):
             file = file_of(resident.handle)
-            if file is not None and file.content != name:
+            if name in only and file is not None and file.content != name:
                 self._gives_up(kernel, name)
         undo = [partial(kernel.rt.unpin, spec.name) for spec in kernel.rt.specs()]
-        only = [name for owner, name in self.box.precious.values() if owner is kernel]
         undo += [partial(kernel.rt.forget, name) for name in only]  # else they stay for ever
         undo += [partial(kernel.rt.drain, card, undo=True) for card in self._cards()]
         for act in undo:
@@ -151,7 +151,7 @@ class Day:
                 self._evict_all(kernel)
 
     def _gives_up(self, kernel: Kernel, name: str) -> None:
-        """A model whose file is damaged does not return: the user hears of it, and forgets the model."""
+        """A model without a source does not return from a damaged file: the user hears of it, and forgets the model."""
         with contextlib.suppress(GpuError):
             with kernel.rt.use(name, timeout=30):
                 raise AssertionError(f"{name} has returned from a damaged file")
