@@ -238,12 +238,15 @@ def changed(old: Book, new: Book, me: str, before: bytes = b"") -> dict[str, Any
 
 def _appended(old: Book, new: Book) -> tuple[Event, ...]:
     """The events that `new` has after those of `old`, if no other fact of all owners is changed; else ()."""
-    facts = replace(old, events=new.events, seq=new.seq)
     added = tuple([event for event in new.events if event.seq > old.seq])
-    noted = (*old.events, *added)[-MOST_EVENTS:]
-    is_all = _same_objects(_facts_of(facts), _facts_of(new)) and _same_objects(noted, new.events)
     numbers = [event.seq for event in added]
-    return added if is_all and numbers == [*range(old.seq + 1, new.seq + 1)] else ()
+    if numbers != [*range(old.seq + 1, new.seq + 1)]:
+        return ()
+    with_added = (*old.events, *added)[-MOST_EVENTS:]
+    rest = replace(old, events=new.events, seq=new.seq)
+    same_events = _same_objects(with_added, new.events)
+    same_rest = _same_objects(_facts_of(rest), _facts_of(new))
+    return added if same_events and same_rest else ()
 
 
 def with_events(facts: bytes, events: Iterable[msgspec.Raw]) -> bytes:

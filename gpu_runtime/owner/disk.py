@@ -208,11 +208,8 @@ def _reserve(session: Session, resident: Resident) -> int:
         left = session.decide(reserve)
     except LedgerUnavailable:
         raise
-    except (
-        GpuError,
-        OSError,
-    ) as error:  # without a pause, who waits for the room begins again at once
-        _pause(session, resident)
+    except (GpuError, OSError) as error:
+        _pause(session, resident)  # else who waits for the room begins again at once
         if isinstance(error, GpuError):
             raise
         raise _failure(session, resident, size, error) from error

@@ -217,6 +217,7 @@ def _has_deep_fields(content: msgspec.Raw, read: Part | Shared) -> bool:
 
 
 def _wishes(part: Part) -> list[Ticket]:
+    """The requests of an owner's `part`, without what a renewal changes."""
     return [ticket.wish for ticket in part.tickets]
 
 
