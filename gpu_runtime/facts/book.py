@@ -735,7 +735,7 @@ class Ticket(Value):
     key: str
     owner: str
     # "use" for a waiting request. An order is one of evict, shed, preload, move, pin,
-    # unpin, defrag, who, cancel.
+    # unpin, defrag, who, cancel, hibernate.
     verb: str
     name: str  # use: the model. An order: the id of the lease, or `OWNER_ID/` for the whole process
     arrived: float

@@ -117,7 +117,7 @@ def test_a_chat_crosses_the_files_of_its_table():
                 await served.chat("qwen")
             return journey
 
-    start, end = "## One HTTP call, traced", "## The book and its files"
+    start, end = "## One HTTP call, traced", "If the client leaves"
     page = ARCHITECTURE[ARCHITECTURE.index(start) : ARCHITECTURE.index(end)]
     beside = {f"gpu_runtime/serving/{name}" for name in re.findall(r"`(\w+\.py)`", page)}
     named = files_between(start, end) | beside
