@@ -46,9 +46,6 @@ from .journal import opened
 
 # -- a SQLite file that outlives a boot: the history, and the account of hours
 
-
-MOST_ROW_BYTES = 1 << 20
-
 log = logging.getLogger("gpu_runtime")
 
 
@@ -60,6 +57,7 @@ class StateFile:
     """
 
     what = "file"  # its name in warnings
+    most_row_bytes = 1 << 20
 
     def __init__(self, path: Path) -> None:
         """The file `path`. The first write creates it."""
@@ -120,7 +118,7 @@ class StateFile:
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         db = opened(self.path)
         # Another user of the ledger may have put anything into the file.
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.most_row_bytes)
         return db
 
     def _warn(self, what: str, error: Exception) -> None:

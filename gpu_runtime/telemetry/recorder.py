@@ -132,7 +132,6 @@ DAY = 86400.0
 # (age, stretch) in seconds. Of the moments older than `age`, one of each `stretch` is kept.
 THINNED = ((1800.0, 15.0), (10800.0, 60.0))
 AHEAD_SECONDS = 60.0  # a moment later than now + this was written while the clock was wrong
-MOST_ROW_BYTES = 1 << 20
 
 log = logging.getLogger("gpu_runtime")
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,7 +1,6 @@
 """Usage and jobs are counted and kept over a restart of the server."""
 
 import asyncio
-import logging
 import os
 import time
 from datetime import UTC, datetime
@@ -128,31 +127,42 @@ async def test_servers_side_by_side_add_to_one_file(path):
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
-async def test_usage_of_a_failed_write_is_written_later(path):
+async def test_usage_of_a_failed_write_is_written_later(path, monkeypatch):
     """The disk was full for one write. Those calls were lost."""
     store = Store(path)
     usage = Usage(store)
     usage.add("ann", facts("qwen", 5, 2))
-    store.close()
-    await usage.close()
-    usage._store = store = Store(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", lambda act: False)
+        await usage.close()
+    assert [row["calls"] for row in usage.of(1)] == [1]  # it is shown meanwhile
     usage.add("ann", facts("qwen", 1, 1))
     await usage.close()
     assert [row[2:] for row in store.usage("2000-01-01")] == [("qwen", 2, 6, 3)]
     store.close()
 
 
-def test_a_file_that_cannot_be_used_does_not_stop_the_server(path, caplog):
+def test_a_file_that_is_no_database_is_set_aside(path, caplog):
     path.write_bytes(b"no database" * 200)
     store = Store(path)
-    assert "kept in memory only" in caplog.text
+    assert "set aside" in caplog.text
     rows = [("2999-01-01", "ann", "qwen", 1, 2, 3)]
-    store.add_usage(rows)
+    assert store.add_usage(rows)
     assert store.usage("2998-01-01") == rows
     store.close()
-    caplog.set_level(logging.WARNING)
-    store.add_usage(rows)  # a closed file is an error that is logged
-    assert "could not be written" in caplog.text
+
+
+async def test_a_file_that_cannot_be_written_does_not_stop_the_server(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "serving.sqlite")
+    assert "cannot be written" in caplog.text and not store.keeps_jobs
+    usage = Usage(store)
+    usage.add("ann", facts("qwen"))
+    assert [row["calls"] for row in usage.of(1)] == [1]
+    store.put_job("job-1", {"id": "job-1"})
+    await usage.close()
+    assert [row["calls"] for row in usage.of(1)] == [1]
+    store.close()
 
 
 def test_usage_is_shown_and_a_key_sees_its_own(runtime):
