@@ -114,7 +114,7 @@ def verbs_table(lines: Iterable[Line]) -> str:
     rows = []
     for line in lines:
         verb = VERBS[line.name]
-        place = verb.places[0]
+        place = CLI if verb.plain_in_notebook else verb.places[0]
         typed = verb.synopsis(place, short=True)
         where = {(MAGIC,): "notebook", (CLI,): "terminal"}.get(verb.places, "both")
         python = f"`{line.note}`" if line.note else ""
@@ -123,10 +123,12 @@ def verbs_table(lines: Iterable[Line]) -> str:
 
 
 def verb_help(lines: Iterable[Line]) -> str:
-    """The help of every verb, as `gpu help VERB` prints it."""
-    from gpu_runtime.verbs import VERBS, details
+    """The help of every verb, as `%gpu help VERB` or `gpu help VERB` prints it: where it takes all its options."""
+    from gpu_runtime.verbs import CLI, VERBS, details
 
-    texts = (details(verb, verb.places[0]) for verb in VERBS.values())
+    texts = (
+        details(verb, CLI if verb.plain_in_notebook else verb.places[0]) for verb in VERBS.values()
+    )
     return "\n".join(f"```text\n{text}\n```\n" for text in texts)
 
 

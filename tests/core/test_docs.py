@@ -4,6 +4,7 @@ The tables of the reference are made from the code (`docs/_ext/reference.py`) an
 the code fails a test, and so does a setting, verb, error, route or field that no page lists.
 """
 
+import argparse
 import inspect
 import re
 import shlex
@@ -109,6 +110,15 @@ def test_every_verb_is_listed_once_and_exists_in_python():
     lines = reference.lines_in(page("reference/verbs"), "verbs")
     named = {name for line in lines for name in re.findall(r"rt\.(\w+)", line.note)}
     assert {name for name in named if not hasattr(Runtime, name)} - {"settings"} == set()
+
+
+def test_every_option_of_a_verb_is_explained():
+    """`console` takes options in a terminal only, and its options were missing."""
+    shown = page("reference/verbs")
+    for verb in VERBS.values():
+        for argument in verb.arguments:
+            help = argument.options["help"]
+            assert help == argparse.SUPPRESS or help in shown, (verb.name, argument.flags)
 
 
 def test_every_error_is_listed_once_with_what_to_do_and_its_attributes():
