@@ -525,34 +525,21 @@ class ModelCalls(Value):
     answer_tokens: int = 0
 
 
-class JobFigures(Value):
-    """One job. Its id is left out, since a visitor who knows the id may fetch the result."""
-
-    endpoint: str
-    client: str
-    status: str  # running, succeeded, failed or cancelled
-    created: float  # epoch seconds
-    ended: float = 0.0  # 0: it still runs
-
-
 class ServerFigures(Value):
     """All figures of one server."""
 
     state: GatewayState
     models: dict[str, ModelCalls]
-    jobs: tuple[JobFigures, ...]  # the newest first
+    jobs: tuple[Any, ...]  # of `openai.Job`, the newest first
     now: float  # by the gateway's clock, as are the times in `state.clients`
     usage: tuple[dict[str, Any], ...] = ()  # of the last 30 days; the rows of `Usage.of`
 
 
 def served(gateway: Any, jobs: Any, now: float) -> ServerFigures:
     """The figures of the `gateway` and its `jobs` at `now` of its clock. Call this in the gateway's event loop."""
-    found = tuple(
-        JobFigures(job.endpoint, job.client, job.status, job.created, job.ended)
-        for job in sorted(jobs.all(), key=lambda job: -job.created)
-    )
+    newest = tuple(sorted(jobs.all(), key=lambda job: -job.created))
     usage = tuple(gateway.usage.recent())
-    return ServerFigures(gateway.state(), _models(gateway), found, now, usage)
+    return ServerFigures(gateway.state(), _models(gateway), newest, now, usage)
 
 
 def _models(gateway: Any) -> dict[str, ModelCalls]:

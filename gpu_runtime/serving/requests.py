@@ -9,14 +9,17 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, ModelSpec, Value, parse_importance
+
+if TYPE_CHECKING:
+    from .gateway import Streamed
 
 Json = dict[str, Any]  # an object of JSON
 LOAD = "load"  # a call that only brings its model to a device
@@ -86,14 +89,6 @@ class Call(Value):
     budget: float | None = None  # seconds for the whole answer
 
 
-class Events(Protocol):
-    """A streamed answer, event by event. `aclose`, which may be called twice, ends it early and frees what it holds."""
-
-    def __aiter__(self) -> AsyncIterator[Json]: ...
-
-    async def aclose(self) -> None: ...
-
-
 @dataclass
 class Reply:
     """An answer: `json`, or `events` for a stream. The sender must close the answer, even if it cannot be sent."""
@@ -102,7 +97,7 @@ class Reply:
     asked: str  # the model that was requested
     because: str  # why another model answered; empty if the requested model answered
     json: Json | None = None
-    events: Events | None = None
+    events: Streamed | None = None
     headers: dict[str, str] = field(default_factory=dict)
     # The facts of the call in the request log. The last ones are added when a stream ends.
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -13,9 +13,9 @@ import logging
 import os
 import resource
 import socket
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
@@ -33,7 +33,6 @@ PAUSE_SECONDS = 0.5  # without accepting, once the process or the machine can op
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 log = logging.getLogger("gpu_runtime")
-Kept = TypeVar("Kept")
 
 
 class Connections:
@@ -134,23 +133,6 @@ class Connections:
 
         resume()
         return stop
-
-
-class PerStranger(Generic[Kept]):
-    """One value for each stranger, which `make` returns at its first use; the `most` recently used ones."""
-
-    def __init__(self, make: Callable[[], Kept], most: int = 1024) -> None:
-        self._make = make
-        self._most = most
-        self._values: OrderedDict[str, Kept] = OrderedDict()
-
-    def of(self, stranger: str) -> Kept:
-        if stranger not in self._values:
-            self._values[stranger] = self._make()
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)
-        self._values.move_to_end(stranger)
-        return self._values[stranger]
 
 
 def stranger_of(connection: socket.socket, address: Any) -> str:

@@ -38,7 +38,7 @@ from ..errors import BadSetting
 from ..tcp_sockets import user_of_client
 from . import auth
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
-from .connections import Connections, PerStranger
+from .connections import Connections
 from .json_body import whole_number
 
 COOKIE = "gpu-console"
@@ -49,6 +49,8 @@ REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
 SECRET_IN_QUERY = re.compile(r"(.*[_-])?(api_?key|key|token|secret|password|authorization)", re.I)
 MASKED = "***"
 REMOVED_HEADERS = ("Authorization", "X-Api-Key", "Bokeh-Session-Id")
+MOST_STRANGERS = 1024  # whose guesses are counted: the most recent ones
+Limits = Callable[[str], GuessLimiter]  # by stranger
 REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
 # A client may finish sending a body that is too large, up to this size. Then the client can read the refusal.
 DISCARDED_BODY_BYTES = 1 << 30
@@ -98,10 +100,11 @@ class Gate(ReversibleRouter):
         self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = _derived(rules.operator_token, "lane")[:22]
         self.connections: Connections | None = None  # set by a server that limits its connections
-        self.guesses = PerStranger(lambda: GuessLimiter(clock))
+        recent = functools.lru_cache(MOST_STRANGERS)
+        self.guesses: Limits = recent(lambda stranger: GuessLimiter(clock))
         # The limits for requests without a token, such as the first requests of a browser.
-        self.refusals = PerStranger(
-            lambda: GuessLimiter(clock, free=200, seconds=0.02, waiting=500)
+        self.refusals: Limits = recent(
+            lambda stranger: GuessLimiter(clock, free=200, seconds=0.02, waiting=500)
         )
         self.max_body_bytes = DISCARDED_BODY_BYTES  # a server may set its own limit here
         self._app = app
@@ -220,11 +223,9 @@ class Gate(ReversibleRouter):
             return self._refuse(request, 429, TOO_MANY_GUESSES, wait=TOO_MANY_SECONDS)
         return self._refuse(request, 403, WRONG_TOKEN, form=True, wait=wait)
 
-    def _counted(
-        self, limits: PerStranger[GuessLimiter], request: HTTPServerRequest
-    ) -> float | None:
+    def _counted(self, limits: Limits, request: HTTPServerRequest) -> float | None:
         """Counts a refused `request`. Returns the seconds by which its answer is delayed; None if too many wait."""
-        limiter = limits.of(self._stranger(request))
+        limiter = limits(self._stranger(request))
         wait = limiter.wait_seconds()
         if wait is not None:
             limiter.count()

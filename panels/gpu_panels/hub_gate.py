@@ -71,7 +71,7 @@ class HubGate(PanelGate):
         secret = self._app.settings["cookie_secret"]
         signed = decode_signed_value(secret, name, credentials.cookies.get(name))
         offered = tokens.bearer(credentials.authorization)
-        if offered and self.guesses.of(self._stranger(request)).wait_seconds() is None:
+        if offered and self.guesses(self._stranger(request)).wait_seconds() is None:
             return self._refuse(request, 429, gate.TOO_MANY_GUESSES, wait=gate.TOO_MANY_SECONDS)
         token = offered or (signed or b"").decode()
         session = credentials.cookies.get(SESSION, "")

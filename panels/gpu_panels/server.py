@@ -163,7 +163,7 @@ class PanelGate(Gate):
         Panel checks passwords itself, so the gate does not know which passwords are right. Therefore every try counts
         as a guess.
         """
-        limiter = self.guesses.of(self._stranger(request))
+        limiter = self.guesses(self._stranger(request))
         if limiter.wait_seconds() != 0.0:
             return False
         limiter.count()

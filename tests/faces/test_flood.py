@@ -15,9 +15,9 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
-from gpu_runtime.web import connections
-from gpu_runtime.web.auth import AccessRules, GuessLimiter
-from gpu_runtime.web.connections import Connections, PerStranger, stranger_of
+from gpu_runtime.web import connections, gate
+from gpu_runtime.web.auth import AccessRules
+from gpu_runtime.web.connections import Connections, stranger_of
 from gpu_runtime.web.gate import Gate, install
 from gpu_runtime.web.http_server import LINES_AT_ONCE, LineLimit
 from tests.clock import PATIENCE
@@ -255,17 +255,17 @@ def test_an_address_elsewhere_is_a_stranger_and_an_ipv6_network_is_one():
             assert stranger_of(unconnected, (host, 5, 0, 0)) == "2001:db8::/64"
 
 
-def test_each_stranger_has_a_limit_of_its_own_and_the_last_ones_are_remembered():
+def test_each_stranger_has_a_limit_of_its_own_and_the_last_ones_are_remembered(monkeypatch):
     """A stranger that goes on guessing is not forgotten because others come."""
-    now = 0.0
-    limits = PerStranger(lambda: GuessLimiter(lambda: now), most=2)
+    monkeypatch.setattr(gate, "MOST_STRANGERS", 2)
+    limits = Gate(Application([]), AccessRules("ann", OPERATORS), lambda: 0.0).guesses
     for stranger in ("uid 1", "uid 2"):
         for _ in range(20):
-            limits.of(stranger).count()
-    assert limits.of("uid 1").wait_seconds() is None
-    assert limits.of("uid 3").wait_seconds() == 0.0
-    assert limits.of("uid 1").wait_seconds() is None, "it was used later than uid 2"
-    assert limits.of("uid 2").wait_seconds() == 0.0, "only two are remembered"
+            limits(stranger).count()
+    assert limits("uid 1").wait_seconds() is None
+    assert limits("uid 3").wait_seconds() == 0.0
+    assert limits("uid 1").wait_seconds() is None, "it was used later than uid 2"
+    assert limits("uid 2").wait_seconds() == 0.0, "only two are remembered"
 
 
 def test_a_flood_of_lines_is_left_out_of_the_log_and_counted():
@@ -295,7 +295,7 @@ def test_a_page_stays_open_over_a_restart_under_the_same_token_only():
 def test_a_flood_without_tokens_is_answered_slowly():
     """Two hundred at once without delay, then fifty a second: no page needs more."""
     app = Application([("/", Hello)])
-    limiter = Gate(app, AccessRules("ann", OPERATORS), lambda: 0.0).refusals.of("uid 1")
+    limiter = Gate(app, AccessRules("ann", OPERATORS), lambda: 0.0).refusals("uid 1")
     for _ in range(450):
         limiter.count()
     assert limiter.wait_seconds() == pytest.approx(5.0)

@@ -91,7 +91,7 @@ class Served:
 class _NoDelay:
     """Limits no refusals: the answers to wrong tokens are not delayed in these tests."""
 
-    def of(self, stranger: str) -> _NoDelay:
+    def __call__(self, stranger: str) -> _NoDelay:
         return self
 
     def wait_seconds(self) -> float:
