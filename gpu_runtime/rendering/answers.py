@@ -302,6 +302,16 @@ def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> Part:
         f"{clean(verdict)}{' · simulated' if simulated else ''}",
         f'<div class="g-head"><b>{mark} {esc(verdict)}</b> {simulated}</div>',
     )
+    done = NOTHING
+    if found.steps or found.obstacle:
+        done = line(f"Nothing was done. {views.how_to_do_it(found, prompt)}", soft=True)
+    needs, leaving, others = plan_details(found, snapshot)
+    steps = _plan_steps(found, snapshot)
+    return page(head, line(found.because), needs, steps, leaving, others, done)
+
+
+def plan_details(found: Plan, snapshot: Snapshot) -> tuple[Part, Part, Part]:
+    """What the model of the plan `found` needs, what may leave for it, and the places that were not chosen."""
     others = NOTHING
     if considered := views.others_considered(found):
         title = "also considered" if found.granted else "considered"
@@ -309,11 +319,7 @@ def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> Part:
         lines = [f"  {place} {clean(because)}" for place, because in considered]
         words = "\n".join([f"{title.capitalize()}:", *lines])
         others = Part(words, html.table((title, "why not"), cells))
-    done = NOTHING
-    if found.steps or found.obstacle:
-        done = line(f"Nothing was done. {views.how_to_do_it(found, prompt)}", soft=True)
-    steps, leaving = _plan_steps(found, snapshot), _leavers(found.leavers, snapshot)
-    return page(head, line(found.because), _plan_needs(found), steps, leaving, others, done)
+    return _plan_needs(found), _leavers(found.leavers, snapshot), others
 
 
 def _plan_needs(found: Plan) -> Part:

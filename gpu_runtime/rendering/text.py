@@ -131,18 +131,6 @@ def table(
     return [line(headers), *map(line, cells)]
 
 
-def frame(
-    records: Sequence[Mapping[str, Any]],
-    columns: Sequence[str],
-    owners: Mapping[str, str] | None = None,
-) -> str:
-    """A DataFrame's `records` as an aligned table with the `columns`; see `cell`."""
-    numbers = [n for n, name in enumerate(columns) if is_number(name)]
-    headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
-    rows = [[cell(name, record[name], owners) for name in columns] for record in records]
-    return "\n".join(table(rows, headers, numbers))
-
-
 def as_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """The `rows` as CSV with a line of names. No cell is a formula, even if a model's name looks like one.
 

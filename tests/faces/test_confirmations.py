@@ -283,3 +283,13 @@ def test_a_model_that_is_unpinned_and_stays_is_told_as_such(answer):
     rt = MagicMock(**{f"evict.{key}": value for key, value in answer.items()})
     outcome = perform(rt, propose("unpin_evict", at(), idle(keep=True)), "ann")
     assert not outcome.done and outcome.because == "It is no longer pinned. it is used"
+
+
+def test_an_interrupt_is_confirmed_with_how_long_the_cell_has_run():
+    """In the console and in JupyterLab's panel."""
+    world = snapshot(lease("qwen", 4))
+    section = replace(world.sections[ME.id], busy_since=NOW - 90)
+    world = replace(world, sections=world.sections | {ME.id: section})
+    asked = question(propose("interrupt", f"{ME.id}/", world), world)
+    assert asked.title.startswith("Interrupt train.ipynb") and "90 s" in asked.lines[0]
+    assert asked.grave

@@ -221,10 +221,3 @@ def test_the_variables_of_a_notebook_are_listed_without_its_models():
     frame = SimpleNamespace(attrs={"note": "names of ann only"}, to_dict=lambda _: records)
     row = {"name": "w", "kind": "variable", "bytes": "1.0 GiB", "frees": "0 B", "cell": "In [2]"}
     assert view.variables(frame) == {"rows": [row], "note": "names of ann only"}
-
-
-def test_an_interrupt_is_confirmed_with_how_long_the_cell_has_run():
-    world = snapshot(lease("qwen", 4))
-    section = replace(world.sections[ME.id], busy_since=NOW - 90)
-    asked = view.question_interrupt(section, world)
-    assert asked["title"] == "Interrupt train.ipynb?" and "90 s" in asked["lines"][0]

@@ -178,10 +178,14 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
         )
         return Question(f"Continue {process}?", lines, label)
     if proposal.verb == "interrupt":
+        busy_since = snapshot.sections[proposal.owner].busy_since
+        seconds = show_seconds(max(0.0, snapshot.now - busy_since)) if busy_since else ""
         lines = (
-            "Its running cell ends with KeyboardInterrupt, as with the stop button.",
+            f"Its cell has run for {seconds}." if seconds else "",
+            "The running cell ends with KeyboardInterrupt, as with the stop button.",
             "Its variables and models stay as they are.",
         )
+        lines = tuple(filter(None, lines))
         return Question(f"Interrupt {process}?", lines, label, grave=True)
     lines = (
         "Its allocator returns cached blocks that are not in use to the device.",

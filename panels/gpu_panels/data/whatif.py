@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
     Snapshot,
     Step,
 )
-from gpu_runtime.rendering import views
+from gpu_runtime.rendering import answers, views
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
@@ -225,37 +225,16 @@ def details(found: PlanAnswer, snapshot: Snapshot) -> str:
     plan = found.plan
     if plan is None:
         return ""
-    parts = []
+    steps = answers.NOTHING
     if plan.steps:
-        steps = [views.step_sentence(snapshot, step) for step in plan.steps]
-        parts.append(f"<h4>Step by step</h4>{_list(steps, 'ol')}")
-    if plan.leavers:
-        rows, more = views.leavers(plan.leavers, snapshot)
-        title = views.LEAVERS_TITLE
-        parts.append(f"<h4>{esc(title)}</h4>" + _table(views.LEAVERS, rows))
-        parts.append(f'<p class="soft">{esc(more)}</p>' if more else "")
-    if needs := views.needs(plan):
-        parts.append(f"<h4>It needs {esc(needs)}{esc(views.on_cards(plan))}</h4>")
-    if rows := views.parts(plan):
-        parts.append(_table(("part", "size", "from"), rows))
-    parts += [f'<p class="soft">{esc(note)}</p>' for note in views.notes(plan)]
-    if others := views.others_considered(plan):
-        parts.append("<h4>Also considered</h4>" + _table(("place", "why not"), others))
-    return "".join(parts)
+        steps = answers.numbered(views.step_sentence(snapshot, step) for step in plan.steps)
+    title = "<h4>Step by step</h4>" if plan.steps else ""
+    return title + answers.page(steps, *answers.plan_details(plan, snapshot)).html
 
 
 def _list(sentences: Sequence[str], tag: str) -> str:
     items = "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences)
     return f"<{tag}>{items}</{tag}>"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    titles = "".join(f"<th>{esc(title)}</th>" for title in header)
-    body = ""
-    for row in rows:
-        cells = "".join(f"<td>{esc(cell)}</td>" for cell in row)
-        body += f"<tr>{cells}</tr>"
-    return f"<table><tr>{titles}</tr>{body}</table>"
 
 
 def _lines(text: str) -> str:

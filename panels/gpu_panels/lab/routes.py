@@ -224,19 +224,19 @@ class Reader:
         section = snapshot.sections.get(target.partition("/")[0])
         if section is None and verb != "cancel":  # the target of `cancel` has no owner
             return {"refused": "The process has ended. Nothing was done."}
-        if section is not None and verb == "interrupt":
-            return view.question_interrupt(section, snapshot)
         proposal = propose(verb, target, snapshot)
         difference = changed(proposal, snapshot)
         if difference:
             return {"refused": difference}
         text = question(proposal, snapshot)
+        lines = [line for line in text.lines if line]
+        if verb == "interrupt":
+            return {**text._asdict(), "lines": lines}
         number = secrets.token_hex(8)
         with self._lock:
             self._questions[number] = (ledger, proposal)
             while len(self._questions) > MOST_QUESTIONS:
                 self._questions.popitem(last=False)
-        lines = [line for line in text.lines if line]
         process = asked_process(proposal, snapshot)
         return {**text._asdict(), "lines": lines, "question": number, "process": process}
 

@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, cards, device_name, fill, strangers_bytes
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
+from gpu_runtime.units import GIB, MIB, show_bytes
 
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import MEANS, ticket_title
@@ -329,23 +329,3 @@ def variables(frame: Any) -> dict[str, Any]:
         if record["kind"] != "model"
     ]
     return {"rows": rows, "note": clean(frame.attrs.get("note") or "")}
-
-
-def question_interrupt(section: Section, snapshot: Snapshot) -> dict[str, Any]:
-    """The text to confirm that the kernel of `section` is interrupted."""
-    title = notebook_name(section)
-    running = "It runs no cell now."
-    if section.busy_since:
-        running = (
-            f"Its cell has run for {show_seconds(max(0.0, snapshot.now - section.busy_since))}."
-        )
-    return {
-        "title": f"Interrupt {title}?",
-        "lines": [
-            running,
-            "The running cell ends with KeyboardInterrupt, as with the stop button.",
-            "Its variables and models stay as they are.",
-        ],
-        "confirm": "Interrupt",
-        "grave": True,
-    }
