@@ -210,7 +210,9 @@ def _past(snapshot: Snapshot) -> Part:
     parts = []
     if snapshot.events:
         last = snapshot.events[-1]
-        time, subject = clock(last.wall), views.event_subject(last, snapshot)
+        time, subject = clock(last.wall), last.title
+        if subject in ("", KERNEL):
+            subject = views.holder(snapshot, last.owner)
         sentence = views.event_sentence(last)
         shown = html.line(
             f'<span class="g-soft">Last decision, {time}:</span>',

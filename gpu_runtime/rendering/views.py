@@ -557,13 +557,6 @@ def event_sentence(event: Event) -> str:
     return f"{event_phrase(event)}{requested}{reason}."
 
 
-def event_subject(event: Event, snapshot: Snapshot) -> str:
-    """The name before the sentence about `event`: its title, or else the process."""
-    if event.title and event.title != KERNEL:
-        return event.title
-    return holder(snapshot, event.owner)
-
-
 def titled(events: Sequence[Event], snapshot: Snapshot | None) -> list[tuple[str, Event]]:
     """The `events` that are shown, each with its title, such as `qwen of train.ipynb (pid 4121)`.
 
@@ -616,13 +609,11 @@ def versions(snapshot: Snapshot) -> str:
         found.setdefault(version, []).append(holder_label(owner, snapshot.owner))
     if len(found) < 2:
         return ""
-    parts = [f"{version} in {_first_of(sorted(found[version]))}" for version in sorted(found)]
+    parts = []
+    for version, names in sorted(found.items()):
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        parts.append(f"{version} in {'; '.join(sorted(names)[:MOST_NAMED])}{more}")
     return clean(f"Versions: {' · '.join(parts)}")
-
-
-def _first_of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return "; ".join(names[:MOST_NAMED]) + more
 
 
 def events_to_show(events: Sequence[Event]) -> list[Event]:

@@ -83,7 +83,12 @@ class KeyRules:
         name = visitor.removeprefix(BEGIN)
         with self._allowance.granted(name, key, prompt_tokens(call), total, choices) as grant:
             if grant.answer is not None and call.kind in _WRITTEN:
-                call = _limited(call, grant.answer // choices)
+                # Each of the `n` texts of the answer may have so many tokens.
+                most, asked = grant.answer // choices, max_tokens_of(call.body)
+                in_body = "max_completion_tokens" in call.body
+                name = "max_completion_tokens" if in_body else "max_tokens"
+                most = most if asked is None else min(most, asked)
+                call = replace(call, body={**call.body, name: most})
             try:
                 yield call
             except Refused as refused:
@@ -116,14 +121,6 @@ class KeyRules:
         if key is None:  # the key was removed a moment ago
             raise Refused(401, "no_key", "this key was removed")
         return key
-
-
-def _limited(call: Call, most: int) -> Call:
-    """The `call`, changed so that each of the `n` texts of its answer has at most `most` tokens."""
-    name = "max_completion_tokens" if "max_completion_tokens" in call.body else "max_tokens"
-    asked = call.body.get(name)
-    most = most if asked is None else min(most, asked)
-    return replace(call, body={**call.body, name: most})
 
 
 WINDOW_SECONDS = 60.0

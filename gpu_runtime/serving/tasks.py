@@ -239,13 +239,6 @@ def _fault(profile: Profile) -> tuple[str, ...]:
 # -- the profile and the alias of a call
 
 
-def _after(system: str, prompt: str | list[int]) -> str:
-    """The `prompt` after the text `system`. Raises Refused (400) for a prompt that is a list of tokens."""
-    if not isinstance(prompt, str):
-        raise bad("prompt", prompt, "text: this client's profile adds a system text to it")
-    return f"{system}\n\n{prompt}"
-
-
 def apply_profile(call: Call, profile: Profile | None) -> Call:
     """The `call`, in which each missing value is taken from the client's `profile`.
 
@@ -261,7 +254,11 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
     if profile.system and call.kind == "chat":
         body["messages"] = with_system(body["messages"], profile.system)
     elif profile.system and call.kind == "completions":
-        prompts = [_after(profile.system, prompt) for prompt in prompts_of(body)]
+        prompts = prompts_of(body)
+        for at, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                raise bad("prompt", prompt, "text: this client's profile adds a system text to it")
+            prompts[at] = f"{profile.system}\n\n{prompt}"
         body["prompt"] = prompts if len(prompts) > 1 else prompts[0]
     importance = call.importance
     if importance is None and profile.importance is not None:

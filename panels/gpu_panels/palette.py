@@ -63,18 +63,12 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
     for label in wanted:
         if label in assigned:
             continue
-        slot = _best_slot(slot_uses, colour_uses)
+        # The least used slot, then the least used colour, then the lowest number, which is the most legible.
+        slot = min(range(SLOTS), key=lambda n: (slot_uses[n], colour_uses[n % len(COLOURS)], n))
         assigned[label] = slot
         slot_uses[slot] += 1
         colour_uses[slot % len(COLOURS)] += 1
     return assigned
-
-
-def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot, then the least used colour, then the lowest number, which is the most legible."""
-    return min(
-        range(SLOTS), key=lambda slot: (slot_uses[slot], colour_uses[slot % len(COLOURS)], slot)
-    )
 
 
 class Palette:

@@ -280,7 +280,8 @@ def _held(rt: Any, wanted: str, in_host: bool) -> list[LeaseId] | None:
     names |= set(rt.catalog_names())
     name = wanted
     if wanted.partition("@")[0] not in names:
-        name = _name_in_key(wanted)
+        kind, _, rest = wanted.partition(":")  # of `type:name:quantization`
+        name = rest.rpartition(":")[0] if kind.lower() in TYPES else ""
         if name not in names:
             return None
     return _ids(lease for address, lease in held if name in (lease.name, address))
@@ -385,22 +386,19 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
 
 def _add_actions(routes: APIRouter, rt: Any) -> None:
-    async def act_until(actor: str, work: Callable[[Cancellation], Any]) -> Any:
+    async def act(actor: str, work: Callable[[Cancellation], Any]) -> Any:
         """Runs `work(cancelled)` in a thread, and returns its result. The journal names `actor` as the cause."""
 
-        def act(cancelled: Cancellation) -> Any:
+        def acting(cancelled: Cancellation) -> Any:
             with rt.on_behalf_of(f"{actor}, HTTP"):
                 return work(cancelled)
 
-        return await in_thread_until(act)
-
-    async def act_as(actor: str, work: Callable[[], Any]) -> Any:
-        return await act_until(actor, lambda _: work())
+        return await in_thread_until(acting)
 
     @routes.post("/defragment")
     async def post_defragment(actor: str = ACTS) -> Json:
         """Returns to the device the memory that allocators hold without using it."""
-        outcome = await act_as(actor, rt.defrag)
+        outcome = await act(actor, lambda _: rt.defrag())
         return {"status": "defragmentation_triggered", "memory_freed_mb": outcome.bytes // MIB}
 
     @routes.post(
@@ -412,7 +410,7 @@ def _add_actions(routes: APIRouter, rt: Any) -> None:
     )
     async def post_evict(model_type: str, drop: bool = False, actor: str = ACTS) -> JSONResponse:
         """Evicts from their cards the idle models of a type, one model given by its name, or all idle models."""
-        status, answer = await act_as(actor, lambda: evict(rt, model_type, drop))
+        status, answer = await act(actor, lambda _: evict(rt, model_type, drop))
         return JSONResponse(answer, status)
 
     @routes.post(
@@ -421,7 +419,7 @@ def _add_actions(routes: APIRouter, rt: Any) -> None:
     async def post_cancel(name: str, actor: str = ACTS) -> JSONResponse:
         """Ends the wait of a request in the queue. The cell that waits gets an error that names the actor."""
         try:
-            outcome = await act_as(actor, lambda: rt.cancel(name))
+            outcome = await act(actor, lambda _: rt.cancel(name))
         except GpuError as error:
             return JSONResponse({"error": str(error).splitlines()[0]}, 409)
         return JSONResponse({"status": "cancelled", "detail": outcome.because})
@@ -429,10 +427,4 @@ def _add_actions(routes: APIRouter, rt: Any) -> None:
     @routes.post("/preload")
     async def post_preload(request: Request, wanted: Preload, actor: str = ACTS) -> Json:
         """Loads models before they are needed. If the client leaves, a load that only it needs is stopped."""
-        return await unless_gone(request, act_until(actor, partial(preload, rt, wanted)))
-
-
-def _name_in_key(text: str) -> str:
-    """The name in a text of the form `type:name:quantization`; any other text unchanged."""
-    kind, _, rest = text.partition(":")
-    return rest.rpartition(":")[0] if kind.lower() in TYPES and ":" in rest else text
+        return await unless_gone(request, act(actor, partial(preload, rt, wanted)))

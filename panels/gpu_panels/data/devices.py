@@ -420,6 +420,8 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
     # If every device is simulated, the status bar shows that once for all of them.
     is_odd = view.device.simulated and not snapshot.simulated
     limit, total = show_bytes(view.limit_bytes), show_bytes(view.device.total_bytes)
+    drain = Button("undrain", "End the drain") if view.drained else Button("drain", "Drain")
+    on_card = drain, Button("compact", "Compact"), Button("evict_idle", "Evict all idle")
     return DeviceRow(
         view.device.id,
         device_name(view.device.id),
@@ -436,7 +438,7 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
         f"budget: {limit} of {total} may be held",
         (*_parts(bar, drawing), *_kept_parts(bar, kept, drawing)),
         description(bar),
-        _card_buttons(view) if drawing.may_act_on_cards and not view.device.is_host else (),
+        on_card if drawing.may_act_on_cards and not view.device.is_host else (),
     )
 
 
@@ -513,11 +515,6 @@ def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
 
 
 # -- buttons ---------------------------------------------------------------------------------------
-
-
-def _card_buttons(view: DeviceView) -> tuple[Button, ...]:
-    drain = Button("undrain", "End the drain") if view.drained else Button("drain", "Drain")
-    return drain, Button("compact", "Compact"), Button("evict_idle", "Evict all idle")
 
 
 def _buttons(stretch: Stretch, drawing: _Drawing) -> tuple[Button, ...]:

@@ -96,17 +96,17 @@ def calendar(records: Sequence[Record]) -> str:
     )
     rows = []
     for day in sorted({day for day, _ in idle})[-MOST_DAYS:]:
-        cells = "".join(_hour(day, hour, idle.get((day, hour), 0.0), most) for hour in range(24))
-        rows.append(f'<tr><th scope="row" style="{_DAY}">{day:%a %d}</th>{cells}</tr>')
+        cells = [f'<th scope="row" style="{_DAY}">{day:%a %d}</th>']
+        for hour in range(24):
+            size = idle.get((day, hour), 0.0)
+            title = f"{day:%a %d}, {hour}:00: {size:.1f} GiB-hours idle"
+            colour = f"background:rgba(213,94,0,{size / most:.2f})"
+            cells.append(f'<td title="{title}" style="{_HOUR};{colour}"></td>')
+        rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
         f'<div class="soft">Held idle, by day and hour; the darkest hour has {most:.1f} GiB-hours</div>'
         f'<table style="{_CALENDAR}"><tr><td style="width:4em"></td>{heads}</tr>{"".join(rows)}</table>'
     )
-
-
-def _hour(day: datetime.date, hour: int, size: float, most: float) -> str:
-    title = f"{day:%a %d}, {hour}:00: {size:.1f} GiB-hours idle"
-    return f'<td title="{title}" style="{_HOUR};background:rgba(213,94,0,{size / most:.2f})"></td>'
 
 
 def own_week(records: Sequence[Record], user: str) -> str:

@@ -121,15 +121,9 @@ def _waiting_row(
         importance_cell(ticket.importance),
         Cell(because, kind="prose alarm" if silent else "prose"),
     )
-    return Row(
-        ticket.key, cells, (end_wait(ticket, snapshot),) if _is_shown(ticket, snapshot) else ()
-    )
-
-
-def _is_shown(ticket: Ticket, snapshot: Snapshot) -> bool:
-    """Whether `snapshot` shows the process that waits with `ticket`, and not only the sum of its user's memory."""
     section = snapshot.sections.get(ticket.owner)
-    return section is None or bool(section.owner.pid)
+    is_sum = section is not None and not section.owner.pid  # of another user's processes
+    return Row(ticket.key, cells, () if is_sum else (end_wait(ticket, snapshot),))
 
 
 def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
@@ -391,7 +385,11 @@ def _row(problem: Problem, snapshot: Snapshot, seen: Since, told: alerts.State |
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
     """The button for `verb` on a lease, a waiting request or a process. It sends `VERB TARGET`; see `pressed`."""
     if verb in ("resume", "interrupt"):
-        return Button(f"{verb} {target}", VERBS[verb], _why_no_signal(verb, target, snapshot))
+        # Only its user and root may send it a signal.
+        user, me = snapshot.sections[target.partition("/")[0]].owner.user, snapshot.owner.user
+        may = me in ("root", user) or not user
+        only = f"Only {user} and root may {VERBS[verb].lower()} it; this page is {me}'s"
+        return Button(f"{verb} {target}", VERBS[verb], "" if may else only)
     if verb == "cancel":
         ticket = next(one for one in snapshot.tickets if one.key == target)
         return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
@@ -400,13 +398,6 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
     button = Button(verb, f"{VERBS[verb]} {short(title)}")
     [awake] = if_awake([button], owner_id, snapshot, target)
     return awake._replace(verb=f"{verb} {target}")
-
-
-def _why_no_signal(verb: str, target: str, snapshot: Snapshot) -> str:
-    """Why this console may not send a signal to the process in `target`: only its user and root may."""
-    user, me = snapshot.sections[target.partition("/")[0]].owner.user, snapshot.owner.user
-    may = me in ("root", user) or not user
-    return "" if may else f"Only {user} and root may {VERBS[verb].lower()} it; this page is {me}'s"
 
 
 def pressed(button: str) -> tuple[str, str]:

@@ -128,32 +128,27 @@ def _client_row(name: str, pattern: Any, now: float) -> Row:
 
 def usage_rows(served: Any) -> tuple[Row, ...]:
     """A row for each visitor and model of the last 30 days. The row with the most answer tokens is first."""
-    ordered = sorted(served.usage, key=lambda row: (-row["answer_tokens"], -row["calls"]))
-    return tuple(_usage_row(row) for row in ordered)
-
-
-def _usage_row(row: dict[str, Any]) -> Row:
-    counts = [_count(row[name]) for name in ("calls", "prompt_tokens", "answer_tokens")]
-    cells = (Cell(clean(row["client"]), kind="strong"), Cell(clean(row["model"])), *counts)
-    return Row(f"{row['client']} {row['model']}", cells)
+    rows = []
+    for row in sorted(served.usage, key=lambda row: (-row["answer_tokens"], -row["calls"])):
+        counts = [_count(row[name]) for name in ("calls", "prompt_tokens", "answer_tokens")]
+        cells = (Cell(clean(row["client"]), kind="strong"), Cell(clean(row["model"])), *counts)
+        rows.append(Row(f"{row['client']} {row['model']}", cells))
+    return tuple(rows)
 
 
 def job_rows(served: Any) -> tuple[Row, ...]:
     """A row for each job, the newest first. Ids are not shown: anybody who knows an id can fetch the job's result."""
-    return tuple(_job_row(number, job) for number, job in enumerate(served.jobs))
-
-
-def _job_row(number: int, job: Any) -> Row:
-    seconds = job.ended - job.created if job.ended else None
-    kind = {"failed": "alarm", "running": "strong"}.get(job.status, "")
-    cells = (
-        Cell("", job.created, kind="time"),
-        Cell(clean(job.endpoint)),
-        Cell(clean(job.client)),
-        Cell(job.status, kind=kind),
-        _seconds(seconds),
-    )
-    return Row(f"{job.created:.6f}.{number}", cells)
+    rows = []
+    for number, job in enumerate(served.jobs):
+        cells = (
+            Cell("", job.created, kind="time"),
+            Cell(clean(job.endpoint)),
+            Cell(clean(job.client)),
+            Cell(job.status, kind={"failed": "alarm", "running": "strong"}.get(job.status, "")),
+            _seconds(job.ended - job.created if job.ended else None),
+        )
+        rows.append(Row(f"{job.created:.6f}.{number}", cells))
+    return tuple(rows)
 
 
 def summary(served: Any) -> str:

@@ -31,6 +31,7 @@ from gpu_runtime.web import json_body
 
 from ..data.cells import ledger_title, without_password
 from ..data.confirmations import Proposal, changed, propose, question
+from ..data.hours import own_week
 from ..data.rows import FirstSeen
 from . import view
 from .view import LabKernel, LedgerName
@@ -103,7 +104,12 @@ class Reader:
         if known is not None:
             return known
         name = self._name(read)
-        week = self._every(HOURS_SECONDS, f"week {name.key}", lambda: _own_week(read.rt))
+
+        def read_week() -> str:
+            """The line about the last seven days of the user of this server."""
+            return own_week(read.rt.report("7d").to_dict("records"), getpass.getuser())
+
+        week = self._every(HOURS_SECONDS, f"week {name.key}", read_week)
         plain = view.shown(snapshot, kernels, name, others, tile, read.first_seen, week)
         body = json.dumps(plain).encode()
         answer = Answer(body, hashlib.sha1(body, usedforsecurity=False).hexdigest())
@@ -276,13 +282,6 @@ def key_of(directory: Path | None) -> str:
 def title_of(url: str) -> str:
     """A short name of the ledger at `url`, without a password or another option."""
     return ledger_title(without_password(url).partition("?")[0])
-
-
-def _own_week(rt: Any) -> str:
-    """The line about the last seven days of the user of this server."""
-    from ..data.hours import own_week
-
-    return own_week(rt.report("7d").to_dict("records"), getpass.getuser())
 
 
 def user() -> str:
