@@ -11,15 +11,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, ModelSpec, Value, parse_importance
-
-if TYPE_CHECKING:
-    from .gateway import Streamed
 
 Json = dict[str, Any]  # an object of JSON
 LOAD = "load"  # a call that only brings its model to a device
@@ -97,7 +94,7 @@ class Reply:
     asked: str  # the model that was requested
     because: str  # why another model answered; empty if the requested model answered
     json: Json | None = None
-    events: Streamed | None = None
+    events: Any = None  # `gateway.Streamed`
     headers: dict[str, str] = field(default_factory=dict)
     # The facts of the call in the request log. The last ones are added when a stream ends.
     facts: Mapping[str, Any] = field(default_factory=dict)
