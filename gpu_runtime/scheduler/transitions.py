@@ -308,7 +308,7 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     fresh = Section(
         owner=truth.owner,
         leases=_published_leases(section, truth),
-        residue=_residue_beside_arrivals(section, truth),
+        residue=_residue_beside_moves(section, truth),
         staying=truth.staying,
         counts=section.counts,
         engines=truth.engines,
@@ -325,11 +325,11 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     return book
 
 
-def _residue_beside_arrivals(section: Section, truth: Truth) -> dict[str, int]:
-    """The residue of `truth`, less what has grown for the arriving leases of `section`, which claim it already."""
+def _residue_beside_moves(section: Section, truth: Truth) -> dict[str, int]:
+    """The residue of `truth`, less what has grown for the targets of `section`, which claim it already."""
     coming = Counter[str]()
     for lease in section.leases:
-        if lease.phase is Phase.ARRIVING and lease.key in truth.keys:
+        if lease.key in truth.keys:
             coming.update({share.device: share.bytes for share in lease.target})
     if not coming:
         return truth.residue
@@ -632,6 +632,14 @@ def newly_addressed(before: Book, after: Book, owner: str) -> set[str]:
     return found
 
 
+def able_to_offload(before: Book, after: Book) -> set[str]:
+    """The ids of the owners of recalled leases, if host memory has more room in `after`: they may leave for it now."""
+    recalled = {id.partition("/")[0] for ticket in after.tickets for id in ticket.recalls}
+    if recalled and after.claims().get(HOST, 0) < before.claims().get(HOST, 0):
+        return recalled
+    return set()
+
+
 REFRESH_SECONDS = 0.25  # so often a ticket that only repeats its words is written
 
 
@@ -652,6 +660,7 @@ def with_refreshed(book: Book, ticket: Ticket) -> Book:
 
 
 def _addressed(ticket: Ticket) -> set[tuple[str, int]]:
-    """What the ticket wants of which lease `OWNER/NAME`, or of the process `OWNER/`."""
-    whole = [(id, 0) for id in (*ticket.shadows, ticket.name) if "/" in id]
-    return {*ticket.recalls.items(), *whole}
+    """What the ticket wants of which lease `OWNER/NAME`, or of the process `OWNER/`; -1 is its copy in RAM."""
+    copies = [(id, -1) for id in ticket.shadows]
+    named = [(ticket.name, 0)] if "/" in ticket.name else []
+    return {*ticket.recalls.items(), *copies, *named}

@@ -41,7 +41,8 @@ def arriving(name="qwen", gib=8, **fields):
 
 
 def going(name="qwen", gib=8, **fields):
-    return lease(name, sim0=gib, phase=Phase.LEAVING, key="k", target=whole(HOST, gib), **fields)
+    moving = {"sim0": gib, "target": whole(HOST, gib)}
+    return lease(name, phase=Phase.LEAVING, key="k", **moving | fields)
 
 
 # -- arrived ---------------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
     ordered = WAITED_FOR.with_ticket(ticket(f"{ME.id}/", by=2, key="who", verb="who"))
     left = again.with_lease(replace(again.lease(ME.id, "a"), away_since=NOW + 0.5))
     two = there.with_ticket(replace(mine, recalls={**mine.recalls, "another/c": 0}))
+    copied = there.with_ticket(replace(mine, recalls={}, shadows=(f"{ME.id}/a",)))
 
     def concerned(before, after):
         return transitions.newly_addressed(before, after, mine.owner)
@@ -249,6 +251,16 @@ def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
     assert concerned(there, other) == {ME.id}  # another part of it
     assert concerned(there, left) == {ME.id}  # the part left; this one is recalled after it
     assert concerned(two, there) == {ME.id}  # c has left RAM, and `a` may have waited for that room
+    assert concerned(copied, there) == {ME.id}  # its copy stays, since the disk failed: it is to leave
+
+
+def test_room_in_ram_concerns_the_owners_of_what_is_recalled():
+    """A recalled model that RAM had no room for left at its owner's next look only, a second later."""
+    there = with_a().with_ticket(ticket("b", by=2, recalls={f"{ME.id}/a": 0}))
+    full = there.with_lease(lease("c", by=3, host=4))
+    assert transitions.able_to_offload(full, there) == {ME.id}
+    assert transitions.able_to_offload(there, full) == set()
+    assert transitions.able_to_offload(there, there) == set()
 
 
 # -- publish ---------------------------------------------------------------------------------------
@@ -302,9 +314,10 @@ def test_residue_is_published_and_counters_kept():
     assert page.claims() == {"sim:0": 5}
 
 
-def test_what_has_grown_for_an_arriving_lease_is_no_residue():
-    """Its target claims these bytes already. Counted twice, a load kept others waiting, and idle models left."""
-    section = replace(book(arriving()).sections[ME.id], residue={"sim:0": size(1)})
+@pytest.mark.parametrize("coming", [arriving(), going(sim0=0, sim1=8, target=whole("sim:0", 8))])
+def test_what_has_grown_for_the_target_of_a_lease_is_no_residue(coming):
+    """The target claims these bytes already. Counted twice, a load kept others waiting, and idle models left."""
+    section = replace(book(coming).sections[ME.id], residue={"sim:0": size(1)})
     page = Book(sections={ME.id: section})
     for used, residue in ((1, 1), (5, 1), (9, 1), (11, 3)):  # GiB beyond the settled leases
         after = publish(page, truth(keys=("k",), residue={"sim:0": size(used)}), THERE)
