@@ -95,6 +95,7 @@ def perform(
                 return step
     finally:
         session.done_with(key.note)
+        session.withdraw(key)
     raise StillInUse(f"{name} was used or changed at each of {MOST_DECISIONS} attempts.", name=name)
 
 

@@ -42,6 +42,7 @@ from ..facts import (
     Lease,
     ModelSpec,
     Owner,
+    Phase,
     Staying,
     Wait,
     World,
@@ -416,15 +417,22 @@ class Session:
         )
 
     def withdraw(self, key: Key) -> None:
-        """Removes this process's ticket for `key`, if there is one. Never raises GpuError.
+        """Removes what the book still has for `key`: a ticket, or the bytes of a grant. Never raises GpuError.
 
-        If the removal fails, the monitor withdraws the ticket at its next tick.
+        Call it after `done_with`. If the removal fails, the monitor does it at its next tick. If it is
+        interrupted, as by a second press of the stop button, the monitor, which may doze, does it now.
         """
         try:
-            if self.ledger.read().ticket(key.text):
+            book = self.ledger.read()
+            mine = book.sections.get(self.me)
+            keys = [one.key for one in mine.leases if one.phase is not Phase.SETTLED] if mine else []
+            if book.ticket(key.text) or key.text in keys:
                 self.decide(lambda book, world: (book.without_ticket(key.text), None))
         except LedgerUnavailable as error:
             log.debug("a ticket stays until the ledger can be written: %s", error)
+        except BaseException:
+            self.wake_monitor()
+            raise
 
     def reap(self) -> int:
         """Removes owners that are proven dead from the book. Returns the number of dead owners."""
@@ -504,6 +512,7 @@ class Session:
         if waiting and transitions.affects_waiters(before, after):
             concerned |= waiting
         concerned |= transitions.newly_addressed(before, after, self.me)
+        concerned |= transitions.able_to_offload(before, after)
         if concerned:
             self.ledger.ring(concerned)
 

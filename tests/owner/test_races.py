@@ -7,6 +7,7 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import LoadFailed, StillInUse
+from gpu_runtime.facts import Phase
 from gpu_runtime.owner import release
 from gpu_runtime.owner.resident import Place
 from gpu_runtime.units import GIB
@@ -133,6 +134,42 @@ def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
     assert claims(rt) == {"host": 3 * GIB}
     assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
     assert rt.preload("m").done
+
+
+@pytest.mark.parametrize("deed", ["lease", "use", "evict"])
+def test_an_interrupt_right_after_a_decision_leaves_nothing_for_the_monitor(
+    runtime, monkeypatch, deed
+):
+    """Granted bytes, and a model that was to leave, stayed reserved until the monitor looked, up to a minute later."""
+    rt = fakes(loaded(runtime(monitor=False), m="3GiB"), n="3GiB")
+    session = rt._session
+    there = session.ledger.read().claims()
+    deeds = {"lease": _leased, "use": lambda rt: _used(rt, "n"), "evict": lambda rt: rt.evict("m")}
+
+    def stop(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "_notify", stop)
+    with pytest.raises(KeyboardInterrupt):
+        deeds[deed](rt)
+    book = session.ledger.read()
+    assert book.claims() == there
+    assert all(lease.phase is Phase.SETTLED for lease in book.leases())
+
+
+def test_a_second_interrupt_wakes_the_monitor_which_tidies_up(runtime, monkeypatch):
+    session, woken = fakes(runtime(monitor=False), m="3GiB")._session, []
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "wake_monitor", lambda: woken.append(1))
+    monkeypatch.setattr(session.ledger, "read", stop)
+    with pytest.raises(KeyboardInterrupt):
+        session.withdraw(session.new_key("use m"))
+    monkeypatch.undo()
+    assert woken == [1]
 
 
 def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch):
