@@ -406,8 +406,6 @@ class Laws:
                 devices = session.probe.devices
                 world = World(at, late, devices, session.limits, samples, session.rules)
                 found.append(recall.obey(book, kernel.me, world, "law", askers, session.rank)[1])
-            # Room in RAM that others have made since is seen at the next look, so no move to it is judged.
-            found = [[one for one in steps if not isinstance(one, Move)] for steps in found]
             names = {one.lease for one in found[0]} & {one.lease for one in found[1]}
             yield from [f"{kernel.process} could evict {id}, and does not" for id in sorted(names)]
 
@@ -452,7 +450,7 @@ class Laws:
     def _doubled(self, book: Any) -> Iterator[str]:
         """Where bytes count twice: no process has memory of its own beyond its leases."""
         for id, kernel in self._running(book).items() if self.box.driver else ():
-            if book.sections[id].residue and not _moves(kernel):
+            if book.sections[id].residue:
                 yield f"{kernel.process} counts bytes twice"
 
     def _broken(self, what: str) -> None:
@@ -499,8 +497,9 @@ class Laws:
     def _left_in(self, kernel: Kernel) -> list[str]:
         session = kernel.rt._session
         kept = {
-            "keys": session.keys.texts(), "orders": session.orders, "asks": session.standing,
-            "loads": session.loads, "blocks": session.blocks,
+            "keys": session.keys.texts(), "asks": session.standing, "loads": session.loads,
+            "orders": [key for key, answer in session.orders.items() if answer is None],
+            "blocks": session.blocks,
         }  # fmt: skip
         found = [f"{name} {list(what)}" for name, what in kept.items() if what]
         for name, resident in session.residents.items():
@@ -584,7 +583,7 @@ def _wishes(book: Any) -> Any:
 def _moves(kernel: Kernel) -> bool:
     """Whether bytes of a model move in this process, perhaps in its monitor, which does nothing else meanwhile."""
     session = kernel.rt._session
-    if any(key.endswith(":obey") for key in session.keys.texts()):
-        return True  # between two moves
+    if any(key.endswith((":obey", ":relieve", ":drain")) for key in session.keys.texts()):
+        return True  # the monitor is between two moves
     residents = [*session.residents.values()]
     return any(one.work.locked() or one.stowing.locked() for one in residents)
