@@ -121,8 +121,9 @@ class Laws:
                 self._broken(f"{step.lease} is dropped for {request.key}, and RAM has room for it")
         for one in context.blocking:  # what they have recalled leaves in any case
             going = _recalled(one) | going
-        if not self._is_seen(book, world):
-            return
+        capped = {id for id in context.recalled if id.partition("/")[0] in context.cap_owners}
+        if capped or not self._is_seen(book, world):
+            return  # what others recall of this user counts against the cap until it has left
 
         def enough_on(leave: dict[str, Any]) -> set[str]:
             """The cards of the whole grant, once these have left; empty if they are not enough."""
