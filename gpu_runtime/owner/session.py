@@ -424,9 +424,8 @@ class Session:
         """
         try:
             book = self.ledger.read()
-            mine = book.sections.get(self.me)
-            keys = [one.key for one in mine.leases if one.phase is not Phase.SETTLED] if mine else []
-            if book.ticket(key.text) or key.text in keys:
+            moving = {lease.key for lease in book.leases() if lease.phase is not Phase.SETTLED}
+            if book.ticket(key.text) or key.text in moving:
                 self.decide(lambda book, world: (book.without_ticket(key.text), None))
         except LedgerUnavailable as error:
             log.debug("a ticket stays until the ledger can be written: %s", error)

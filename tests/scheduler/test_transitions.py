@@ -251,7 +251,7 @@ def test_a_ticket_concerns_the_owner_of_what_it_recalls_when_that_is_new():
     assert concerned(there, other) == {ME.id}  # another part of it
     assert concerned(there, left) == {ME.id}  # the part left; this one is recalled after it
     assert concerned(two, there) == {ME.id}  # c has left RAM, and `a` may have waited for that room
-    assert concerned(copied, there) == {ME.id}  # its copy stays, since the disk failed: it is to leave
+    assert concerned(copied, there) == {ME.id}  # its copy did not move to a disk
 
 
 def test_room_in_ram_concerns_the_owners_of_what_is_recalled():
