@@ -189,6 +189,7 @@ class KeeperLedger(ledger.KeeperLedger):
     def _end_hanging(self, wire: Any) -> None:
         if wire.is_open():
             Box.active.note(f"{wire.process} ends the keeper, which hangs")
+            Box.active.hung = str(wire.process)
             Box.active.kill_keeper()
 
     def _unavailable(self, why: str) -> Any:
@@ -471,7 +472,9 @@ class Box:
         self.precious: dict[Any, tuple[Kernel, str]] = {}  # hooks of models without a source
         self.numbers = itertools.count(1)  # of the models
         self.importance: dict[str, int] = {}  # of each model; less is more
+        self.kept: set[str] = set()  # ids of the leases that a user has pinned
         self.slow = 0.0  # how often a message is late
+        self.hung = ""  # a process that has just ended a keeper that did not answer
         Box.active = self
         ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
         notify._Waiter = Waiter  # type: ignore[misc]

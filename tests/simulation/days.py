@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
-from gpu_runtime.facts import parse_importance
+from gpu_runtime.facts import HOST, parse_importance
 from gpu_runtime.scheduler import admission
 from gpu_runtime.units import parse_bytes
 
@@ -264,14 +264,18 @@ class Day:
         to_disk = self.disk.budget and "pieces" not in options and random.random() < 0.7
         if to_disk and random.random() < 0.5:
             slow = 30.0  # a load that is slower than the disk
-        faulty = random.choice((0.0, 0.0, 0.05, 0.2))
+        faulty = random.choice((0.0, 0.0, 0.0, 0.0, 0.05, 0.05, 0.2, 0.2, 1.0))
+        fails: Callable[[], GpuError] = random.choice(
+            (
+                partial(LoadFailed, "the disk is gone", name=name, source=""),
+                partial(OutOfMemory, "no room"),
+            )
+        )
 
         def hook(what: str) -> None:
             self.machine.pause(None, random.uniform(0, slow))
             if not self.over and random.random() < faulty:
-                raise random.choice(
-                    (LoadFailed("the disk is gone", name=name, source=""), OutOfMemory("no room"))
-                )
+                raise fails()
 
         rank = random.choice(self.ranks)
         self.box.importance[name] = parse_importance(rank)
@@ -293,16 +297,19 @@ class Day:
 
     def use(self, kernel: Kernel, token: object, depth: int = 0) -> None:
         name, random = self._a_model(kernel), self.random
-        seconds = random.choice((None, 0.5, 5.0, 30.0))
+        seconds = random.choice((None, 0, 0.5, 5.0, 30.0))
         wish = random.choice(self.ranks) if random.random() < 0.1 else None
         self._asks(token, kernel, f"use({name}, timeout={seconds})")
         with kernel.rt.use(name, timeout=seconds, importance=wish) as model:
             if file_of(model) is not None:
                 raise AssertionError(f"{name} is used, and its bytes are on the disk")
             self.box.note(f"{kernel.process} uses {name}")
-            self.machine.pause(None, random.expovariate(1.0))
+            long = random.random() < 0.03  # longer than others let a request that it blocks pass
+            self.machine.pause(None, random.expovariate(0.02 if long else 1.0))
             if random.random() < 0.15 and depth < 2:
                 self.use(kernel, token, depth + 1)
+            if any(share.device == HOST for share in model.place[0]):
+                raise AssertionError(f"{name} is used, and lies at {model.place[0]}")
 
     def cancel(self, kernel: Kernel, token: object) -> None:
         name = self._a_target(kernel)
@@ -332,7 +339,12 @@ class Day:
         name = self._a_model(kernel)
         self._asks(token, kernel, f"pin({name})")
         kernel.rt.pin(name)
-        self.machine.pause(None, self.random.expovariate(0.3))
+        lease = f"{kernel.me}/{name}"
+        self.box.kept.add(lease)
+        try:
+            self.machine.pause(None, self.random.expovariate(0.3))
+        finally:  # another user may unpin it too
+            self.box.kept.discard(lease)
         kernel.rt.unpin(name)
 
     def forget(self, kernel: Kernel, token: object) -> None:
@@ -380,6 +392,8 @@ class Day:
                 box.kill_keeper(torn=random.random() < 0.5)
             elif fault == "kernel" and len(box.kernels) > 1:
                 self._kill(random.choice(box.kernels))
+                if random.random() < 0.3 and len(box.kernels) > 1:  # as when memory is short
+                    self._kill(random.choice(box.kernels))
             elif fault == "new kernel" and len(box.kernels) < self.limits.kernels:
                 self._open_kernel()
             elif fault == "stop keeper" and box.keeper is not None:

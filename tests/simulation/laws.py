@@ -2,8 +2,9 @@
 
 import gc
 import logging
+import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,12 @@ from msgspec.structs import replace
 from gpu_runtime.errors import LedgerRefused
 from gpu_runtime.facts import HOST, Drop, Grant, Move, Phase, Refuse, Sample, Share, Wait, World
 from gpu_runtime.ledgers.keeper import ledger as clients
-from gpu_runtime.owner import acquire, maintenance, requests
+from gpu_runtime.owner import acquire, failures, maintenance, requests
 from gpu_runtime.owner.resident import Place
 from gpu_runtime.scheduler import admission, recall, transitions
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.queue import Context
+from gpu_runtime.scheduler.feasibility import deadlocked
+from gpu_runtime.scheduler.queue import FAIR_STEPS, Context, awake, requests_ahead
 from gpu_runtime.units import GIB, show_bytes
 
 from .box import Box, Kernel
@@ -29,7 +31,11 @@ GRANTED_SECONDS, SLOWLY_SECONDS = 2.5, 8.0
 LOOKS_SECONDS = (1.0, 30.0, 30.0)
 GROWN_SECONDS = 30.0  # so long after other programs took memory a grant may meet too little of it
 MOST_IN_VAIN, IN_VAIN_SECONDS = 200, 2.0  # writes of requests that wait, while nothing else changes
+MOST_TRIES = 8  # of a load that runs out of memory, even if parts of the model return meanwhile
 carry_out_order, refuse_unlawful = maintenance.carry_out_order, clients.refuse_unlawful
+grants, room_for_load = acquire.grants, failures.room_for_load
+transact, make_put = clients.KeeperLedger.transact, clients.KeeperLedger._put
+follow = clients.KeeperLedger._follow
 
 
 class Log(logging.Handler):
@@ -56,6 +62,7 @@ class Laws:
         self._asked: dict[str, tuple[Kernel, Any, Any, Any]] = {}  # by key: the newest decision
         self._could: dict[str, float] = {}  # since when what must happen could have happened
         self._looked_at = 0.0
+        self._jumped_at = 0.0
         self._totals: dict[str, int] = {}
         self._before = box.book()
         self._written: Any = None  # the page at the last step
@@ -66,7 +73,15 @@ class Laws:
         self._in_vain: deque[float] = deque(maxlen=MOST_IN_VAIN)  # writes that change nothing
         self._judged: set[Any] = set()  # sets of leases that leave for a request
         self._carried_out: set[tuple[str, str]] = set()  # orders that threads carry out now
+        self._ends: dict[str, float] = {}  # by key: when the time of a request is over
+        self._tries: Counter[Any] = Counter()  # by thread: how often it made room for a failed load
+        self._sent: dict[Any, int] = {}  # by thread: the number of the write that it makes now
         acquire.admit = self._admit
+        acquire.grants, failures.room_for_load = self._grants, self._room_for_load
+        for name, law in {
+            "transact": self._transact, "_put": self._put, "_follow": self._follow
+        }.items():  # fmt: skip
+            setattr(clients.KeeperLedger, name, lambda *given, law=law: law(*given))
         clients.refuse_unlawful = self._refuse_unlawful
         maintenance.carry_out_order = self._carry_out_order
         Log.broken = self._broken
@@ -82,6 +97,7 @@ class Laws:
         """The product's `admit`, whose arguments and verdicts are noted."""
         after, verdict = admit(book, request, world, rank)
         self._victims(book, after, request, world, rank, verdict)
+        self._order(book, request, world, rank, verdict)
         kind = type(verdict).__name__
         self.box.met[f"{kind}: {verdict.kind}" if isinstance(verdict, Refuse) else kind] += 1
         for kernel in self.box.kernels:
@@ -156,6 +172,39 @@ class Laws:
         if enough_on(others):
             self._broken(f"{chosen} leave for {request.key}, and less important ones are enough")
 
+    def _order(self, book: Any, request: Any, world: Any, rank: Any, verdict: Any) -> None:
+        """Nobody is passed for ever, and nobody waits for a request that cannot go on."""
+        rules, now = world.rules, world.now
+        others = [
+            one
+            for one in book.tickets
+            if one.verb == "use" and one.key != request.key and awake(one, world)
+        ]
+        for one in others:
+            enough = max(FAIR_STEPS * rules.ageing_seconds, rules.most_wait(one.seconds))
+            if one.arrived < request.arrived and now - one.arrived >= enough:
+                if one not in requests_ahead(book, request, world):
+                    self._broken(f"{request.key} is ahead of {one.key}, which came long before")
+        blocked = [one for one in others if one.blocked_since]
+        if not blocked or request.held or book.entries >= admission.MOST_LEASES:
+            return
+        late = [one for one in blocked if now - one.blocked_since >= rules.passing_seconds]
+        then = book
+        if isinstance(verdict, Grant) and verdict.steps:
+            for one in late:
+                then = then.with_ticket(replace(one, blocked_since=0.0))
+            what = "passes requests that are blocked for long"
+        elif isinstance(verdict, Wait) and not (verdict.steps or verdict.asked):
+            for one in blocked:
+                then = then if one in late else then.without_ticket(one.key)
+            what = "waits behind requests that are blocked"
+        if then is not book:
+            self.box.met["order judged"] += 1
+            if isinstance(verdict, Grant) != isinstance(
+                admit(then, request, world, rank)[1], Grant
+            ):
+                self._broken(f"{request.key} {what}")
+
     def _is_seen(self, book: Any, world: Any) -> bool:
         """Whether the samples show all that is in use, and only that."""
         driver = self.box.driver
@@ -183,6 +232,50 @@ class Laws:
             self._broken(str(error))
             raise
 
+    def _grants(self, session: Any, key: Any, *wanted: Any) -> Any:
+        """The product's `grants`, of which the end of the time is noted."""
+        if (timeout := wanted[3]) is not None:
+            self._ends[key.text] = session.clock() + timeout
+        self._tries.pop(self.box.machine.current, None)
+        return grants(session, key, *wanted)
+
+    def _room_for_load(self, *given: Any) -> None:
+        """A load that runs out of memory again and again ends with an error."""
+        self._tries[self.box.machine.current] += 1
+        if self._tries[self.box.machine.current] > MOST_TRIES:
+            self._broken(f"{given[1].spec.name} is loaded again after {MOST_TRIES} errors")
+        room_for_load(*given)
+
+    def _transact(self, client: Any, decide: Any) -> Any:
+        """What a write has decided is in the book when the call returns, and is decided once."""
+        thread, me = self.box.machine.current, client.owner.id
+
+        def deciding(book: Any) -> Any:
+            if _puts(client._pieces).get(me) == self._sent.pop(thread, -1):
+                self._broken(f"{me} decides again, and its write is in the book")
+            return decide(book)
+
+        self._sent.pop(thread, None)
+        answer = transact(client, deciding)
+        number = self._sent.pop(thread, 0)
+        keeper = self.box.keeper
+        if keeper is not None and _puts(keeper.core.known).get(me, 0) < number:
+            self._broken(f"{me} takes a write for made that no keeper has")
+        return answer
+
+    def _put(self, client: Any, number: int, old: Any, new: Any) -> Any:
+        if client.owner.id in new.sections:  # else it leaves the book, and nothing shows the number
+            self._sent[self.box.machine.current] = number
+        return make_put(client, number, old, new)
+
+    def _follow(self, client: Any) -> Any:
+        """Who reads a page reads what the keeper has written."""
+        pieces, written = follow(client), self.box.keeper and self.box.keeper.written
+        same = not written or written.revision != pieces.revision
+        if not same and _puts(written) != _puts(pieces):
+            self._broken(f"{client.owner.id} reads another page {pieces.revision} than was written")
+        return pieces
+
     def _carry_out_order(self, session: Any, order: Any) -> None:
         """Every order of another owner gets an answer, unless the ledger cannot be written."""
         self._carried_out.add((session.me, order.key))
@@ -196,6 +289,11 @@ class Laws:
             return
         if self.box.met["Refused"]:  # each owner checks the laws before it writes
             self._broken("the keeper refuses a write")
+        if hung := self.box.hung:
+            self.box.hung = ""
+            calm = self.box.machine.now > self._jumped_at + 2 * clients.HANGING_SECONDS
+            if calm and not self.box.slow and not self.box.stopped:
+                self._broken(f"{hung} ends a keeper that runs, since it does not answer")
         # A step changes the bytes of its own process at most, and the book if the keeper has written.
         written = self.box.keeper and self.box.keeper.written
         if written is None or written is not self._written:
@@ -217,6 +315,7 @@ class Laws:
     def jumped(self) -> None:
         """The clock has jumped, so nobody has waited as long as it seems."""
         self._could.clear()
+        self._jumped_at = self.box.machine.now
 
     # -- after every step
 
@@ -316,7 +415,7 @@ class Laws:
                     self._broken(f"{lease.id} leaves for others, and is in use")
                 if for_others and was.importance < asked.get(lease.id, 0):
                     self._broken(f"{lease.id} leaves for a request of less importance")
-                if was.keep and lease.keep:
+                if (was.keep and lease.keep) or lease.id in self.box.kept:
                     self._broken(f"{lease.id} leaves for {lease.key}, and is kept")
 
     def _storm(self, before: Any, book: Any) -> None:
@@ -345,6 +444,8 @@ class Laws:
             *self._remains(book),
             *self._not_begun(book),
             *self._doubled(book),
+            *self._overdue(book),
+            *self._deadlocked(book),
         ]
         for what in waits:
             since = self._could[what] = could.get(what, now)
@@ -444,9 +545,29 @@ class Laws:
                 continue
             if _moves(running[owner]):
                 continue
-            answered = any(event.answers == ticket.key for event in book.events)
-            if not answered and ticket.key not in running[owner].rt._session.orders:
+            if any(event.answers == ticket.key for event in book.events):
+                continue
+            orders = running[owner].rt._session.orders
+            if ticket.key not in orders:
                 yield f"{owner} does not begin {ticket.verb} {name} of {ticket.key}"
+            elif orders[ticket.key] is not None and maintenance.POLL_SECONDS == 1.0:
+                yield f"the answer of {owner} to {ticket.key} has left the book unread"
+
+    def _overdue(self, book: Any) -> Iterator[str]:
+        """Requests that still wait although their time is over."""
+        running = self._running(book)
+        for ticket in book.tickets:
+            is_over = self.box.machine.now > self._ends.get(ticket.key, math.inf)
+            if is_over and ticket.owner in running and not _moves(running[ticket.owner]):
+                yield f"{ticket.key} waits, and its time is over"
+
+    def _deadlocked(self, book: Any) -> Iterator[str]:
+        """Requests that wait for one another, whoever waits beside them."""
+        holding = replace(book, tickets=tuple(one for one in book.tickets if one.held))
+        asked = [self._asked[one.key] for one in holding.tickets if one.key in self._asked]
+        if len(asked) > 1 and not self.box.stopped:
+            if cycle := deadlocked(holding, asked[0][2]):
+                yield f"{' and '.join(one.key for one in cycle)} wait for one another"
 
     def _doubled(self, book: Any) -> Iterator[str]:
         """Where bytes count twice: no process has memory of its own beyond its leases."""
@@ -574,6 +695,11 @@ def _without(book: Any, going: dict[str, Any], served: Any) -> Any:
             else:
                 book = book.without_lease(lease.owner, lease.name)
     return book
+
+
+def _puts(pieces: Any) -> dict[str, int]:
+    """The number of the newest write of each owner in these `pieces`."""
+    return {id: part.put for id, part in pieces.parts.items()}
 
 
 def _wishes(book: Any) -> Any:
