@@ -193,9 +193,16 @@ def _tickets_go_with_proof(write: Write) -> str:
 
 
 def _same_tickets(write: Write) -> bool:
-    if write.new.tickets is not write.old.tickets:
+    """Whether no section and no ticket of another owner was added, changed or removed."""
+    old, new, writer = write.old, write.new, write.writer
+    if new.sections is not old.sections and new.sections.keys() != old.sections.keys():
         return False
-    return write.new.sections.keys() == write.old.sections.keys()
+    if new.tickets is old.tickets:
+        return True
+    before, after = (
+        [ticket for ticket in book.tickets if ticket.owner != writer] for book in (old, new)
+    )
+    return before == after
 
 
 # What all owners share

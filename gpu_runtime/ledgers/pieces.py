@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from mmap import mmap
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -80,80 +82,95 @@ class Piece(NamedTuple):
 
     revision: int  # of the page in which the piece was last changed
     content: bytes
+    checksum: int
+
+    @classmethod
+    def of(cls, revision: int, content: bytes) -> Piece:
+        return cls(revision, content, zlib.crc32(content))
 
 
-class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The index entry of a piece."""
+class Head(NamedTuple):
+    """What is stored before the bytes of a page."""
 
-    key: str
     revision: int
-    size: int
+    index_bytes: int
+    checksum: int  # of the index and the revision: with a wrong one, a page would hide other writes
 
 
 class Page(NamedTuple):
-    """What a reader copied: the revision and the index of a page, and all its pieces together."""
+    """What a reader copied of a page."""
 
     revision: int
-    entries: tuple[Entry, ...]
-    pieces: memoryview
+    changed_at: dict[str, int]  # all keys, and the revision in which each piece was last changed
+    contents: dict[str, bytes]  # of the pieces that the reader did not have
 
-    def changed_since(self, revision: int) -> Iterator[tuple[str, memoryview]]:
-        """The pieces that changed after `revision`, by their keys."""
-        offset = 0
-        for entry in self.entries:
-            if entry.revision > revision:
-                yield entry.key, self.pieces[offset : offset + entry.size]
-            offset += entry.size
-
-    def contents(self) -> dict[str, Piece]:
-        """All pieces by their keys."""
-        revisions = {entry.key: entry.revision for entry in self.entries}
-        return {
-            key: Piece(revisions[key], bytes(content)) for key, content in self.changed_since(-1)
-        }
+    def pieces(self) -> dict[str, Piece]:
+        """The pieces that the reader did not have."""
+        changed_at = self.changed_at
+        return {key: Piece.of(changed_at[key], content) for key, content in self.contents.items()}
 
 
-decode_index = msgspec.msgpack.Decoder(tuple[Entry, ...]).decode
-_HEAD = struct.Struct("<4sII")  # magic, checksum, bytes of the index
-_MAGIC = b"GPU3"
+# Columns: keys, revisions, bytes and checksums of the pieces.
+_decode_index = msgspec.msgpack.Decoder(tuple[list[str], list[int], list[int], list[int]]).decode
+_HEAD = struct.Struct("<4sII")  # magic, bytes of the index, its checksum
+_MAGIC = b"GPU4"
 
 
-def joined(pieces: Mapping[str, Piece]) -> tuple[int, bytes]:
-    """The bytes of the index of a page of `pieces`, as a number, and the index with the pieces."""
-    revisions, contents = zip(*pieces.values(), strict=True) if pieces else ((), ())
-    index = encode([*zip(pieces, revisions, map(len, contents), strict=True)])
-    return len(index), b"".join([index, *contents])
+def joined(revision: int, pieces: Mapping[str, Piece]) -> tuple[Head, bytes]:
+    """A page of `pieces`: its head, and its index with the pieces."""
+    revisions, contents, checksums = zip(*pieces.values(), strict=True) if pieces else ((),) * 3
+    index = encode((tuple(pieces), revisions, tuple(map(len, contents)), checksums))
+    head = Head(revision, len(index), _checksum(index, revision))
+    return head, b"".join([index, *contents])
+
+
+def page_at(memory: bytes | mmap, start: int, head: Head, known: int = -1) -> Page:
+    """The page that begins at `start` of `memory`, with the pieces that changed after the revision `known`.
+
+    Raises ValueError for a wrong checksum, and one of UNREADABLE.
+    """
+    end = start + head.index_bytes
+    index = memory[start:end]
+    if _checksum(index, head.revision) != head.checksum:
+        raise ValueError("its checksum is wrong")
+    keys, revisions, sizes, checksums = _decode_index(index)
+    ends = [*accumulate(sizes, initial=end)]
+    new = [place for place, revision in enumerate(revisions) if revision > known]
+    contents = [memory[ends[place] : ends[place + 1]] for place in new]
+    if [*map(zlib.crc32, contents)] != [checksums[place] for place in new]:
+        raise ValueError("the checksum of a piece is wrong")
+    changed = zip([keys[place] for place in new], contents, strict=True)
+    return Page(head.revision, dict(zip(keys, revisions, strict=True)), dict(changed))
 
 
 def sealed(revision: int, pieces: Mapping[str, Piece]) -> bytes:
-    """A page of `pieces` as one value, with a checksum of the page and its `revision`."""
-    index_bytes, whole = joined(pieces)
-    return _HEAD.pack(_MAGIC, _checksum(whole, revision), index_bytes) + whole
+    """A page of `pieces` as one value, with its checksums."""
+    head, whole = joined(revision, pieces)
+    return _HEAD.pack(_MAGIC, head.index_bytes, head.checksum) + whole
 
 
-def opened(value: bytes, revision: int) -> Page:
-    """The page that `sealed` made for this `revision`. Raises ValueError, and one of UNREADABLE."""
+def opened(value: bytes, revision: int, known: int = -1) -> Page:
+    """The page that `sealed` made for this `revision`; see `page_at`."""
     if len(value) < _HEAD.size:
         raise ValueError("it is too short")
-    magic, checksum, index_bytes = _HEAD.unpack_from(value)
-    whole = memoryview(value)[_HEAD.size :]
+    magic, index_bytes, checksum = _HEAD.unpack_from(value)
     if magic != _MAGIC:
         raise ValueError("it does not begin as a page does")
-    if _checksum(whole, revision) != checksum:
-        raise ValueError("its checksum is wrong")
-    return Page(revision, decode_index(whole[:index_bytes]), whole[index_bytes:])
+    return page_at(value, _HEAD.size, Head(revision, index_bytes, checksum), known)
 
 
-def _checksum(whole: bytes | memoryview, revision: int) -> int:
-    # The checksum covers the revision too: a page with a wrong revision would hide other writes.
-    return zlib.crc32(whole, revision & 0xFFFFFFFF)
+def _checksum(index: bytes, revision: int) -> int:
+    return zlib.crc32(index, revision & 0xFFFFFFFF)
 
 
 # -- the book --------------------------------------------------------------------------------------
 
 
 class Pieces:
-    """A book as the pieces of a page, decoded. Only pieces that changed are decoded again."""
+    """A book as the pieces of a page, decoded. Only pieces that changed are decoded again.
+
+    A copy (`copy.copy`) can follow a page while the object stays as it is.
+    """
 
     def __init__(self) -> None:
         """An empty book, older than every page."""
@@ -165,28 +182,21 @@ class Pieces:
         self.book = Book()
 
     def follow(self, page: Page) -> None:
-        """Takes over a newer `page`. Raises one of UNREADABLE."""
+        """Takes over a newer `page`, which has the pieces that changed since. Raises one of UNREADABLE."""
         if page.revision == self.revision:
             return
         parts = dict(self.parts)
         shared, state = self.shared, self.state
-        for key, content in page.changed_since(self.revision):
+        for key, content in page.contents.items():
             if key == SHARED:
-                shared, self.facts = decode_shared(content), bytes(content)
+                shared, self.facts = decode_shared(content), content
             elif key == STATE:
                 state = decode_state(content)
             else:
                 parts[key] = decode_part(content)
-        if len(parts) + 2 > len(page.entries):  # an owner has left; `+ 2`: SHARED and STATE
-            parts = {entry.key: parts[entry.key] for entry in page.entries if entry.key in parts}
+        if len(parts) + 2 > len(page.changed_at):  # an owner has left; `+ 2`: SHARED and STATE
+            parts = {key: parts[key] for key in page.changed_at if key in parts}
         self.put(page.revision, parts, shared, state)
-
-    def copy(self) -> Pieces:
-        """A copy that can follow a page while this object stays as it is."""
-        fresh = Pieces()
-        fresh.put(self.revision, self.parts, self.shared, self.state, self.book)
-        fresh.facts = self.facts
-        return fresh
 
     def put(
         self,
@@ -224,9 +234,11 @@ def changed(old: Book, new: Book, me: str, before: bytes = b"") -> dict[str, Any
     if new.tickets is not old.tickets:
         fields["queue"] = tuple([ticket.key for ticket in new.tickets])
     facts = _facts_of(new), _facts_of(old)
-    if before and (events := _appended(old, new)):
+    if _same_objects(*facts):
+        pass
+    elif before and (events := _appended(old, new)):
         fields["events"] = tuple([msgspec.Raw(encode(event)) for event in events])
-    elif not _same_objects(*facts):
+    else:
         is_kept = 0 < len(before) < MOST_KEPT_FACTS
         shared = _facts_after(before, *facts) if is_kept else encode(Shared(*facts[0]))
         fields["shared"] = msgspec.Raw(shared)

@@ -86,7 +86,7 @@ class Turns(RuleBasedStateMachine):
         if room is not None:
             fields["holds_below"] = {"sim:0": room * GIB}
             others = sum(one for other, one in self.acknowledged.items() if other != connection)
-            claimed_at = self.settled_at if others + gib <= room else claimed_at
+            claimed_at = self.settled_at * claims if others + gib <= room else claimed_at
         too_old = revision < max(self.wrote_at.get(connection, 0), claimed_at)
         self.waiting[connection] = (self.numbers, gib, too_old)
         message = Put(self.numbers, revision, msgspec.Raw(part), **fields)
@@ -145,16 +145,9 @@ class Turns(RuleBasedStateMachine):
     @rule()
     def a_page_has_the_whole_book(self):
         """The next keeper goes on with this page."""
-        entries = tuple(
-            pieces.Entry(key, piece.revision, len(piece.content))
-            for key, piece in self.keeper.pieces.items()
-        )
-        whole = b"".join(piece.content for piece in self.keeper.pieces.values())
-        page = pieces.Page(self.keeper.known.revision, entries, memoryview(whole))
         read = core.Pieces()
-        read.follow(page)
+        read.follow(whole(self.keeper))
         assert read.book == self.keeper.known.book
-        assert len(whole) == self.keeper._bytes
 
     @invariant()
     def what_was_acknowledged_is_in_the_book(self):
@@ -416,13 +409,11 @@ def write(keeper: Keeper, connection: int, part: Part, **fields) -> object:
 
 
 def whole(keeper: Keeper) -> pieces.Page:
-    entries = tuple(
-        pieces.Entry(key, piece.revision, len(piece.content))
-        for key, piece in keeper.pieces.items()
-    )
-    content = b"".join(piece.content for piece in keeper.pieces.values())
-    assert len(content) == keeper._bytes
-    return pieces.Page(keeper.known.revision, entries, memoryview(content))
+    assert sum(len(piece.content) for piece in keeper.pieces.values()) == keeper._bytes
+    known = keeper.pieces.items()
+    changed_at = {key: piece.revision for key, piece in known}
+    contents = {key: piece.content for key, piece in known}
+    return pieces.Page(keeper.known.revision, changed_at, contents)
 
 
 def test_only_the_turn_that_a_connection_has_now_can_be_given_back():
@@ -655,7 +646,8 @@ def test_the_next_keeper_goes_on_with_the_page():
     assert heir.known.book == keeper.known.book and heir.known.revision > page.revision
     assert heir.known.state.living == {owner(2).id: "user2"}
     assert heir.known.state.dead == (owner(0).id, owner(1).id)
-    assert [key for key, _ in whole(heir).changed_since(page.revision)] == [pieces.STATE]
+    changed = whole(heir).changed_at.items()
+    assert [key for key, revision in changed if revision > page.revision] == [pieces.STATE]
 
 
 def test_a_book_above_its_limit_may_shrink_but_not_grow(monkeypatch):
@@ -702,7 +694,7 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
         while not ends.is_set():
             revision += 1
             content = revision.to_bytes(8, "big") * 5000
-            published = {key: pieces.Piece(revision, content) for key in "ab"}
+            published = {key: pieces.Piece.of(revision, content) for key in "ab"}
             writer.write(revision, published)
 
     thread = threading.Thread(target=write)
@@ -712,7 +704,7 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
         for _ in range(300):
             with contextlib.suppress(wire.Torn):
                 page = reader.page()
-                for _, content in page.changed_since(0):
+                for content in page.contents.values():
                     assert content == page.revision.to_bytes(8, "big") * 5000
     finally:
         ends.set()
@@ -723,20 +715,20 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
         os.ftruncate(writer.descriptor, 10)
     last = reader.revision()
     with pytest.raises(ValueError, match="are the most"):
-        writer.write(last + 1, {"a": pieces.Piece(1, bytes(wire.MOST_BYTES))})
+        writer.write(last + 1, {"a": pieces.Piece.of(1, bytes(wire.MOST_BYTES))})
     assert reader.page().revision == last
     reader.close()
     writer.close()
 
 
-@pytest.mark.parametrize("written", range(20))
+@pytest.mark.parametrize("written", range(wire._PREFIX.size))
 def test_a_page_whose_prefix_is_written_in_part_is_no_page(written):
     """The keeper may be stopped in the middle. A client raised a DecodeError for a page of no bytes."""
     writer = wire.Writer("test")
     reader = wire.Reader(writer.descriptor)
     for revision in (0x0102030405, 0x0102030406):
-        writer.write(revision, {"a": pieces.Piece(1, b"x")})
-    writer._memory[written:20] = bytes(20 - written)
+        writer.write(revision, {"a": pieces.Piece.of(1, b"x")})
+    writer._memory[written : wire._PREFIX.size] = bytes(wire._PREFIX.size - written)
     assert reader.page().revision == 0x0102030405
     reader.close()
     writer.close()
@@ -820,7 +812,7 @@ def test_the_newest_page_of_a_book_is_found():
     name = f"test-{os.getpid()}"
     writers = [wire.Writer(name) for _ in range(3)]
     for writer, revision in zip(writers, (4, 9, 5), strict=True):
-        writer.write(revision, {"a": pieces.Piece(revision, b"x")})
+        writer.write(revision, {"a": pieces.Piece.of(revision, b"x")})
     assert wire.newest(name).revision == 9
     for writer in writers:
         writer.close()

@@ -4,6 +4,7 @@ The page is the stored book of a host. Each owner (a process in the book) keeps 
 section of the page in a local file, its roster. A lost page is rebuilt from the rosters.
 """
 
+import copy
 import errno
 import logging
 import os
@@ -59,7 +60,7 @@ def page_of(ledger) -> str:
 
 def with_book(page, book):
     """The `page`, as if `book` had been read."""
-    pieces = page.pieces.copy()
+    pieces = copy.copy(page.pieces)
     pieces.book = book
     return page._replace(pieces=pieces)
 

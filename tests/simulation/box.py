@@ -1,6 +1,7 @@
 """The simulated box: owners with real runtimes, and keepers with the real core, on sockets that cut off and delay."""
 
 import contextlib
+import copy
 import itertools
 import math
 import operator
@@ -288,7 +289,7 @@ class KeeperServer:
     def publish(self) -> None:
         if self.core.known.revision != self._published:
             self.memory.write(self.core.known.revision, self.core.pieces)
-            self._published, self.written = self.core.known.revision, self.core.known.copy()
+            self._published, self.written = self.core.known.revision, copy.copy(self.core.known)
 
     def _send(self, answers: core.Answers) -> None:
         if answers:

@@ -204,7 +204,7 @@ decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-_NO_PIECE = Piece(0, b"")
+_NO_PIECE = Piece.of(0, b"")
 TOO_DEEP = f"fields of a later version are nested more than {DEEPEST} levels deep"
 
 
@@ -244,6 +244,22 @@ class Late(NamedTuple):
     since: float  # when the first one came, in the caller's seconds
 
 
+class _Change(NamedTuple):
+    """What a write changes of that by which others decide."""
+
+    renews: bool = False  # only the time of requests that are in the book: they still wait
+    only_leases: bool = False  # nothing but the leases of its owner
+    more: Mapping[str, int] = {}  # bytes that these claim more, by device
+
+    @property
+    def releases(self) -> bool:
+        """Whether it claims no more bytes, and changes nothing else.
+
+        Such a write needs no turn: the decisions of others, which read the page before, still hold.
+        """
+        return self.only_leases and not self.more
+
+
 Answers = list[tuple[int, Reply]]  # connections and the messages to them
 
 
@@ -273,7 +289,7 @@ class Keeper:
         """Goes on with the `page` of an earlier keeper. `living` maps owner ids to users."""
         self.known.follow(page)
         self.pieces = {
-            key: Piece(page.revision, bytes(content)) for key, content in page.changed_since(0)
+            key: piece._replace(revision=page.revision) for key, piece in page.pieces().items()
         }
         self._bytes = sum([len(piece.content) for piece in self.pieces.values()])
         self._set_state(replace(self.known.state, living=dict(living), dead=tuple(sorted(dead))))
@@ -444,21 +460,22 @@ class Keeper:
             mine = decode_part(put.part)
             if _has_deep_fields(put.part, mine):
                 raise ValueError(TOO_DEEP)
-            if renews := self._only_renews(me, mine):
+            change = self._change(me, mine, put)
+            if change.renews:
                 put = replace(put, queue=None)
-            releases = self._only_releases(me, mine, put)
-            oldest = self._oldest_page(me, mine, put, releases)
+            oldest = self._oldest_page(me, put, change)
             is_current = oldest <= put.revision <= self.known.revision
-            if not is_current or (not releases and self._must_wait(connection, now)):
+            if not is_current or (not change.releases and self._must_wait(connection, now)):
                 return self._queue_up(connection, put.number, now)
-            unseen = {id for id in self.known.parts if self.pieces[id].revision > put.revision}
-            self._write(me, put, mine, releases)
-            if not releases:
+            unseen = set() if change.renews else self._changed_since(put.revision)
+            self._write(me, put, mine, change)
+            if not change.releases:
                 self._claimed_at[connection] = now
             reply: Reply = Written(put.number, self.known.revision)
-            rings = [] if renews else self._rings_for(me, unseen - {me})
+            rings = self._rings_for(me, unseen - {me})
         except LedgerRefused as error:
-            if put.revision < self._holds_since and not releases:  # others have filled the page
+            # perhaps others have filled the page
+            if put.revision < self._holds_since and not change.releases:
                 return self._queue_up(connection, put.number, now)
             reply = Refused(put.number, error.facts["why"])
         except UNREADABLE as error:
@@ -466,6 +483,9 @@ class Keeper:
         except ValueError as error:  # too large a page
             reply = Refused(put.number, str(error))
         return [(connection, reply), *self._out_of_queue(connection, now), *rings]
+
+    def _changed_since(self, revision: int) -> set[str]:
+        return {id for id in self.known.parts if self.pieces[id].revision > revision}
 
     def _rings_for(self, me: str, unseen: set[str]) -> Answers:
         """The messages that wake requests which a write of `me` on an old page has missed.
@@ -477,50 +497,34 @@ class Keeper:
         concerned = waiting & ({me, *unseen} if unseen else unseen)
         return [(bell, Rung(0)) for bell, id in self._bells.items() if id in concerned]
 
-    def _only_renews(self, me: str, mine: Part) -> bool:
-        """Whether the only change is the time of requests that are in the book: they still wait."""
-        old = self.known.parts.get(me)
-        if old is None or old.tickets == mine.tickets or old.section != mine.section:
-            return False
-        return _wishes(old) == _wishes(mine)
-
-    def _only_releases(self, me: str, mine: Part, put: Put) -> bool:
-        """Whether a write claims no more bytes, and changes nothing else that others decide by.
-
-        Such a write needs no turn: the decisions of others, which read the page before, still hold.
-        """
-        return self._only_leases(me, mine, put) and not self._more_claims(me, mine)
-
-    def _only_leases(self, me: str, mine: Part, put: Put) -> bool:
-        """Whether a write changes nothing that others decide by, but for the leases of `me`."""
+    def _change(self, me: str, mine: Part, put: Put) -> _Change:
+        """What `put` changes, with `mine` as the part of `me`."""
         old = self.known.parts.get(me)
         if old is None or (old.section is None) != (mine.section is None):
-            return False
-        others_see = (put.queue, put.shared, put.removed) != (None, NOTHING, ())
-        return not others_see and _wishes(old) == _wishes(mine)
-
-    def _more_claims(self, me: str, mine: Part) -> dict[str, int]:
-        """The bytes that a part of `me`, which replaces another, claims more, by device."""
-        old = self.known.parts[me].section
-        before = old.claims() if old else {}
+            return _Change()
+        same_wishes = old.tickets == mine.tickets or _wishes(old) == _wishes(mine)
+        renews = same_wishes and old.tickets != mine.tickets and old.section == mine.section
+        queue = None if renews else put.queue
+        if not same_wishes or (queue, put.shared, put.removed) != (None, NOTHING, ()):
+            return _Change(renews)
+        before = old.section.claims() if old.section else {}
         after = mine.section.claims() if mine.section else {}
         more = {place: size - before.get(place, 0) for place, size in after.items()}
-        return {place: size for place, size in more.items() if size > 0}
+        return _Change(renews, True, {place: size for place, size in more.items() if size > 0})
 
-    def _oldest_page(self, me: str, mine: Part, put: Put, releases: bool) -> int:
+    def _oldest_page(self, me: str, put: Put, change: _Change) -> int:
         """The revision of the oldest page on which a write of `me` can be decided.
 
         It has this owner's last part, which another thread of the owner may have written. A claim whose
         room is still free, whatever others have claimed, can be decided before these.
         """
         oldest = self.pieces.get(me, _NO_PIECE).revision
-        if releases:
+        if change.releases:
             return oldest
         if put.shared != NOTHING:  # a release may have added an event since
             oldest = max(oldest, self.pieces[SHARED].revision)
-        if put.holds_below and self._only_leases(me, mine, put):
-            claims, most = self.known.book.claims(), put.holds_below
-            more = self._more_claims(me, mine)
+        if put.holds_below and change.only_leases:
+            claims, more, most = self.known.book.claims(), change.more, put.holds_below
             if all([claims.get(at, 0) + size <= most.get(at, -1) for at, size in more.items()]):
                 return max(oldest, self._only_leases_since)
         return max(oldest, self._holds_since)
@@ -571,15 +575,13 @@ class Keeper:
 
     # Writing
 
-    def _write(self, me: str, put: Put, mine: Part, releases: bool) -> None:
+    def _write(self, me: str, put: Put, mine: Part, change: _Change) -> None:
         """Makes the page with the write. Raises LedgerRefused, ValueError, and one of UNREADABLE."""
         known = self.known
         removed = set(put.removed) - {me}
-        parts = {id: part for id, part in known.parts.items() if id not in removed}
-        parts[me] = mine
-        if mine.section is None and not mine.tickets:
-            del parts[me]
-        only_leases = self._only_leases(me, mine, put)
+        parts = {**known.parts, me: mine}
+        for id in (*removed, *([me] if mine.section is None and not mine.tickets else ())):
+            parts.pop(id, None)
         facts = bytes(put.shared) if put.shared != NOTHING else b""
         if put.events:
             facts = with_events(facts or self.pieces[SHARED].content, put.events)
@@ -611,9 +613,9 @@ class Keeper:
                 f"the book would have {len(parts)} owners, and {MOST_OWNERS} are the most"
             )
         self._publish(new, parts, shared, state, contents)
-        if not releases:
+        if not change.releases:
             self._holds_since = self.known.revision
-        if not only_leases:
+        if not change.only_leases:
             self._only_leases_since = self.known.revision
 
     def _dead(self, declared: Iterable[str]) -> frozenset[str]:
@@ -640,7 +642,7 @@ class Keeper:
         if SHARED not in self.pieces:
             contents = {**contents, SHARED: encode(shared)}
         gone = [key for key in self.pieces if key not in parts and key not in (SHARED, STATE)]
-        fresh = {key: Piece(revision, content) for key, content in contents.items()}
+        fresh = {key: Piece.of(revision, content) for key, content in contents.items()}
         for key in gone:
             self._bytes -= len(self.pieces.pop(key).content)
         for key, piece in fresh.items():

@@ -8,6 +8,7 @@ the same book. The methods are described in `ledgers/base.py`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import itertools
@@ -484,8 +485,8 @@ class KeeperLedger(Ledger):
                 self._require_open()
             assert reader is not None
             if reader.revision() != pieces.revision:
-                following = pieces.copy()
-                following.follow(reader.page())
+                following = copy.copy(pieces)
+                following.follow(reader.page(pieces.revision))
                 self._pieces = following
             return self._pieces
 
@@ -657,7 +658,7 @@ class KeeperPeek:
             if self._wire is None or not self._wire.is_open():
                 self._connect()
             assert self._reader is not None
-            self._pieces.follow(self._reader.page())
+            self._pieces.follow(self._reader.page(self._pieces.revision))
             return self._pieces.book
         except (OSError, _Lost, Torn, *UNREADABLE):  # no keeper answers, or it writes the page
             return None

@@ -4,9 +4,9 @@ A frame is the length as four bytes, then a message.
 
 The keeper alone writes the memory; every client maps it to read. The memory has two halves, each with a page:
 a prefix, an index of the page's pieces, the pieces. The keeper writes the half that nobody should read now, and
-makes it valid last. A reader takes the newer valid half, copies it, and then checks that it is still the same
-page. The prefix has a checksum of all else, so a page that changed during the copy is noticed, and a prefix of
-which only a part is written.
+makes it valid last. A reader takes the newer valid half, and copies the pieces that it does not have. The prefix
+has a checksum of the index, and the index one of each piece. So a page that changed during the copy is noticed,
+and a prefix of which only a part is written.
 
 The memory outlives the keeper: every client holds it. The next keeper finds it among the open files
 of its user's processes, and goes on with the newest page.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...files import child_environment
-from ..pieces import Page, Piece, decode_index, joined
+from ..pieces import UNREADABLE, Head, Page, Piece, joined, page_at
 
 SERVER = "gpu_runtime.ledgers.keeper.server"  # the module that a keeper runs
 SOCKET = "keeper.sock"
@@ -98,8 +98,7 @@ def spawn(arguments: list[str], log: int, **inherited: int) -> subprocess.Popen[
 
 
 MOST_BYTES = 4 << 20  # of one page
-# Revision (0: not valid), bytes of the index, bytes of index and pieces, a checksum of all these.
-_PREFIX = struct.Struct("<QIII")
+_PREFIX = struct.Struct("<QII")  # revision (0: not valid), bytes of the index, its checksum
 _WHOLE = 2 * MOST_BYTES
 _TRIES = 1000  # a reader that finds no whole page so often reads memory of another program
 # No more seals, no shrinking, no growing, no new map for writing. Python has no name for the last one.
@@ -121,21 +120,19 @@ class Reader:
         """The revision of the newest page."""
         return max(self._prefix(0)[0], self._prefix(1)[0])
 
-    def page(self) -> Page:
-        """The newest page. Raises Torn."""
+    def page(self, known: int = 0) -> Page:
+        """The newest page, with the pieces that changed after the revision `known`. Raises Torn."""
         for _ in range(_TRIES):
             for half in sorted((0, 1), key=self._prefix, reverse=True):
-                prefix = revision, index_bytes, size, checksum = self._prefix(half)
-                if not revision or index_bytes > size or size > MOST_BYTES - _PREFIX.size:
-                    continue
-                start = half * MOST_BYTES + _PREFIX.size
-                whole = memoryview(self._memory[start : start + size])
-                if self._prefix(half) == prefix and _sum(revision, index_bytes, whole) == checksum:
-                    return Page(revision, decode_index(whole[:index_bytes]), whole[index_bytes:])
+                head = self._prefix(half)
+                if head.revision:
+                    with suppress(ValueError, *UNREADABLE):  # it is written just now
+                        start = half * MOST_BYTES + _PREFIX.size
+                        return page_at(self._memory, start, head, known)
         raise Torn
 
-    def _prefix(self, half: int) -> tuple[int, int, int, int]:
-        return _PREFIX.unpack_from(self._memory, half * MOST_BYTES)
+    def _prefix(self, half: int) -> Head:
+        return Head(*_PREFIX.unpack_from(self._memory, half * MOST_BYTES))
 
     def close(self) -> None:
         """Unmaps the memory."""
@@ -154,23 +151,18 @@ class Writer:
 
     def write(self, revision: int, pieces: Mapping[str, Piece]) -> None:
         """Publishes a page. Raises ValueError if it is too large; the last page then stays."""
-        index_bytes, whole = joined(pieces)
+        head, whole = joined(revision, pieces)
         if len(whole) + _PREFIX.size > MOST_BYTES:
             raise ValueError(f"the book takes {len(whole)} bytes, and {MOST_BYTES} are the most")
         start = (revision % 2) * MOST_BYTES
-        _PREFIX.pack_into(self._memory, start, 0, 0, 0, 0)
+        _PREFIX.pack_into(self._memory, start, 0, 0, 0)
         self._memory[start + _PREFIX.size : start + _PREFIX.size + len(whole)] = whole
-        checksum = _sum(revision, index_bytes, whole)
-        _PREFIX.pack_into(self._memory, start, revision, index_bytes, len(whole), checksum)
+        _PREFIX.pack_into(self._memory, start, *head)
 
     def close(self) -> None:
         """Closes the memory here. It ends with the last process that has it."""
         self._memory.close()
         os.close(self.descriptor)
-
-
-def _sum(revision: int, index_bytes: int, whole: bytes | memoryview) -> int:
-    return zlib.crc32(whole, zlib.crc32(b"%d %d" % (revision, index_bytes)))
 
 
 def newest(name: str) -> Page | None:

@@ -15,6 +15,7 @@ what is lawful or which page is right.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -241,13 +242,14 @@ class Page(NamedTuple):
         return self.pieces.book
 
 
-def page_in(name: str, body: bytes, rev: int, known: Pieces | None = None) -> Page:
+def page_in(name: str, body: bytes, rev: int, known: Page | None = None) -> Page:
     """The page of the generation `name` in `body`, the bytes of the revision `rev`.
 
-    Pieces that are in the book `known` already are not decoded again. Raises ValueError, and one of
+    Pieces that are in the page `known` already are not decoded again. Raises ValueError, and one of
     UNREADABLE.
     """
-    found, pieces = opened(body, rev), (known or Pieces()).copy()
+    found = opened(body, rev, known.rev if known else -1)
+    pieces = copy.copy(known.pieces) if known else Pieces()
     pieces.follow(found)
     for id, part in pieces.parts.items():
         owners = {ticket.owner for ticket in part.tickets}
@@ -255,7 +257,8 @@ def page_in(name: str, body: bytes, rev: int, known: Pieces | None = None) -> Pa
             owners.add(part.section.owner.id)
         if owners - {id}:
             raise ValueError(f"the part of {id} is not its owner's")
-    return Page(name, rev, pieces, found.contents())
+    raw = {**(known.raw if known else {}), **found.pieces()}
+    return Page(name, rev, pieces, {key: raw[key] for key in found.changed_at})
 
 
 class Seen(NamedTuple):

@@ -289,16 +289,16 @@ class RedisBook:
         except Unwritable as error:
             raise refused(str(self.directory), me, str(error)) from error
         if "shared" in fields:
-            raw[SHARED] = Piece(rev, bytes(fields["shared"]))
+            raw[SHARED] = Piece.of(rev, bytes(fields["shared"]))
             shared = decode_shared(fields["shared"])
         if "queue" in fields:
             state = State({}, (), fields["queue"])
-            raw[STATE] = Piece(rev, encode(state))
+            raw[STATE] = Piece.of(rev, encode(state))
         if me in owners:
             tickets = tuple([ticket for ticket in new.tickets if ticket.owner == me])
             parts[me] = Part(new.sections.get(me), tickets)
             if not same:
-                raw[me] = Piece(rev, part)
+                raw[me] = Piece.of(rev, part)
         drafted = Pieces()
         drafted.put(rev, parts, shared, state, new)
         return Page(page.name, rev, drafted, raw)
@@ -351,7 +351,7 @@ class RedisBook:
             devices, limits, drained = self._agreed = agreed
             shared = Shared(devices=devices, limits=limits, drained=drained)
             self._agreed_piece = encode(shared)
-        mine = {SHARED: Piece(page.rev, self._agreed_piece)}
+        mine = {SHARED: Piece.of(page.rev, self._agreed_piece)}
         if me in page.raw:
             mine[me] = page.raw[me]
         self.owner_file.write_roster(sealed(page.rev, mine), rev=page.rev, schema=SCHEMA)
@@ -535,7 +535,7 @@ class RedisBook:
         closed = closed_seconds(len(owners)) if known or not is_ours else 0.0
         contents = {id: encode(part) for id, part in pieces.parts.items()}
         contents |= {SHARED: encode(pieces.shared), STATE: encode(pieces.state)}
-        raw = {key: Piece(rev, content) for key, content in contents.items()}
+        raw = {key: Piece.of(rev, content) for key, content in contents.items()}
         made = ask(
             "EVAL",
             MAKE,
@@ -606,7 +606,7 @@ class RedisBook:
             raise DamagedBook("an older version of gpu-console wrote it")
         self._require_new_enough(page, rev)
         self._least_rev = rev
-        return page_in(page.name, body, rev, page.pieces)
+        return page_in(page.name, body, rev, page)
 
     def _require_new_enough(self, page: Page, rev: int) -> None:
         """Raises DamagedBook if `rev`, found in the Redis, is older than the known revision."""
@@ -728,7 +728,8 @@ def in_order(tickets: Iterable[Ticket]) -> tuple[Ticket, ...]:
     return tuple(sorted(tickets, key=lambda ticket: ticket.arrived))
 
 
-_NO_FACTS, _NO_STATE = Piece(0, encode(Shared())), Piece(0, encode(State({}, (), ())))
+_NO_FACTS = Piece.of(0, encode(Shared()))
+_NO_STATE = Piece.of(0, encode(State({}, (), ())))
 
 
 def _promises(section: Section) -> set[tuple[str, Shares]]:
