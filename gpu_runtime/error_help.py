@@ -18,7 +18,7 @@ WHAT_TO_DO = {  # error -> what to type or to change
     "WaitEnded": "run the cell again to wait again; the message names the person who ended the wait",
     "Deadlock": "use one model at a time, or all in one order",
     "OutOfMemory": "what the lines below the error say: run the cell again, or smaller batches",
-    "StillInUse": "it leaves when the cell that uses it ends",
+    "StillInUse": "it leaves when the cell that uses it ends; a pinned one after `%gpu unpin NAME`",
     "NotAllowed": "ask the operator, or the model's owner",
     "NotResident": "call the model inside `with rt.use(NAME)`",
     "NotLoaded": "load it in a notebook: `%gpu load NAME`",

@@ -275,6 +275,9 @@ def _moved_bytes(verb: str, before: Lease | None, done: Grant) -> int:
 
 def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:
     because = verdict.because.rstrip(".") + "."
+    owner = session.ledger.read().owner(target.owner)
+    if verdict.kind == "kept" and owner is not None:
+        because += f"\n  Unpin it:  %gpu unpin {target.name}@{owner.pid}"
     if verdict.kind in ("in use", "kept"):
         because += hint_if_stopped(session, target.owner)
         return StillInUse(because, name=target.name, lease=str(target), owner=target.owner)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Busy, StillInUse
+from gpu_runtime.error_help import WHAT_TO_DO
 from gpu_runtime.facts import (
     Book,
     Lease,
@@ -104,6 +105,20 @@ def test_a_wait_names_each_stopped_process_in_its_way_once():
         False,
     ]
     assert explained(session, found) == found and found.blockers == wait.blockers
+
+
+def test_a_pinned_model_of_another_process_stays_and_the_error_says_what_to_type(
+    runtime, shared_book
+):
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="14GiB").preload("qwen")
+    a.pin("qwen")
+    address = f"qwen@{a._session.me}"
+    with pytest.raises(StillInUse, match=f"%gpu unpin qwen@{a._session.owner.pid}"):
+        b.evict(address)
+    assert "%gpu unpin" in WHAT_TO_DO["StillInUse"]
+    b.unpin(address)
+    assert b.evict(address).done
 
 
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
