@@ -217,7 +217,9 @@ def _restore(
 ) -> None:
     shares, moving = _move_back(session, resident, step, key)
     returned = earlier.and_then(resident.lease.bytes_on(HOST), moving)
+    resident.moved_seconds = returned.seconds
     seconds = returned.seconds_of_all(resident.lease)
+    from_ram = resident.ram_seconds if resident.lease.disk_bytes else seconds  # of the next return
     arriving = replace(
         resident.lease, target=lease.target, filled=lease.filled, working_bytes=lease.working_bytes
     )
@@ -226,7 +228,7 @@ def _restore(
         here = resident.in_pieces(here, resident.handle)
     settled = replace(
         here,
-        restore_seconds=seconds,
+        restore_seconds=from_ram,
         settled_at=session.clock(),
         away_since=0.0,
         importance=lease.importance,

@@ -250,7 +250,9 @@ def _stow(session: Session, resident: Resident, size: int, because: str, by: str
         session.disk_read_seconds_per_byte = written.read_seconds / size
         session.disk_measured_at = session.clock()
     with resident.gate:
-        # The bytes are read and copied to the card at the same time. The last return may be from the disk too.
+        if not resident.lease.disk_bytes:
+            resident.ram_seconds = resident.lease.restore_seconds
+        # The bytes are read and copied to the card at the same time.
         seconds = max(resident.lease.restore_seconds, written.read_seconds)
         resident.lease = replace(resident.lease, restore_seconds=seconds)
     _settle(session, resident)

@@ -937,7 +937,7 @@ class Return:
         if not self._away_since:
             return ""
         lease, now = self._resident.lease, self._session.clock()
-        moved_seconds = lease.restore_seconds
+        moved_seconds = self._resident.moved_seconds
         waited_seconds = now - self._began - moved_seconds
         size, moved = show_bytes(lease.own_bytes), show_seconds(moved_seconds)
         came = f"{size} came back from {self._resident.came_from} in {moved}"

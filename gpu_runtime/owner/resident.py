@@ -114,6 +114,8 @@ class Resident:
         self.failed_moves = 0  # in a row
         # Not a field of `lease`: two threads that replace the lease could undo each other's change.
         self.moves_again_at = 0.0
+        self.ram_seconds = 0.0  # what its restore from RAM took, while its bytes are on a disk
+        self.moved_seconds = 0.0  # what the copies of its last return took
         self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
         self.measured: Measurement | None = None  # an earlier load of live code, see `Sizing`
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet

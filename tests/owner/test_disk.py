@@ -274,6 +274,28 @@ def test_why_says_what_the_return_of_a_model_on_disk_takes_as_the_disk_was_measu
     ]
 
 
+def test_after_a_return_from_the_disk_a_restore_is_expected_to_take_what_it_took_from_ram(
+    nets, monkeypatch
+):
+    """The disk's time would make the next choice of who leaves for RAM wrong, until the next return."""
+    weights(nets, "a"), nets.evict("a"), weights(nets, "a")
+
+    def seconds() -> float:
+        [lease] = [one for one in nets.status().leases() if one.name == "a"]
+        return lease.restore_seconds
+
+    from_ram, write = seconds(), park_file.written
+    monkeypatch.setattr(
+        park_file, "written", lambda *a, **k: write(*a, **k)._replace(read_seconds=900.0)
+    )
+    assert 0 < from_ram < 900.0
+    weights(nets, "b"), weights(nets, "c")
+    assert places(nets)["a"] == "disk" and seconds() == 900.0
+    weights(nets, "a")
+    assert places(nets)["a"] == "sim:0" and seconds() == from_ram
+    assert nets._session.residents["a"].moved_seconds > 0
+
+
 def damage(rt, name: str) -> None:
     """Changes a byte of the file of the model `name`."""
     [file] = {one.file for one in rt._session.residents[name].handle.stored.values()}
