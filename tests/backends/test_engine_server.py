@@ -345,24 +345,32 @@ def test_an_error_names_what_to_install(backend, monkeypatch):
 
 
 @pytest.fixture
-def owner(record):
-    """Another process that owns a server. The fixture returns it with the pids of guard and engine, and the port."""
+def owner(record, request):
+    """Another process that owns a server. The fixture returns it with the pids of guard and engine, and the port.
+
+    With the parameter `fork`, the process has a child that it has forked, whose pid it prints.
+    """
     program = textwrap.dedent("""
-        import time
+        import os, sys, time
         from gpu_runtime.backends.registry import open_backend
         from gpu_runtime.facts import ModelSpec, Share
         from gpu_runtime.devices.probe import open_probe
         backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
         loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), (Share("sim:0", 1000),))
-        print(*loaded.pids, loaded.engine.order.port, flush=True)
+        child = os.fork() if "fork" in sys.argv else 0
+        if child or "fork" not in sys.argv:
+            print(*loaded.pids, loaded.engine.order.port, child, flush=True)
         time.sleep(600)
     """)
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    guard, engine, port = (int(word) for word in process.stdout.readline().split())
+    words = [sys.executable, "-c", program, getattr(request, "param", "")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    guard, engine, port, child = (int(word) for word in process.stdout.readline().split())
     assert alive(guard) and alive(engine)
     yield process, guard, engine, port
     process.kill()
     process.wait(PATIENCE)
+    if child:
+        os.kill(child, signal.SIGKILL)
     if alive(guard):  # a failed test may have left it stopped
         os.kill(guard, signal.SIGCONT)
 
@@ -374,6 +382,15 @@ def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
     os.kill(guard, signal.SIGKILL)
     until(lambda: not alive(engine))
     process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("owner", ["fork"], indirect=True)
+def test_a_server_ends_with_its_owner_although_a_child_that_the_owner_forked_lives_on(owner):
+    """The child has the owner's sockets, so none of them closes."""
+    process, guard, engine, _ = owner
+    process.kill()
+    process.wait(PATIENCE)
+    until(lambda: not alive(engine) and not alive(guard))
 
 
 def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(owner, monkeypatch):

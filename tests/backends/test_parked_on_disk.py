@@ -498,3 +498,16 @@ def test_a_digest_sees_what_its_sum_does_not():
     assert after[0] != before[0] and after[1] == before[1]
     words[-1] += 1
     assert park_file._digest(content, same)[1] == before[1] + 1
+
+
+def test_a_forked_child_does_not_keep_the_blocks_of_a_file(tmp_path):
+    """It may live on after its parent was killed, and the disk would stay full."""
+    file = park_file.ParkFile(tmp_path, MIB)
+    assert str(tmp_path) in os.readlink(f"/proc/self/fd/{file._file.fileno()}")
+    child = os.fork()
+    if not child:
+        fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        kept = [fd for fd in fds if os.path.lexists(fd) and str(tmp_path) in os.readlink(fd)]
+        os._exit(len(kept))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    file.read(lambda start, buffer: None, [])

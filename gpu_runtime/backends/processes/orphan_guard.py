@@ -2,9 +2,9 @@
 
 A server does not notice the end of its owner. It may also start processes in other sessions, which
 a signal to its process group does not reach. So the guard starts the server, and all these
-processes are descendants of the guard. The guard waits until the server ends or the socket to the
-owner closes. The operating system closes this socket when the owner dies. The guard then ends all
-its descendants. If the server ended by itself, the guard returns the server's exit status.
+processes are descendants of the guard. The guard waits until the server ends, the owner dies, or
+the socket to the owner closes. Then it ends all its descendants. If the server ended by itself, the
+guard returns the server's exit status.
 
 The guard runs as a separate program and uses only the standard library.
 """
@@ -76,7 +76,7 @@ def _reap() -> None:
 def main(line: int, owner: int, patience: float, command: list[str]) -> int:
     """Starts `command` as the server, guards the server, and returns its exit code.
 
-    `line` is the file descriptor of the socket to the process `owner`. When this socket closes, the
+    `line` is the file descriptor of the socket to the process `owner`. When it closes or the owner dies, the
     server gets `patience` seconds to end normally, and the result is 0. If a signal killed the
     server, this process ends by the same signal.
     """
@@ -85,12 +85,13 @@ def main(line: int, owner: int, patience: float, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != owner:  # the owner died before this line
         return 1
-    guard = os.getpid()
+    # A child that the owner forked keeps the other end of `line` open.
+    guard, ended = os.getpid(), os.pidfd_open(owner)
     pid = os.fork()
     if pid == 0:
         _become(command, line, guard)
     running = os.pidfd_open(pid)
-    ready, _, _ = select.select([line, running], [], [])
+    ready, _, _ = select.select([line, ended, running], [], [])
     if running in ready:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         end_all(0.0, None)

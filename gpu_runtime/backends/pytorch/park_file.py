@@ -28,6 +28,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,6 +74,7 @@ class ParkFile:
         self._cipher = _Cipher() if encrypted else None
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self._digests: dict[int, Any] = {}  # of each piece: its digest, or its tag
+        _open_files.add(self)
         fd = self._file.fileno()
         try:
             if hasattr(os, "posix_fallocate"):
@@ -190,6 +192,18 @@ class ParkFile:
                 raise errors.pop(0)
             finally:
                 del errors[:]  # the traceback has this frame
+
+
+_open_files: weakref.WeakSet[ParkFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child that outlives its parent would keep the blocks. A mapping of a simulated card keeps them."""
+    for one in list(_open_files):
+        one._file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # -- the storages in a file
