@@ -48,26 +48,15 @@ START_SECONDS = 20.0  # the helper's start: Python, cuda-core and the driver's l
 MOST_TEXT = 300  # characters of the driver's own message
 
 
-class CallFailed(Exception):
-    """The driver refused a call; the text is the driver's own message."""
+def call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0.0) -> str:
+    """Performs the `action` on the process `target`. Returns its new state.
 
-
-class NotAvailable(CallFailed):
-    """This machine has no checkpoint calls; the text says what is missing."""
-
-
-class CheckpointTimeout(CallFailed):
-    """The call did not return within its time limit. The state of the process is not known."""
-
-
-def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) -> str:
-    """Performs the `action`. Returns the new state of the CUDA process `pid`.
-
-    Actions are `state`, `lock`, `checkpoint`, `restore` and `unlock`. `seconds` is the time limit
-    of the driver's call; the helper's start gets START_SECONDS more. The action `lock` gives up
-    after `lock_seconds`. Raises CallFailed, NotAvailable, CheckpointTimeout.
+    Actions are `state`, `lock`, `checkpoint`, `restore` and `unlock`. `size` are the bytes that the
+    call copies, for its time limit; the helper's start gets START_SECONDS more. The action `lock`
+    gives up after `lock_seconds`. Raises Busy if the call hangs, and GpuError; both are readable.
     """
-    words = [sys.executable, "-m", __name__, action, str(pid), str(int(lock_seconds * 1000))]
+    seconds = START_SECONDS + _seconds(size) + lock_seconds
+    words = [sys.executable, "-m", __name__, action, str(target.pid), str(int(lock_seconds * 1000))]
     try:
         ended = subprocess.run(
             words,
@@ -76,29 +65,26 @@ def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) ->
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=START_SECONDS + seconds,
+            timeout=seconds,
             start_new_session=True,  # the stop button must not end the helper during a call
         )
-    except subprocess.TimeoutExpired:
-        raise CheckpointTimeout(
-            f"the driver did not answer for {START_SECONDS + seconds:.0f} s"
-        ) from None
-    except OSError as error:
-        raise NotAvailable(f"the helper process cannot be started: {error.strerror}") from None
-    return _state_in(ended)
-
-
-def _state_in(ended: subprocess.CompletedProcess[str]) -> str:
-    """The state that the helper process printed. If the helper printed an error, raises it."""
-    try:
         answer = json.loads(ended.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        why = f"the driver did not answer for {seconds:.0f} s"
+        text = f"{action} of {target.label} hangs: {why}. Its state is not known."
+        raise Busy(text, name=str(target.pid), because=why) from None
+    except OSError as error:
+        answer = {"missing": f"the helper process cannot be started: {error.strerror}"}
     except (IndexError, ValueError):
         last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
-        raise CallFailed(f"the helper process failed: {last[:MOST_TEXT]}") from None
+        answer = {"failed": f"the helper process failed: {last[:MOST_TEXT]}"}
     if "missing" in answer:
-        raise NotAvailable(answer["missing"])
+        raise GpuError(
+            f"no process can be parked by a checkpoint here: {answer['missing']}.\n"
+            f"  Install it:  pip install 'cuda-core[cu13]>=1.0'"
+        )
     if "failed" in answer:
-        raise CallFailed(answer["failed"])
+        raise _failed(action, target, answer["failed"])
     return answer["state"]
 
 
@@ -170,7 +156,7 @@ def park(session: Session, who: str, confirmed: bool) -> Outcome:
     """
     target = _target(session, who)
     driver = _require_driver(session)
-    state = _call("state", target)
+    state = call("state", target)
     if state != RUNNING:
         raise GpuError(f"{target.label} was not parked: {_why_not_running(state, target)}.")
     held = _held(session, target)
@@ -197,12 +183,12 @@ def unpark(session: Session, who: str) -> Outcome:
     """Brings back the memory of the process with the pid `who`."""
     target = _target(session, who)
     _require_driver(session)
-    state = _call("state", target)
+    state = call("state", target)
     if state == RUNNING:
         because = f"{target.label} is not parked"
         return Outcome("unpark", str(target.pid), True, because)
     if state == LOCKED:
-        uninterrupted(lambda: _call("unlock", target), to_the_end=True)
+        uninterrupted(lambda: call("unlock", target), to_the_end=True)
         because = f"{target.label} was locked, and runs again; its memory had not moved"
         return Outcome("unpark", str(target.pid), True, because)
     if state != CHECKPOINTED:
@@ -405,13 +391,13 @@ def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
 
 def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
     """Locks the process and moves its memory to RAM; unlocks it on failure. Returns what it held."""
-    _call("lock", target, lock_seconds=LOCK_SECONDS)
+    call("lock", target, lock_seconds=LOCK_SECONDS)
     try:
         held = _held(session, target)  # measured again: the locked process can take no more
         uuids = {device.id: device.key for device in session.probe.devices}
         cards = {uuids[share.device]: share.bytes for share in held}
         note_parked(ParkedProcess(target.pid, target.started, cards))
-        _call("checkpoint", target, size=sum(share.bytes for share in held))
+        call("checkpoint", target, size=sum(share.bytes for share in held))
     except GpuError as error:
         raise _unlocked(target, error) from None
     session.world(fresh=True)  # renews the helper's figures, by which other processes decide
@@ -423,8 +409,8 @@ def _unlocked(target: Target, error: GpuError) -> GpuError:
     if look(target.pid) is None:
         return error
     try:
-        if _call("state", target) == LOCKED:
-            _call("unlock", target)
+        if call("state", target) == LOCKED:
+            call("unlock", target)
             forget_parked(target.pid, target.started)
             return GpuError(f"{error} It runs on, with its memory in place.")
     except GpuError as second:
@@ -436,30 +422,10 @@ def _unlocked(target: Target, error: GpuError) -> GpuError:
 
 def _restore(session: Session, target: Target, held: tuple[Share, ...]) -> None:
     """Moves the bytes `held` back to the cards, for which the caller has leased room."""
-    _call("restore", target, size=sum(share.bytes for share in held))
-    _call("unlock", target)
+    call("restore", target, size=sum(share.bytes for share in held))
+    call("unlock", target)
     forget_parked(target.pid, target.started)
     session.world(fresh=True)
-
-
-def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0.0) -> str:
-    """Makes one call of the driver and returns the new state. Raises GpuError with a readable message."""
-    try:
-        seconds = _seconds(size) + lock_seconds
-        return call(action, target.pid, seconds=seconds, lock_seconds=lock_seconds)
-    except NotAvailable as error:
-        raise GpuError(
-            f"no process can be parked by a checkpoint here: {error}.\n"
-            f"  Install it:  pip install 'cuda-core[cu13]>=1.0'"
-        ) from None
-    except CheckpointTimeout as error:
-        raise Busy(
-            f"{action} of {target.label} hangs: {error}. Its state is not known.",
-            name=str(target.pid),
-            because=str(error),
-        ) from None
-    except CallFailed as error:
-        raise _failed(action, target, str(error)) from None
 
 
 def _failed(action: str, target: Target, why: str) -> GpuError:

@@ -103,11 +103,11 @@ def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
     seen = []
     call = checkpoints.call
 
-    def watched(action, pid, **limits):
+    def watched(action, target, **limits):
         if action == "restore":
             book, world = rt._session.ledger.read(), rt._session.world(fresh=True)
             seen.append((book.claims()["cuda:0"] // GIB, room(book, world)["cuda:0"] // GIB))
-        return call(action, pid, **limits)
+        return call(action, target, **limits)
 
     monkeypatch.setattr(checkpoints, "call", watched)
     driver.process(_0=8)  # a program without a lease
@@ -339,11 +339,12 @@ def test_a_call_that_hangs_is_given_up(rt, driver, monkeypatch):
 def test_a_helper_that_crashes_is_told(rt, driver, monkeypatch):
     target = driver.process(_0=1)
     driver.file.write_text("no JSON")
-    with pytest.raises(checkpoints.CallFailed):
-        checkpoints.call("state", target.pid, seconds=5)
+    found = checkpoints.look(target.pid)
+    with pytest.raises(GpuError):
+        checkpoints.call("state", found)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(checkpoints.CallFailed, match="helper process failed"):
-        checkpoints.call("state", target.pid, seconds=5)
+    with pytest.raises(GpuError, match="helper process failed"):
+        checkpoints.call("state", found)
 
 
 def test_a_process_parked_by_another_tool_is_not_restored_without_its_size(rt, driver):
@@ -358,10 +359,10 @@ def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch)
     target = driver.process(_0=1)
     call = checkpoints.call
 
-    def interrupting(action, pid, **limits):
+    def interrupting(action, target, **limits):
         if action == "checkpoint":
             signal.raise_signal(signal.SIGINT)
-        return call(action, pid, **limits)
+        return call(action, target, **limits)
 
     monkeypatch.setattr(checkpoints, "call", interrupting)
     with pytest.raises(KeyboardInterrupt):
