@@ -261,7 +261,13 @@ def _obtain_governed(
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     # Without a name for the report: see pins.py.
                     raise failures.load_error(session, resident, step, error) from error.__cause__
-                failures.room_for_load(session, resident, step.shares)  # type: ignore[union-attr]
+                failures.evict_idle(
+                    session,
+                    {share.device for share in step.shares},  # type: ignore[union-attr]
+                    f"the device ran out of memory while {spec.name} was loaded.",
+                    importance=spec.importance,
+                    spared=resident.lease.id,
+                )
     finally:
         # The key is released first. Once the key is gone, the monitor withdraws the ticket, even if
         # this thread is interrupted again.
@@ -310,11 +316,16 @@ def grants(
     """
     began = session.clock()
     deadline = None if timeout is None else began + timeout
-    checked_for_dead, counted, because = False, False, ""
+    because = ""
     rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
     compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
     departures = _Departures(session, key)
     reported = False  # whether the front end shows a wait
+    kernel = session.kernel
+    held: tuple[str, ...] = ()
+    # Before the first wait: has the notebook freed memory, and are all owners in the way alive? The
+    # first look comes once, since nothing else of the cell runs while its request waits.
+    looks = iter((lambda: kernel is not None and kernel.has_changed(held), session.reap))
     try:
         while not is_here():
             if key.ended_by:
@@ -343,14 +354,8 @@ def grants(
                 continue
             if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
                 compared = verdict.considered
-            if not counted:
-                counted = True  # once: nothing else of the cell runs while its request waits
-                if session.kernel is not None and session.kernel.has_changed(held):
-                    continue
-            if not checked_for_dead:  # first check that all owners in the way are alive
-                checked_for_dead = True
-                if session.reap():
-                    continue
+            if any(look() for look in looks):
+                continue
             if isinstance(verdict, Refuse):
                 raise refusals.refusal(wanted.name, verdict)
             returns = stage_bytes and session.ledger.read().lease(session.me, wanted.name)
@@ -705,20 +710,31 @@ def lease_memory(
     seconds = None if timeout is None else parse_seconds(timeout)
     program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
     name = f"{purpose or printable(program, LONGEST_NAME)}#{session.blocks.new_number()}"
-    return _Block(session, name, wanted_bytes, rank, seconds)
+    return _Block(session, name, (wanted_bytes, rank, seconds))
+
+
+def room_for_process(session: Session, pid: int, device: str, size: int, seconds: float) -> Held:
+    """A `with` block that reserves `size` bytes on `device` for the process `pid`. It yields the lease.
+
+    The process should take the bytes within `seconds` of the grant. Until then the bytes count as
+    not yet measured.
+    """
+    name = f"return of pid {pid}#{session.blocks.new_number()}"
+    return _Block(session, name, (size, NORMAL, None, (device,), seconds), runs_here=False)
 
 
 class _Block(Held):
     """The `with` block of `lease_memory`. It yields a LeasedBlock, which outlives the block."""
 
-    __slots__ = ("_session", "_name", "_wanted", "_running")
+    __slots__ = ("_session", "_name", "_wanted", "_runs_here", "_running")
 
-    def __init__(self, session: Session, name: str, *wanted: Any) -> None:
-        """`wanted` has three values: bytes, importance, and the timeout in seconds or None."""
+    def __init__(
+        self, session: Session, name: str, wanted: tuple[Any, ...], runs_here: bool = True
+    ) -> None:
+        """`wanted` are the arguments of `_lease_block` from `size` on. See `room_for_process`."""
         super().__init__()
-        self._session = session
-        self._name = name
-        self._wanted = wanted
+        self._session, self._name, self._wanted = session, name, wanted
+        self._runs_here = runs_here
         self._running: list[LeasedBlock] = []
 
     def _typed(self) -> tuple[str, str]:
@@ -726,11 +742,13 @@ class _Block(Held):
         return f"rt.lease({(show_bytes(size) if size else None)!r})", "block"
 
     @outside_modes
-    def _start(self, anchor: AnchorRef) -> LeasedBlock:
+    def _start(self, anchor: AnchorRef) -> LeasedBlock | Lease:
         session = self._session
         session.start_monitor()
         with in_one_line(session):
             lease = _lease_block(session, self._name, anchor, *self._wanted)
+        if not self._runs_here:
+            return lease
         id = lease.shares[0].device
         device = next(device for device in session.probe.devices if device.id == id)
         self._running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
@@ -742,31 +760,6 @@ class _Block(Held):
             block.end()
         _end_block(self._session, self._name)
         failures.finish_block(self._session, error)
-
-
-class RoomForProcess(Held):
-    """A `with` block that reserves room on one card for another process."""
-
-    __slots__ = ("_session", "_name", "_wanted")
-
-    def __init__(self, session: Session, pid: int, device: str, size: int, seconds: float) -> None:
-        """At the start of the block, `size` bytes on `device` are reserved for the process `pid`.
-
-        The process should take the bytes within `seconds` of the grant. Until then the bytes count
-        as not yet measured.
-        """
-        super().__init__()
-        self._session, self._name = session, f"return of pid {pid}#{session.blocks.new_number()}"
-        self._wanted = (size, NORMAL, None, (device,), seconds)
-
-    @outside_modes
-    def _start(self, anchor: AnchorRef) -> Lease:
-        self._session.start_monitor()
-        return _lease_block(self._session, self._name, anchor, *self._wanted)
-
-    @outside_modes
-    def _finish(self, error: BaseException | None) -> None:
-        _end_block(self._session, self._name)
 
 
 def _lease_block(

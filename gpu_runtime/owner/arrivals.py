@@ -16,6 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -470,31 +471,20 @@ LOADING = "loading"
 RESTORING = "restoring"
 
 
+@dataclass(eq=False)
 class Arrival:
     """A load, or a restore from host memory. Its fields change until it has ended."""
 
-    def __init__(
-        self,
-        name: str,
-        verb: str,
-        all_bytes: int,
-        expected_seconds: float,
-        earlier_seconds: float = 0.0,
-    ) -> None:
-        """The load or restore of the model `name`, which needs `all_bytes`.
-
-        `expected_seconds` is the time that the model's last load or restore took; 0 if unknown. If
-        the model returns in parts, this is the last part, and the copies of the earlier parts took
-        `earlier_seconds`.
-        """
-        self.name = name
-        self.verb = verb
-        self.all_bytes = all_bytes
-        self.done_bytes = 0
-        self.expected_seconds = expected_seconds
-        self.earlier_seconds = earlier_seconds
-        self.seconds = 0.0  # how long the arrival took; 0 until it has ended
-        self.ended = self.failed = False
+    name: str  # of the model
+    verb: str
+    all_bytes: int
+    expected_seconds: float  # as its last load or restore took; 0 if unknown
+    # If the model returns in parts, this is the last part: what the copies of the others took.
+    earlier_seconds: float = 0.0
+    done_bytes: int = 0
+    seconds: float = 0.0  # how long the arrival took; 0 until it has ended
+    ended: bool = False
+    failed: bool = False
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
         """Notes that `done_bytes` of `all_bytes` are loaded. A backend calls this often."""

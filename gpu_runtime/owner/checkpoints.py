@@ -31,7 +31,7 @@ from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted
 from ..units import GIB, show_bytes
 from . import requests
-from .acquire import RoomForProcess
+from .acquire import room_for_process
 from .session import Session
 
 # -- the driver's checkpoint calls on another process: its state, lock, checkpoint, restore,
@@ -197,10 +197,8 @@ def unpark(session: Session, who: str) -> Outcome:
     began = session.clock()
     with ExitStack() as room:
         for share in held:
-            seconds = _seconds(share.bytes)
-            room.enter_context(
-                RoomForProcess(session, target.pid, share.device, share.bytes, seconds)
-            )
+            wanted = (target.pid, share.device, share.bytes, _seconds(share.bytes))
+            room.enter_context(room_for_process(session, *wanted))
         uninterrupted(lambda: _restore(session, target, held), to_the_end=True)
     size = sum(share.bytes for share in held)
     returned = f"{show_bytes(size)} on {where(held)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import traceback
@@ -16,7 +17,7 @@ from typing import Any
 
 from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost, first_line
-from ..facts import Grant, Lease, LeaseId, Load, Refuse, Share, Step
+from ..facts import NORMAL, Grant, Lease, LeaseId, Load, Refuse, Step
 from ..fault_texts import WRITE_REFUSED, Fault, Kind, recognise
 from ..scheduler import refusals
 from ..scheduler import transitions as books
@@ -251,23 +252,36 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
     return tuple(left)
 
 
-def room_for_load(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
-    """After an out-of-memory error during a load: evicts all idle models on the cards of `shares`.
+def evict_idle(
+    session: Session,
+    cards: set[str],
+    because: str,
+    *,
+    importance: int = NORMAL,
+    spared: str = "",
+    enough: float = math.inf,
+) -> tuple[list[Lease], dict[str, str]]:
+    """After an out-of-memory error: evicts idle leases on `cards` until `enough` bytes are free there.
 
-    The card was fuller than the book showed. Models of other owners are recalled if a request with
-    the importance of `resident` may recall them.
+    The card was fuller than the book showed. Leases of other owners are recalled if a request with
+    this `importance` may recall them. The lease with the id `spared` stays. Returns the leases that
+    left, as they were, the least recently used first, and why others have not left, by id.
     """
-    cards = {share.device for share in shares}
-    because = f"the device ran out of memory while {resident.spec.name} was loaded."
-    book, world = session.ledger.read(), session.world()
-    importance = resident.spec.importance
-    for lease in book.leases():
-        is_loaded = (lease.owner, lease.name) == (session.me, resident.spec.name)
-        if is_loaded or not cards & {share.device for share in lease.shares}:
+    left: list[Lease] = []
+    stay: dict[str, str] = {}
+    book, world = session.ledger.read(), session.world(fresh=True)
+    for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
+        here = sum(lease.bytes_on(card) for card in cards)
+        why = reason_to_stay(lease, world, asker=session.me, importance=importance)
+        if enough <= 0 or not here or why or lease.id == spared:
             continue
-        if not reason_to_stay(lease, world, asker=session.me, importance=importance):
-            evict_anywhere(session, lease, because)
+        if why := evict_anywhere(session, lease, because):
+            stay[lease.id] = why
+        else:
+            left.append(lease)
+            enough -= here
     session.probe.empty_cache()
+    return left, stay
 
 
 def evict_anywhere(session: Session, lease: Lease, because: str) -> str:

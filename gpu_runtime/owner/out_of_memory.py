@@ -8,6 +8,7 @@ and keeps no object of the user's.
 from __future__ import annotations
 
 import gc
+import math
 import re
 import traceback
 from collections.abc import Mapping
@@ -59,28 +60,16 @@ def room_for_cell(session: Session, error: BaseException) -> Freed:
     `error` names no size, all these idle leases are evicted. Models of this process that left at the
     end of the cell's `with` block count as freed memory.
     """
-    gone: tuple[Lease, ...] = getattr(error, "left", ())
-    wanted, cards = bytes_wanted(error), failures.full_cards(session, error)
+    gone: list[Lease] = list(getattr(error, "left", ()))
+    wanted, cards = bytes_wanted(error) or math.inf, failures.full_cards(session, error)
     freed = sum(lease.bytes_on(card) for lease in gone for card in cards)
-    left = [lease.name for lease in gone]
-    stay: dict[str, str] = {}
-    if wanted and freed >= wanted:
-        return Freed(freed, tuple(left))
-    book = session.ledger.read()
-    world = session.world(fresh=True)
-    for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
-        here = sum(lease.bytes_on(card) for card in cards)
-        why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
-        if not here or why or (lease.owner == session.me and lease.kind == "kernel"):
-            continue
-        stay[lease.id] = failures.evict_anywhere(session, lease, "A cell ran out of memory.")
-        if not stay[lease.id]:
-            freed += here
-            left.append(lease_title(lease, book.owner(lease.owner)))
-        if wanted and freed >= wanted:
-            break
-    session.probe.empty_cache()
-    return Freed(freed, tuple(left), stay)
+    owners = session.ledger.read()  # before they leave
+    because = "A cell ran out of memory."
+    own_code, enough = f"{session.me}/{KERNEL}", wanted - freed
+    left, stay = failures.evict_idle(session, cards, because, spared=own_code, enough=enough)
+    freed += sum(lease.bytes_on(card) for lease in left for card in cards)
+    titles = [lease_title(lease, owners.owner(lease.owner)) for lease in left]
+    return Freed(freed, (*(lease.name for lease in gone), *titles), stay)
 
 
 def forget_frames(error: BaseException) -> None:

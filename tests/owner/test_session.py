@@ -15,7 +15,7 @@ from gpu_runtime.errors import Busy, LedgerUnavailable
 from gpu_runtime.facts import Asker, Book, Event, Section, Wait
 from gpu_runtime.ledgers.host_config import Machine
 from gpu_runtime.owner import maintenance, requests
-from gpu_runtime.owner.acquire import RoomForProcess
+from gpu_runtime.owner.acquire import room_for_process
 from gpu_runtime.owner.history import recorded_events
 from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS, Keys
 from gpu_runtime.owner.sizing import residue
@@ -181,7 +181,7 @@ def test_peaks_begin_with_a_load_and_after_each_move_and_each_way_is_timed(runti
 def test_room_for_another_process_counts_as_unseen_until_it_has_taken_it(runtime, clock):
     """The driver shows the bytes as free until then."""
     rt = runtime(devices="sim:2x24GiB,host:64GiB", clock=clock)
-    with RoomForProcess(rt._session, 7, "sim:1", GIB, 60.0) as lease:
+    with room_for_process(rt._session, 7, "sim:1", GIB, 60.0) as lease:
         assert (lease.where, lease.bytes, lease.settled_at) == ("sim:1", GIB, clock() + 60)
         assert claims(rt) == {"sim:1": GIB}
     assert claims(rt) == {}
