@@ -78,9 +78,9 @@ def search_here(
         rows = [_of_lease(resident) for resident in _on_devices(session)] + _of_libraries()
         seconds = time.perf_counter() - began
         return _summed(session, rows, {}, set(), set(), 0, True, seconds)
-    from ..backends.pytorch.search import Limit, optimizer_keys
+    from ..backends.pytorch.search import optimizer_keys
 
-    limit = Limit(seconds, stop=stop)
+    limit = _limit(seconds, stop)
     storages, whole = _search(session, limit)
     reached, all_reached = _reach(session, namespace or registered.current, storages.keys(), limit)
     models, governed, of_others = _models(session, storages)
@@ -208,11 +208,16 @@ def _found(session: Session, limit: Any) -> Any:
 
 def names_of(session: Session, keys: frozenset[int]) -> str:
     """The variables of this notebook that reach the storages `keys`, as text."""
-    from ..backends.pytorch.search import Limit
-
-    reached, _ = _reach(session, registered.current, keys, Limit(SECONDS))
+    reached, _ = _reach(session, registered.current, keys, _limit())
     names = [one.name.name for one in reached if one.name.kind == VARIABLE]
     return listed(names) if names else "what no variable refers to"
+
+
+def _limit(seconds: float | None = SECONDS, stop: Callable[[], bool] | None = None) -> Any:
+    """A limit of a search from now on; see `search.Limit`, whose module imports torch."""
+    from ..backends.pytorch.search import Limit
+
+    return Limit(seconds, stop=stop)
 
 
 def _parked_keys(session: Session) -> frozenset[int]:
@@ -473,7 +478,7 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     gc.collect()
     if session.kernel is not None:
         session.kernel.forget_deleted()
-    kept = _search_keys(session) if mine else frozenset()
+    kept = _search(session, _limit())[0].keys() if mine else frozenset()
     left = {name.name for name in namespace.names()}
     names = [name for name, keys in others.items() if keys & kept and name in left]
     names += [f"the model {one.spec.name}" for one in models]
@@ -483,19 +488,11 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     return [f"{listed(names)} still {verb} to its memory"]
 
 
-def _search_keys(session: Session) -> frozenset[int]:
-    from ..backends.pytorch.search import Limit
-
-    return frozenset(_search(session, Limit(SECONDS))[0])
-
-
 def _named(session: Session, namespace: Namespace) -> list[_Reached]:
     """The names that reach device memory. There are none before torch is imported."""
     if "torch" not in sys.modules:
         return []
-    from ..backends.pytorch.search import Limit
-
-    limit = Limit(SECONDS)
+    limit = _limit()
     return _reach(session, namespace, _search(session, limit)[0], limit)[0]
 
 
@@ -520,9 +517,7 @@ def _held_bytes(session: Session) -> int:
     """
     if not session.probe.simulated or "torch" not in sys.modules:
         return _allocated(session)[1]
-    from ..backends.pytorch.search import Limit
-
-    found, _ = _search(session, Limit())
+    found, _ = _search(session, _limit(None))
     *_, of_others = _models(session, found)
     return of_others + sum(one.own_bytes for one in found.values())
 

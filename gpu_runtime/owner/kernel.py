@@ -857,10 +857,12 @@ class KernelResident(Resident):
 
     def _claimed(self) -> dict[str, int]:
         """The bytes that the kernel claims on each card, also for the running cell."""
-        claimed = self.held()
-        for card, size in self.claims.items():
-            claimed[card] = max(size, claimed.get(card, 0))
-        return claimed
+        return _at_least(self.held(), self.claims)
+
+
+def _at_least(held: Bytes, claims: Bytes) -> dict[str, int]:
+    """The larger of the bytes `held` and the `claims`, by card."""
+    return {card: max(held.get(card, 0), claims.get(card, 0)) for card in {**held, **claims}}
 
 
 def claiming(lease: Lease, claims: Bytes) -> Lease:
@@ -870,9 +872,7 @@ def claiming(lease: Lease, claims: Bytes) -> Lease:
     """
     own = lease.filled or lease.shares
     held = sizes(own)
-    claimed = dict(held)
-    for card, size in claims.items():
-        claimed[card] = max(size, claimed.get(card, 0))
+    claimed = _at_least(held, claims)
     if claimed == held:
         return replace(lease, shares=own, filled=(), working_bytes=0)
     shares = tuple(Share(card, size) for card, size in claimed.items())

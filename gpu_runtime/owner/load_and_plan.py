@@ -67,13 +67,6 @@ _CATALOGUE = "is in the catalogue, which sets these options"
 _LOADED = "is loaded with other options"
 
 
-class Described(NamedTuple):
-    """A model as `load` would register it."""
-
-    resident: Resident  # the registered model, or a model that is only planned
-    obstacle: str = ""  # why `load` refuses these options
-
-
 def load(
     session: Session,
     register: Callable[..., ModelSpec],
@@ -139,15 +132,15 @@ def _revise(session: Session, resident: Resident, given: Given) -> None:
         work.release()
 
 
-def described(session: Session, name: str, source: Any, given: Given) -> Described | None:
-    """The model `name` as `load` would register it. Nothing is registered.
+def described(session: Session, name: str, source: Any, given: Given) -> Subject | None:
+    """The request for the model `name` as `load` would register it. Nothing is registered.
 
     The result is None if the name is unknown, and neither `source` nor a backend or size in `given`
     describes the model. Raises the errors of `register`.
     """
     known = registry.by_key(session, name) or registry.from_catalogue(session, name)
     if known is not None and not _is_source_of(known, source):
-        return Described(known, f"{name} is registered already, from another source")
+        return of_resident(known, session, f"{name} is registered already, from another source")
     if known is not None:
         return _with_options(session, known, given)
     if source is None and not {"backend", "size"} & given.keys():
@@ -155,7 +148,7 @@ def described(session: Session, name: str, source: Any, given: Given) -> Describ
     if source is None and is_source(name):
         source = name
     spec, factory = registry.specified(session, name, source, given)
-    return Described(registry.new_resident(session, spec, factory, True))
+    return of_resident(registry.new_resident(session, spec, factory, True), session)
 
 
 def _is_source_of(known: Resident, source: Any) -> bool:
@@ -167,18 +160,19 @@ def _is_source_of(known: Resident, source: Any) -> bool:
     return known.origin is not None and registry.same_code(known.origin, source)
 
 
-def _with_options(session: Session, known: Resident, given: Given) -> Described:
-    """The model `known`, with the options `given` instead of its own."""
+def _with_options(session: Session, known: Resident, given: Given) -> Subject:
+    """The request for the model `known`, with the options `given` instead of its own."""
     spec = _revised(session, known, given)
     if spec == known.spec:
-        return Described(known)
+        return of_resident(known, session)
     planned = registry.new_resident(session, spec, known.origin, True)
     planned.measured = known.measured
+    why_not = ""
     if known.catalogued is not None:
-        return Described(planned, f"{spec.name} {_CATALOGUE}")
-    if known.place is not Place.GONE:
-        return Described(planned, f"{spec.name} {_LOADED}; forget it first")
-    return Described(planned)
+        why_not = f"{spec.name} {_CATALOGUE}"
+    elif known.place is not Place.GONE:
+        why_not = f"{spec.name} {_LOADED}; forget it first"
+    return of_resident(planned, session, why_not)
 
 
 def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
@@ -288,10 +282,8 @@ def why(session: Session, name: str, replay: bool) -> Decisions | tuple[Replayed
 def _subject(session: Session, words: str | int, source: Any, given: dict[str, Any]) -> Subject:
     """The subject that `words` name: a model of any owner, a size of bytes, or a source."""
     name = str(words)
-    model = described(session, name, source, given)
-    if model is not None:
-        found = of_resident(model.resident, session)
-        return found._replace(obstacle=model.obstacle) if model.obstacle else found
+    if model := described(session, name, source, given):
+        return model
     size = size_in(words)
     if size is not None:
         return of_bytes(size, session, given)
@@ -358,12 +350,15 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
     return Subject(wanted, Footprint.of(size), rules)
 
 
-def of_resident(resident: Resident, session: Session) -> Subject:
-    """The request for a model of this process. Raises UnknownSize, BadSetting, LoadFailed."""
+def of_resident(resident: Resident, session: Session, why_not: str = "") -> Subject:
+    """The request for a model of this process, which is not loaded because of `why_not`, if given.
+
+    Raises UnknownSize, BadSetting, LoadFailed.
+    """
     rules = acquire.placement(session, resident)
     footprint = session.sizing.footprint(resident, rules.devices)
     wanted = acquire.wanted_lease(session, resident)
-    why_not = obstacle(resident.spec)
+    why_not = why_not or obstacle(resident.spec)
     if not why_not and resident.handle is None:
         why_not = source_absent(resident.spec)
     return Subject(wanted, footprint, rules, why_not)

@@ -367,24 +367,28 @@ def watch_steps(trained_by: Callable[[Any], list[Any]]) -> None:
     optimizers.register_optimizer_step_post_hook(after)
 
 
-def watch_zero_grad(optimizer: Any, model: Any) -> None:
-    """From now on, `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
+def _cleared(model: Any, clear: Callable[[], Any]) -> Any:
+    """The result of `clear`, a `zero_grad`, which releases the pins that a `forward` of `model` took.
 
     In a script, the model is also pinned while its gradients are cleared. Without this pin, the
     monitor measured the model meanwhile, and the process ended with a segmentation fault.
     """
+    if model is None:
+        return clear()
+    with model.calling() if model.training.in_script else contextlib.nullcontext():
+        result = clear()
+    model.training.stepped()
+    return result
+
+
+def watch_zero_grad(optimizer: Any, model: Any) -> None:
+    """From now on, `optimizer.zero_grad` ends a training step of `model`."""
     original = optimizer.zero_grad
     of = weakref.ref(model)
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watched = of()
-        if watched is None:
-            return original(*args, **kwargs)
-        with watched.calling() if watched.training.in_script else contextlib.nullcontext():
-            result = original(*args, **kwargs)
-        watched.training.stepped()
-        return result
+        return _cleared(of(), functools.partial(original, *args, **kwargs))
 
     # The new method is an attribute of the instance, as torch's schedulers do with `step`. A pickle
     # of the optimizer does not contain it.
@@ -624,14 +628,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        resident = _governed.get(self)
-        if resident is None:
-            return original(self, *args, **kwargs)
-        pinned = resident.calling() if resident.training.in_script else contextlib.nullcontext()
-        with pinned:  # as in `watch_zero_grad`
-            result = original(self, *args, **kwargs)
-        resident.training.stepped()
-        return result
+        return _cleared(_governed.get(self), functools.partial(original, self, *args, **kwargs))
 
     return zero_grad
 

@@ -493,22 +493,16 @@ def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
 
     All values are None if `map` is None.
     """
+    columns = FRAGMENTATION[1 : FRAGMENTATION.index("owner")]
     if map is None:
-        return [None] * 10
+        return [None] * len(columns)
     unused = map.reserved_bytes - map.allocated_bytes
-    percent = round(100 * unused / map.reserved_bytes, 1) if map.reserved_bytes else 0.0
-    return [
-        map.allocated_bytes,
-        map.reserved_bytes,
-        unused,
-        percent,
-        map.alloc_retries,
-        map.ooms,
-        map.inactive_bytes,
-        map.releasable_bytes,
-        map.largest_free_bytes,
-        map.largest_request_bytes(view),
-    ]
+    computed = {
+        "fragmentation_bytes": unused,
+        "fragmentation_percent": round(100 * unused / (map.reserved_bytes or 1), 1),
+        "largest_request_bytes": map.largest_request_bytes(view),
+    }
+    return [computed[name] if name in computed else getattr(map, name) for name in columns]
 
 
 def holders(found: Holdings) -> DataFrame:
