@@ -39,7 +39,7 @@ from ..processes.engine import (
     card_environment,
     in_words,
 )
-from ..processes.remote_calls import Connection, Ended, Failed, MessageSocket, Requests, pack
+from ..processes.remote_calls import Ended, Failed, MessageSocket, Requests, pack
 from . import worker
 from .options import (
     gguf_evidence,
@@ -104,7 +104,9 @@ class LlamaEngine(Engine):
 
     title = "engine"
 
-    def __init__(self, name: str, log: Path, connection: Connection, child: Child | None) -> None:
+    def __init__(
+        self, name: str, log: Path, connection: MessageSocket | Thread, child: Child | None
+    ) -> None:
         """The model `name` in the worker behind the `connection`; `child` is the worker's process, if any.
 
         The worker's output is in the file `log`.
@@ -182,21 +184,12 @@ class LlamaEngine(Engine):
             return LoadFailed(words, name=self.name, source="", why=text, mistake=True)
         log = self._child.tail() if self._child else ""
         fault = recognise(f"{text}\n{log}")
-        if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            return out_of_memory(fault.line)
         why = fault.line if fault else text or last_line(log) or "its process ended"
         named = _LLAMA_ERROR.search(log)  # `text` names only the file
         if named and not fault:
             why = f"{why} ({named[1].strip()})"
-        return LoadFailed(
-            f"{self.name} could not be loaded: {why}.\n  Its log:  {self.log}",
-            name=self.name,
-            source="",
-            why=why,
-            kind=fault.kind.value if fault else "",
-            log=str(self.log),
-            mistake=text.startswith("Model path does not exist"),
-        )
+        mistake = text.startswith("Model path does not exist")
+        return self._failed_load(why, fault, mistake=mistake)
 
     # -- its end
 

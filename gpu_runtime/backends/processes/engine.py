@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Block, out_of_memory
 from ...errors import CannotGovern, EngineDied, GpuError, LoadFailed, NotResident
 from ...facts import HOST, ModelSpec, Share, Shares, where
-from ...fault_texts import Kind, last_line, recognise
+from ...fault_texts import Fault, Kind, last_line, recognise
 from ...files import new_log
 from ...units import show_bytes
 from ..base import Backend, Progress
@@ -106,6 +107,18 @@ class Engine:
             Kind.CRASH, f"the {self.title} of {self.name} was ended, since {why}.", why, pid=pid
         )
 
+    def _failed_load(self, told: str, fault: Fault | None, **facts: Any) -> GpuError:
+        """The error for a load that failed as `told`: out of memory if the `fault` is that, else LoadFailed."""
+        if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
+            return out_of_memory(fault.line)
+        facts = {"why": told, "source": "", "kind": fault.kind.value if fault else "", **facts}
+        return LoadFailed(
+            f"{self.name} could not be loaded: {told}.\n  Its log:  {self.log}",
+            name=self.name,
+            log=str(self.log),
+            **facts,
+        )
+
     def died(
         self, kind: str, text: str, why: str, status: int | None = None, pid: int | None = None
     ) -> EngineDied:
@@ -171,23 +184,11 @@ class RestartedEngine(Engine):
             self._changed.notify_all()
 
     def _load_error(self, why: str, output: str) -> GpuError:
-        """The error for a load that failed because of `why`, with the line of `output` that explains it.
-
-        If a device had no room, it is an out-of-memory error, else LoadFailed.
-        """
+        """The error for a load that failed because of `why`, with the line of `output` that explains it."""
         fault = recognise(output)
-        if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            return out_of_memory(fault.line)
         explanation = fault.line if fault else last_line(output)
         detail = f": {explanation}" if explanation else ""
-        return LoadFailed(
-            f"{self.spec.name} could not be loaded: {why}{detail}.\n  Its log:  {self.log}",
-            name=self.spec.name,
-            source=self.spec.source,
-            why=why,
-            kind=fault.kind.value if fault else "",
-            log=str(self.log),
-        )
+        return self._failed_load(f"{why}{detail}", fault, why=why, source=self.spec.source)
 
 
 # -- models in engines ------------------------------------------------------------------------------
@@ -533,35 +534,26 @@ class Child:
                 )
             )
         self.pid = self._popen.pid
+        self._life = os.pidfd_open(self.pid)
         self._ending = threading.Lock()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_life"):  # else it was not started
+            os.close(self._life)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits up to `seconds` (None: no limit) for the end of the process: whether it has ended.
 
         The process is not reaped, so that no other process can get its id before `end`.
         """
-        if self._popen.returncode is not None:
-            return True
-        if seconds is None:
-            with contextlib.suppress(ChildProcessError):  # it was reaped already
-                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            return True
-        never = threading.Event()
-        for _ in range(max(1, int(seconds / _POLL_SECONDS))):
-            if self.ended:
-                return True
-            never.wait(_POLL_SECONDS)
-        return self.ended
+        poll = select.poll()  # `select` takes no descriptor above 1,023
+        poll.register(self._life, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended."""
-        if self._popen.returncode is not None:
-            return True
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # it was reaped already
-            return True
+        return self.wait(0)
 
     def end(self) -> int:
         """Kills the whole process group. Returns the exit status in the form of `subprocess`."""

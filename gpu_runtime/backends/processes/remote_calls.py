@@ -21,7 +21,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ... import threads
 from ...errors import BadCall
@@ -79,16 +79,6 @@ class MessageSocket:
             self._socket.close()
 
 
-class Connection(Protocol):
-    """A `MessageSocket`, or another way to send messages and receive them."""
-
-    def send(self, message: Any) -> None: ...
-
-    def receive(self) -> Any: ...
-
-    def close(self) -> None: ...
-
-
 class Ended(Exception):
     """Raised when the process has ended before it answered."""
 
@@ -106,11 +96,11 @@ class Requests:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Any,
         progress: Callable[..., None] | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Reads the `connection` in a thread. `progress` gets the arguments of "progress".
+        """Reads the `connection`, such as a MessageSocket, in a thread. `progress` gets the arguments of "progress".
 
         Once the connection has ended, `on_end` is called, and only then do waiting requests raise Ended.
         """
