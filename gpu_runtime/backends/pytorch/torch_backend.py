@@ -32,7 +32,7 @@ from ...errors import CannotGovern, LoadFailed, StillInUse, first_line
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...threads import all_outside_modes, with_own_modes
 from ...version import NEWER_TORCH
-from ..base import Backend, Progress, is_out_of_memory
+from ..base import Backend, Progress
 from . import park_file, shadows, streams, swap
 from . import storages as st
 from .kernel_memory import without_collections
@@ -302,29 +302,19 @@ class TorchBackend(Backend):
         )
 
     def _settled(
-        self,
-        model: TorchModel,
-        shares: Shares,
-        progress: Progress | None,
-        into: Any,
-        shadow: bool = False,
+        self, model: TorchModel, shares: Shares, progress: Progress | None, into: Any
     ) -> TorchModel:
         """Puts the new `model` on the devices of `shares`, and returns it.
 
-        With `shadow`, the bytes are first copied to host memory, and this copy stays there. The
-        module of an earlier load, in `into`, gets the bytes, and becomes the module of `model`.
+        The module of an earlier load, in `into`, gets the bytes, and becomes the module of `model`.
         """
         try:
             self._check(model)
             model.share_with(list(self._models))
-            if shadow and not model.bases and self._is_on_host(model, progress):
-                progress = None
-            self._place(model, shares, progress, shadow)
-            self._compare(model)
+            self._arrive(model, shares, progress)
             self._models.add(model)
             held = into.former() if isinstance(into, TorchModel) else into
             if isinstance(held, nn.Module) and held is not model.module:
-                self._require_same(model, held)
                 self._refill(model, held)
         except BaseException as error:
             self.drop(model)
@@ -332,27 +322,9 @@ class TorchBackend(Backend):
             raise
         return model
 
-    def _shared(self, model: TorchModel) -> SharedCopy | None:
-        """Shared pages for the bytes of a new `model`. None if its bytes are not shared."""
-        return None
-
-    def _compare(self, model: TorchModel) -> None:
-        """Does nothing. A subclass compares the bytes of a new `model` with its shared pages."""
-
-    def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
-        """Copies the bytes of a new `model` to host memory. Returns whether there was room."""
-        try:
-            there = (Share(HOST, st.nbytes(model.groups())),)
-            self._place(model, there, progress, shared=self._shared(model))
-            return True
-        except Exception as error:
-            if not (is_out_of_memory(error) or isinstance(error, OSError)):
-                raise
-            st.let_go(error)
-            return False
-
-    def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Does nothing. A subclass raises LoadFailed if `held` was loaded with other bytes."""
+    def _arrive(self, model: TorchModel, shares: Shares, progress: Progress | None) -> None:
+        """Puts the bytes of the new `model` on the devices of `shares`."""
+        self._place(model, shares, progress)
 
     def _refill(self, model: TorchModel, held: nn.Module) -> None:
         """Gives the bytes of `model` to `held`, which becomes its module. Raises LoadFailed for other tensors."""

@@ -29,7 +29,7 @@ from torch import nn
 from ... import threads
 from ...devices.probe import Probe
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed, first_line
-from ...facts import HOST, Evidence, ModelSpec, Shares
+from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...safe_text import printable
 from ...threads import all_outside_modes, import_whole, with_own_modes
 from ..base import Progress, is_out_of_memory
@@ -54,6 +54,7 @@ class TransformersModel(TorchModel):
     given: dict[tuple[Any, ...], torch.Tensor] = {}
     files = ""  # the id of its unchanged files, if other processes may share its copy
     shared: SharedCopy | None = None  # the copy that other processes share, during the load
+    keeps_copy = False  # whether a copy of its bytes stays in host memory, at the load
     part: CopiedPart | None = None  # the model's part of the pages that other processes share
     proven = False  # `unchanged` has compared the bytes, so that the next `drop` need not
 
@@ -135,7 +136,8 @@ class TransformersBackend(TorchBackend):
                 shadow = shadow and not found_only
                 if copies is not None and model.reproducible:
                     model.files = content_id(checkpoint, dtype_of(spec))
-            self._settled(model, shares, partial(_leg, check, progress), into, shadow)
+            model.keeps_copy = shadow
+            self._settled(model, shares, partial(_leg, check, progress), into)
         try:
             self._given[model.module] = model.given = model.given or _digests(model)
             groups = st.grouped(st.slots(model.module))
@@ -193,21 +195,36 @@ class TransformersBackend(TorchBackend):
         model.checkpoint, model.reproducible, model.shared = checkpoint, True, found
         return model
 
-    def _shared(self, model: TorchModel) -> SharedCopy | None:
-        """The shared pages from which `model` was made, or new pages for it, or None."""
-        if not isinstance(model, TransformersModel):
-            return None
-        if model.shared is None and model.files:
-            model.shared = SharedCopy.new(model.groups(), model.files)
-        return model.shared
+    def _arrive(  # type: ignore[override]
+        self, model: TransformersModel, shares: Shares, progress: Progress | None
+    ) -> None:
+        """As `TorchBackend._arrive`. The bytes are first copied to host memory if they stay there.
 
-    def _compare(self, model: TorchModel) -> None:
-        """Raises TornCopy if `model` was made from shared pages and differs from their index."""
-        if isinstance(model, TransformersModel) and model.shared and not model.shared.is_new:
+        Raises TornCopy if `model` was made from shared pages and differs from their index.
+        """
+        shadow = model.keeps_copy
+        if shadow and not model.bases and self._is_on_host(model, progress):
+            progress = None
+        self._place(model, shares, progress, shadow)
+        if model.shared and not model.shared.is_new:
             model.given = model.shared.proven(st.grouped(st.slots(model.module)))
             if not model.given:
                 model.given = _digests(model)
                 model.shared.require_same(model.given)
+
+    def _is_on_host(self, model: TransformersModel, progress: Progress | None) -> bool:
+        """Copies the bytes of a new `model` to host memory, in shared pages if it has some: whether there was room."""
+        try:
+            if model.shared is None and model.files:
+                model.shared = SharedCopy.new(model.groups(), model.files)
+            there = (Share(HOST, st.nbytes(model.groups())),)
+            self._place(model, there, progress, shared=model.shared)
+            return True
+        except Exception as error:
+            if not (is_out_of_memory(error) or isinstance(error, OSError)):
+                raise
+            st.let_go(error)
+            return False
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
         return self.can_move
@@ -271,16 +288,20 @@ class TransformersBackend(TorchBackend):
         del exchange, calls, group  # the old bytes are freed with the last reference to them
         release_cached(left)
 
-    def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Raises LoadFailed if the source now has other weights than when `held` was loaded."""
+    def _refill(  # type: ignore[override]
+        self, model: TransformersModel, held: nn.Module
+    ) -> None:
+        """As `TorchBackend._refill`. Raises LoadFailed if `held` was loaded with other weights of the source."""
         before = self._given.get(held)
-        if before is None or not isinstance(model, TransformersModel):
-            return
-        model.given = _digests(model)
-        if model.given.keys() != before.keys():
-            return  # `_refill` compares the tensors
-        if all(torch.equal(before[layout], model.given[layout]) for layout in before):
-            return
+        if before is not None:
+            model.given = _digests(model)
+        # If the tensors are others, the base refuses them.
+        if (
+            before is None
+            or model.given.keys() != before.keys()
+            or all(torch.equal(before[layout], model.given[layout]) for layout in before)
+        ):
+            return super()._refill(model, held)
         name, source = model.spec.name, model.spec.source
         raise LoadFailed(
             f"{name} was unloaded, and its source has other weights now: {source}.\n"
@@ -446,21 +467,16 @@ def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
 
     If the dtype is not converted, the weights are in mapped pages of the files.
     """
-    before = torch.get_rng_state()
     try:
         with _heard(spec.name):
-            module, info = _model_class(spec, checkpoint.config).from_pretrained(
+            module, info = _from_pretrained(
+                spec,
+                _model_class(spec, checkpoint.config),
                 checkpoint.directory,
                 local_files_only=True,
                 use_safetensors=True,
-                output_loading_info=True,
                 ignore_mismatched_sizes=True,  # transformers' own error names no tensor
-                dtype=dtype_of(spec) or "auto",
-                **_options(spec),
-                **_trust(spec),
             )
-            if info["missing_keys"] or info["mismatched_keys"]:  # these drew random values
-                torch.set_rng_state(before)
             _require_whole(spec, module, info)
             _attach_files(module, spec, checkpoint.directory)
     except GpuError:
@@ -523,21 +539,10 @@ def built_from(
     import_whole("transformers", "GenerationConfig")
     from transformers import GenerationConfig
 
-    before = torch.get_rng_state()
     try:
         with _heard(spec.name):
-            kind = type(without_data(spec, checkpoint))
-            module, info = kind.from_pretrained(  # type: ignore[attr-defined]
-                None,
-                config=_config(spec, checkpoint),
-                state_dict=weights,
-                output_loading_info=True,
-                dtype=dtype_of(spec) or "auto",
-                **_options(spec),
-                **_trust(spec),
-            )
-            if info["missing_keys"]:  # these drew random values
-                torch.set_rng_state(before)
+            kind, config = type(without_data(spec, checkpoint)), _config(spec, checkpoint)
+            module, info = _from_pretrained(spec, kind, None, config=config, state_dict=weights)
             if (checkpoint.directory / "generation_config.json").exists():
                 module.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
             _attach_files(module, spec, checkpoint.directory)
@@ -548,8 +553,17 @@ def built_from(
     return module if whole and not info["unexpected_keys"] else None
 
 
-def _options(spec: ModelSpec) -> dict[str, Any]:
-    return {key: spec.options[key] for key in ("attn_implementation",) if key in spec.options}
+def _from_pretrained(
+    spec: ModelSpec, kind: Any, source: Path | None, **more: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The module of the class `kind`, and transformers' report about its tensors."""
+    before = torch.get_rng_state()
+    more |= {key: spec.options[key] for key in ("attn_implementation",) if key in spec.options}
+    more |= {"dtype": dtype_of(spec) or "auto", "output_loading_info": True, **_trust(spec)}
+    module, info = kind.from_pretrained(source, **more)
+    if info["missing_keys"] or info["mismatched_keys"]:  # these drew random values
+        torch.set_rng_state(before)
+    return module, info
 
 
 def _trust(spec: ModelSpec) -> dict[str, bool]:
