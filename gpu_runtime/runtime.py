@@ -45,7 +45,6 @@ from .owner import (
     arrivals,
     checkpoints,
     doctor,
-    drain,
     history,
     holdings,
     kernel,
@@ -507,7 +506,7 @@ class Runtime:
         A drain applies to all processes of the ledger until it is undone or the machine restarts.
         Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
         """
-        return drain.drain(self._session, device, undo=undo, timeout=timeout)
+        return operations.drain(self._session, device, undo=undo, timeout=timeout)
 
     @checked
     def tell_waits(

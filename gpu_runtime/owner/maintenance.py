@@ -21,7 +21,7 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import disk, drain, holdings, kernel, operations, release, requests
+from . import disk, holdings, kernel, operations, release, requests
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Session
@@ -57,7 +57,7 @@ def tick(session: Session, notebook: str = "") -> float:
     log_overstays(session)
     requests.follow_up(session)
     session.journal.flush()
-    drain.vacate(session)
+    operations.vacate(session)
     kernel.look_after(session)
     disk.look_after(session)
     give_back(session)

@@ -1,4 +1,4 @@
-"""The verbs on models, notebooks and processes: preload, move, evict, pin, unpin, cancel, defrag; and signals.
+"""The verbs on models, cards, notebooks and processes: preload, move, evict, pin, drain, cancel, defrag; and signals.
 
 A verb on a model of another owner becomes a request to the model's owner.
 """
@@ -13,6 +13,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from .. import threads
+from ..attribution import attributed, speaking_for
 from ..backends.base import Progress
 from ..backends.formats import sources
 from ..errors import (
@@ -34,6 +35,7 @@ from ..facts import (
     KERNEL,
     THIS_PROCESS,
     Book,
+    Device,
     Evidence,
     Grant,
     Lease,
@@ -58,7 +60,7 @@ from ..safe_text import quoted
 from ..scheduler import recall, refusals, relief
 from ..scheduler import transitions as books
 from ..scheduler.recall import Order
-from ..scheduler.victims import PERSON, reason_to_stay
+from ..scheduler.victims import MOVE_FAILED, PERSON, reason_to_stay
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import acquire, registry, release, requests
 from .resident import Place, Resident
@@ -394,22 +396,24 @@ def cards_named(session: Session, name: str, wanted: str | Iterable[str]) -> tup
 
     `name` is the model to move, for the messages. Raises UnknownDevice, BadSetting.
     """
-    book = session.read_book()
-    devices = (*book.devices, *session.world().devices)
-    known = {device.id: device for device in devices if not device.is_host}
-    by_name = known | {device.uuid: device for device in known.values() if device.uuid}
     found: list[str] = []
     words = wanted if isinstance(wanted, str) else ",".join(wanted)
-    for word in relief.parse_cards(words):
+    for word in relief.parse_cards(words) or (str(wanted),):
         if word == HOST:
             hint = f"a card; to move it to RAM:  %gpu evict {name}"
             raise BadSetting("device", word, hint)
-        if word not in by_name:
-            raise UnknownDevice(word, tuple(known))
-        found.append(by_name[word].id)
-    if not found:
-        raise UnknownDevice(str(wanted), tuple(known))
+        found.append(_card(session, word).id)
     return tuple(dict.fromkeys(found))
+
+
+def _card(session: Session, name: str) -> Device:
+    """The card with the id or UUID `name`, which this process or another owner uses. Raises UnknownDevice."""
+    every = (*session.read_book().devices, *session.world().devices)
+    known = {device.id: device for device in every if not device.is_host}
+    for device in known.values():
+        if name and name in (device.id, device.uuid):
+            return device
+    raise UnknownDevice(name, tuple(known))
 
 
 def _move_rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
@@ -514,6 +518,95 @@ def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
     at = f"@{owner.pid}" if owner and owner.id != me else ""
     size = show_bytes(lease.bytes)
     return f"\n  Make room first:  %gpu evict {lease.name}{at}      ({size}, idle)"
+
+
+# -- drain: closes a card. No new lease is put there, and idle models leave it
+#
+# A drain is a mark in the book. Every owner moves its own idle models off a marked card, at the tick
+# of its monitor.
+
+LOOK_SECONDS = 0.1  # the pause between two checks which leases are still on the card
+
+
+def drain(
+    session: Session, name: str, *, undo: bool = False, timeout: str | float | None
+) -> Outcome:
+    """Drains the card `name`. With `undo`, the card takes leases again.
+
+    Waits at most `timeout` seconds for idle models to leave; None means no wait. Raises
+    UnknownDevice, NotAllowed, LedgerUnavailable.
+    """
+    seconds = 0.0 if timeout is None else parse_seconds(timeout)
+    book, device = session.read_book(), _card(session, name)
+    mine = session.owner.user
+    if because := requests.refusal_of_drain(session, book):
+        raise NotAllowed(f"{because}.", name=device.id, because=because, user=mine)
+    user, world = attributed(speaking_for(), mine), session.world()
+    was_drained = device.key in book.drained
+    act = relief.undrain if undo else relief.drain
+    session.decide(lambda book, world: (act(book, device, user, world), None))
+    if undo:
+        said = "can be used again" if was_drained else "was not drained"
+        return Outcome("drain --undo", device.id, True, f"{device.id} {said}", where=device.id)
+    before = [lease for lease, _ in relief.staying(book, device.id, world)]
+    session.ledger.ring({lease.owner for lease in before} - {session.me})
+    staying = _wait_until_left(session, device, seconds)
+    still_there = {lease.id for lease, _ in staying}
+    left = [lease for lease in before if lease.id not in still_there]
+    freed = sum(lease.bytes_on(device.id) for lease in left)
+    said = "is drained already" if was_drained else "is drained: it takes no new lease"
+    sentences = [f"{device.id} {said}", *_reasons(session, staying)]
+    return Outcome("drain", device.id, True, ". ".join(sentences), freed, device.id)
+
+
+def _wait_until_left(session: Session, device: Device, timeout: float) -> list[tuple[Lease, str]]:
+    """Waits at most `timeout` seconds until all leases that may leave have left the device.
+
+    Returns the leases that are still on the device, each with the reason why it stays. The reason
+    is empty for a lease that may leave and has not left yet.
+    """
+    deadline = session.clock() + timeout
+    while True:
+        vacate(session)
+        staying = relief.staying(session.ledger.read(), device.id, session.world())
+        if all(why for _, why in staying) or session.clock() >= deadline:
+            return staying
+        session.ledger.wait(LOOK_SECONDS)
+
+
+def vacate(session: Session) -> None:
+    """Moves idle models off cards that are drained."""
+    book = session.ledger.read()
+    if not book.drained or not relief.has_leases_on_drained(book, session.me, session.world()):
+        return
+    release.decided(
+        session, "drain", lambda book, world, key: relief.vacate(book, session.me, world, key)
+    )
+
+
+def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:
+    """One sentence for each lease that is still on the card."""
+    book = session.ledger.read()
+    now = session.clock()
+    sentences = []
+    for lease, why in staying:
+        owner = book.owner(lease.owner)
+        what = f"{lease.name} ({show_bytes(lease.bytes)})"
+        if owner and lease.owner != session.me:
+            what += f" of {owner.label}"
+        pinned = ""
+        if lease.pinned_since:
+            pinned = f" for {show_seconds(now - lease.pinned_since)}"
+        known = {
+            "": f"{what} is leaving",
+            "in use": f"{what} is in use{pinned} and leaves when it is idle",
+            "a block of code": f"{what} is held by running code and leaves when that ends",
+            "kept": f"{what} is pinned and stays until it is unpinned",
+            "arriving": f"{what} is being loaded and leaves when it is idle",
+            MOVE_FAILED: f"{what} could not be moved; its process tries again",
+        }
+        sentences.append(known.get(why, f"{what} stays: it {why}"))
+    return sentences
 
 
 # -- cancel

@@ -195,11 +195,11 @@ class Telling:
         torch = imported("torch")
         if torch is None:
             return (), ()
-        from ..backends.pytorch import memory_history
+        from ..backends.pytorch import streams
 
         card = torch.device(self._session.probe.place(self.card).torch)
-        found = memory_history.read(card)
-        memory_history.start(card)
+        found = streams.recorded_lines(card)
+        streams.record_lines(card)
         return found
 
     def _released_bytes(self) -> int:

@@ -6,7 +6,7 @@ has the rule for each level of pressure.
 A drained card takes no new leases, and its idle models leave. The mark of a drained card is stored
 in the book (all leases and requests of a host) under the card's UUID. The mark belongs to no owner.
 So the drain continues after the terminal in which the operator typed the command is closed.
-`owner/drain.py` checks whether a user may drain a card. Each owner moves its own tensors.
+`owner/operations.py` checks whether a user may drain a card. Each owner moves its own tensors.
 
 A move takes a model from its cards to other cards on request, without a stay in host memory. It
 spends only free bytes; nothing is evicted for a move. Until the move is done, the bytes on the old

@@ -191,7 +191,7 @@ CANARIES: list[Canary] = [
     (knows_groups, "_world _is_current_rpc_agent_set", "obstacles._why_not_groups: without it a process with a group "
         "must not be parked"),
     (has_calls_of_cards, "_cuda_isHistoryEnabled _cuda_hasPrimaryContext _cuda_clearCublasWorkspaces _snapshot "
-        "_record_memory_history", "memory_history.py, streams.release_cached, process_memory._used_card"),
+        "_record_memory_history", "streams.release_cached, process_memory._used_card"),
 ]  # fmt: skip
 OF_CUDA = (guards, has_calls_of_cards)
 

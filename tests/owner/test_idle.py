@@ -13,7 +13,7 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import TICKS_A_SECOND
 from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.notebook import Activity
-from gpu_runtime.owner import drain, maintenance
+from gpu_runtime.owner import maintenance, operations
 from gpu_runtime.owner.monitor import promptly
 from tests.clock import until
 from tests.owner.conftest import claims, fakes, loaded, where
@@ -253,7 +253,7 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     noted(session.journal, "append")
     noted(maintenance, "reap_neighbours")
     noted(maintenance, "remeasure")
-    noted(drain, "vacate")
+    noted(operations, "vacate")
     a.tick()
     assert done == ["ring", "ring", "append", "reap_neighbours", "remeasure", "vacate"]
     assert where(b) == {"idle": "host"}

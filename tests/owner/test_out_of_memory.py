@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpu_runtime import GpuError
-from gpu_runtime.backends.pytorch import memory_history
+from gpu_runtime.backends.pytorch import streams
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import cell_room
 from gpu_runtime.owner.cell_room import Fit, Runs, numbers_in
@@ -274,13 +274,13 @@ def cuda(monkeypatch):
 
 def test_torchs_record_begins_once_and_names_the_users_lines(cuda):
     card = torch.device("cuda:1")
-    assert memory_history.read(card) == ((), ()) and not cuda.asked
-    memory_history.start(torch.device("cpu"))
+    assert streams.recorded_lines(card) == ((), ()) and not cuda.asked
+    streams.record_lines(torch.device("cpu"))
     assert not cuda.asked
-    memory_history.start(card)
-    memory_history.start(card)
-    assert cuda.asked == [{"stacks": "python", "max_entries": memory_history.MOST_ENTRIES}]
-    stack, allocated = memory_history.read(card)
+    streams.record_lines(card)
+    streams.record_lines(card)
+    assert cuda.asked == [{"stacks": "python", "max_entries": streams.MOST_ENTRIES}]
+    stack, allocated = streams.recorded_lines(card)
     assert stack == ("File /home/ann/train.py, line 9, in step",)
     assert allocated == (
         "6.0 MiB  File /home/ann/train.py, line 7, in step",
@@ -290,5 +290,5 @@ def test_torchs_record_begins_once_and_names_the_users_lines(cuda):
 
 def test_a_failing_record_is_no_error_of_the_users(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: 1 / 0)
-    memory_history.start(torch.device("cuda:1"))
-    assert memory_history.read(torch.device("cuda:1")) == ((), ())
+    streams.record_lines(torch.device("cuda:1"))
+    assert streams.recorded_lines(torch.device("cuda:1")) == ((), ())
