@@ -219,7 +219,7 @@ def _obtain_governed(
     began = session.clock()
     _end_if_stranded(session, resident)
     deadline = began + timeout if with_load and timeout is not None else None
-    attempts, returned, spec = 0, arrivals.NONE_RETURNED, resident.spec
+    attempts, spec = 0, resident.spec
 
     def wishes() -> tuple[Lease, Footprint, PlacementRules]:
         """What to request. This reads the model's source if the model is not loaded."""
@@ -247,12 +247,9 @@ def _obtain_governed(
             step = verdict.steps[0]
             attempts += 1
             try:
-                further = arrivals.perform(
-                    session, resident, verdict, anchor, key, progress, returned, deadline
-                )
-                if further is None:
+                if arrivals.perform(session, resident, verdict, anchor, key, progress, deadline):
                     return
-                attempts, returned = 0, further
+                attempts = 0
             except Exception as error:
                 if isinstance(step, Move) and resident.handle is None:
                     log.warning("%s", first_line(error))  # an engine that did not wake

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -38,31 +38,6 @@ from .session import Key, Session
 log = logging.getLogger("gpu_runtime")
 
 
-class Returned(NamedTuple):
-    """The parts of a model that one request has restored so far, before the last part."""
-
-    bytes: int = 0
-    seconds: float = 0.0  # of the copies alone, without the waits between them
-
-    def and_then(self, size: int, seconds: float) -> Returned:
-        """These parts and a further part of `size` bytes, whose copy took `seconds`."""
-        return Returned(self.bytes + size, self.seconds + seconds)
-
-    def seconds_of_all(self, before: Lease) -> float:
-        """Seconds that a restore of the whole lease takes, which was as `before` until the last move.
-
-        A part takes less time than the whole. So if the request restored only a part, the result is
-        the time that `before` already has. If it has none, the result is computed from the bytes of
-        the part and of the whole.
-        """
-        if self.bytes >= before.own_bytes:
-            return self.seconds
-        return before.restore_seconds or self.seconds * before.own_bytes / max(1, self.bytes)
-
-
-NONE_RETURNED = Returned()
-
-
 def perform(
     session: Session,
     resident: Resident,
@@ -70,29 +45,28 @@ def perform(
     anchor: AnchorRef | None,
     key: Key,
     progress: Progress | None = None,
-    earlier: Returned = NONE_RETURNED,
     deadline: float | None = None,
-) -> Returned | None:
+) -> bool:
     """Loads or restores the model as granted in `verdict`, and settles its lease.
 
-    If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. `earlier` are
-    the parts that this request has restored already. A load ends at the `deadline`, in seconds of the
-    session's clock. Returns None if the model is on its device,
-    else the parts that have returned so far, while the rest is in host memory. If the load or the
-    restore raises, the grant is abandoned and the error is raised.
+    If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. A load ends at
+    the `deadline`, in seconds of the session's clock. Returns whether the model is on its device;
+    else only a part has returned, and the rest is in host memory. If the load or the restore
+    raises, the grant is abandoned and the error is raised.
     """
     step = verdict.steps[0]
     assert isinstance(step, (Load, Move))  # the step of a grant is always a load or a move
     if admission.is_part(verdict.lease):
-        return _restore_part(session, resident, verdict.lease, step, key, earlier)
-    with _shown(session, resident, step, progress, earlier) as progress:
+        restore = partial(_restore_part, session, resident, verdict.lease, step, key)
+        session.uninterrupted(key, restore)
+        return False
+    with _shown(session, resident, step, progress) as progress:
         if isinstance(step, Load):
             _load(session, resident, verdict.lease, step, anchor, key, progress, deadline)
         else:
-            lease = verdict.lease
-            restore = partial(_restore, session, resident, lease, step, anchor, key, earlier)
+            restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
             session.uninterrupted(key, restore)
-    return None
+    return True
 
 
 def _load(
@@ -214,15 +188,14 @@ def _restore(
     step: Move,
     anchor: AnchorRef | None,
     key: Key,
-    earlier: Returned,
 ) -> None:
-    shares, moving = _move_back(session, resident, step, key)
-    returned = earlier.and_then(resident.lease.bytes_on(HOST), moving)
-    resident.moved_seconds = returned.seconds
-    seconds = returned.seconds_of_all(resident.lease)
-    from_ram = resident.ram_seconds if resident.lease.disk_bytes else seconds  # of the next return
+    earlier_bytes = resident.returned_bytes
+    shares = _move_back(session, resident, step, key)
+    before = resident.lease
+    seconds = _seconds_of_all(resident, before)
+    from_ram = resident.ram_seconds if before.disk_bytes else seconds  # of the next return
     arriving = replace(
-        resident.lease, target=lease.target, filled=lease.filled, working_bytes=lease.working_bytes
+        before, target=lease.target, filled=lease.filled, working_bytes=lease.working_bytes
     )
     here = arriving.holding(shares)
     if not here.piece_bytes:
@@ -236,51 +209,48 @@ def _restore(
         keep_alive=lease.keep_alive,
     )
     resident.settle_at(settled, anchor)
+    resident.returned_bytes = 0
     session.probe.watch_peaks()
-    _settle(session, resident, step.because, earlier.bytes, restore_seconds=seconds)
+    _settle(session, resident, step.because, earlier_bytes, restore_seconds=seconds)
     resident.require_known()
 
 
+def _seconds_of_all(resident: Resident, before: Lease) -> float:
+    """Seconds that a restore of the whole lease takes, which was as `before` until the last move.
+
+    A part takes less time than the whole. So if only a part was restored, the result is the time
+    that `before` already has. If it has none, it is computed from the bytes of the part and of the
+    whole.
+    """
+    if resident.returned_bytes >= before.own_bytes:
+        return resident.moved_seconds
+    part = max(1, resident.returned_bytes)
+    return before.restore_seconds or resident.moved_seconds * before.own_bytes / part
+
+
 def _restore_part(
-    session: Session,
-    resident: Resident,
-    lease: Lease,
-    step: Load | Move,
-    key: Key,
-    earlier: Returned,
-) -> Returned:
+    session: Session, resident: Resident, lease: Lease, step: Load | Move, key: Key
+) -> None:
     """Moves a part of the model back, while other leases still leave to make room for the rest.
 
-    No block pins the model yet, because the model cannot be used. Returns the parts that have returned so far.
+    No block pins the model yet, because the model cannot be used.
     """
     assert isinstance(step, Move)  # a part returns only from host memory
     before = resident.lease
-    took = []
-
-    def restore() -> None:
-        """Moves the part, and settles the lease in parts."""
-        shares, seconds = _move_back(session, resident, step, key)
-        took.append(seconds)
-        settled = replace(
-            before.holding(shares),
-            settled_at=session.clock(),
-            away_since=before.away_since,
-            importance=lease.importance,
-        )
-        resident.settle_at(settled)
-        _settle(session, resident, step.because)
-
-    session.uninterrupted(key, restore)
-    moved = before.bytes_on(HOST) - resident.lease.bytes_on(HOST)
-    return earlier.and_then(moved, sum(took))
+    settled = replace(
+        before.holding(_move_back(session, resident, step, key)),
+        settled_at=session.clock(),
+        away_since=before.away_since,
+        importance=lease.importance,
+    )
+    resident.settle_at(settled)
+    _settle(session, resident, step.because)
 
 
-def _move_back(
-    session: Session, resident: Resident, step: Move, key: Key
-) -> tuple[tuple[Share, ...], float]:
-    """Moves bytes from host memory to the card. Returns the measured shares, and the seconds.
+def _move_back(session: Session, resident: Resident, step: Move, key: Key) -> tuple[Share, ...]:
+    """Moves bytes from host memory to the card. Returns the measured shares.
 
-    If the move raises, the grant is abandoned.
+    Notes bytes and seconds in `resident`. If the move raises, the grant is abandoned.
     """
     name, began = resident.spec.name, time.perf_counter()
     try:
@@ -295,7 +265,12 @@ def _move_back(
     except BaseException as error:
         release.abandon(session, name, key, _why_failed(error))
         raise
-    return shares, time.perf_counter() - began
+    if not resident.returned_bytes:
+        resident.moved_seconds = 0.0
+    resident.moved_seconds += time.perf_counter() - began
+    left = sum([share.bytes for share in shares if share.device == HOST])
+    resident.returned_bytes += resident.lease.bytes_on(HOST) - left
+    return shares
 
 
 def _settle(
@@ -498,14 +473,13 @@ def _shown(
     resident: Resident,
     step: Load | Move,
     progress: Progress | None,
-    earlier: Returned,
 ) -> Iterator[Progress | None]:
     """A `with` block around the load or restore. It yields the function to which a load reports its
     progress.
 
     Calls the session's front end twice: when the load or restore begins, and when it has ended. If
     the caller passes `progress`, or there is no front end, the block only yields `progress`.
-    `earlier` are the parts that have returned before; they count in the bytes and the seconds.
+    Parts that have returned before count in the bytes and the seconds.
     """
     told = session.on_arrival
     if told is None or progress is not None:
@@ -514,8 +488,9 @@ def _shown(
     verb, expected = LOADING, resident.lease.reload_seconds
     if isinstance(step, Move):
         verb, expected = RESTORING, resident.lease.restore_seconds
-    size = earlier.bytes + sum(share.bytes for share in step.shares)
-    arrival = Arrival(resident.spec.name, verb, size, expected or 0.0, earlier.seconds)
+    size = resident.returned_bytes + sum(share.bytes for share in step.shares)
+    earlier = resident.moved_seconds if resident.returned_bytes else 0.0
+    arrival = Arrival(resident.spec.name, verb, size, expected or 0.0, earlier)
     began = session.clock()
     told(arrival)
     try:
@@ -524,6 +499,6 @@ def _shown(
         arrival.failed = True
         raise
     finally:
-        arrival.seconds = earlier.seconds + session.clock() - began
+        arrival.seconds = earlier + session.clock() - began
         arrival.ended = True
         told(arrival)

@@ -257,7 +257,7 @@ def _leave_now(
         if isinstance(error, Exception):
             return error
         raise
-    resident.failed_moves = 0
+    resident.failed_moves = resident.returned_bytes = 0
     resident.moves_again_at = 0.0
     if isinstance(step, Move):
         moved = replace(resident.lease, target=step.shares).holding(shares)

@@ -115,7 +115,8 @@ class Resident:
         # Not a field of `lease`: two threads that replace the lease could undo each other's change.
         self.moves_again_at = 0.0
         self.ram_seconds = 0.0  # what its restore from RAM took, while its bytes are on a disk
-        self.moved_seconds = 0.0  # what the copies of its last return took
+        self.moved_seconds = 0.0  # what the copies of its last return took, all parts together
+        self.returned_bytes = 0  # of the parts of a return that is under way
         self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
         self.measured: Measurement | None = None  # an earlier load of live code, see `Sizing`
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
@@ -510,7 +511,7 @@ class Resident:
         handle, value = self.handle, self.value
         with self.gate:
             self.place, self.handle, self.value = Place.GONE, None, None
-            self.shadow_bytes = 0
+            self.shadow_bytes = self.returned_bytes = 0
         if handle is None:  # its engine has ended meanwhile
             return
         self.backend.drop(handle)
