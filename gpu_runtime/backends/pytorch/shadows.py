@@ -214,30 +214,6 @@ def staying(
     return found
 
 
-def without(model: TorchModel, going: Sequence[st.Group]) -> dict[int, Tensor]:
-    """The shadows of the storages of `model` that are not in `going`."""
-    moved = {group.storage._cdata for group in going}
-    return {storage: it for storage, it in model.shadow.items() if storage not in moved}
-
-
-def digests(
-    model: TorchModel,
-    going: Sequence[st.Group],
-    places: Sequence[Memory],
-    unchanged: Mapping[int, Tensor],
-) -> dict[int, Tensor]:
-    """The digests of the storages of `model` that are still valid after a move.
-
-    The digest of a storage that is copied to the host is left out: its bytes may have changed since
-    the load. `unchanged` is the result of `ready`.
-    """
-    copied = set()
-    for index, memory in enumerate(places):
-        if memory.device == HOST and index not in unchanged:
-            copied.add(going[index].storage._cdata)
-    return {storage: it for storage, it in model.digests.items() if storage not in copied}
-
-
 # -- copies that the processes of a user share
 #
 # Processes that load the same unchanged files share one copy.

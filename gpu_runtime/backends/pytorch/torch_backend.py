@@ -370,7 +370,11 @@ class TorchBackend(Backend):
         self._check(model, found)
         groups = model.groups(found)
         held = [model.place_of(one, self._by_torch_device) for one in groups if model.memories]
-        goal = self._destination(model, groups, shares, held)
+        wanted: dict[Memory, int] = {}
+        for share in shares:
+            memory = self.probe.place(share.device)
+            wanted[memory] = wanted.get(memory, 0) + share.bytes
+        goal = destination(model, groups, wanted, held)
         moving = [i for i, goes in enumerate(goal.places) if not held or held[i] is not goes]
         if not moving and goal.memories == model.memories and goal.layout == model.layout:
             return
@@ -397,8 +401,16 @@ class TorchBackend(Backend):
             else:
                 targets = st.copied(sources, places, self.probe.place(HOST), progress)
             model.read(going, targets)
-        kept = shadows.without(model, going)
-        digests = shadows.digests(model, going, places, unchanged)
+        keys = [group.storage._cdata for group in going]
+        moved = set(keys)
+        kept = {key: it for key, it in model.shadow.items() if key not in moved}
+        # What is copied to the host may have changed since the load, so its digest ends.
+        copied = {
+            key
+            for i, (key, memory) in enumerate(zip(keys, places, strict=True))
+            if memory.device == HOST and i not in unchanged
+        }
+        digests = {key: it for key, it in model.digests.items() if key not in copied}
         if shadow and not model.bases and not model.is_shared:
             kept |= shadows.staying(model, going, places, sources, targets)
         copies = [targets[i] for i in leaving]
@@ -410,19 +422,6 @@ class TorchBackend(Backend):
         unchanged.clear()
         with model.gate:
             self._commit(model, move, goal, {"shadow": kept, "digests": digests}, proof)
-
-    def _destination(
-        self,
-        model: TorchModel,
-        groups: Sequence[st.Group],
-        shares: Shares,
-        held: Sequence[Memory],
-    ) -> Destination:
-        wanted: dict[Memory, int] = {}
-        for share in shares:
-            memory = self.probe.place(share.device)
-            wanted[memory] = wanted.get(memory, 0) + share.bytes
-        return destination(model, groups, wanted, held)
 
     def _commit(
         self,
