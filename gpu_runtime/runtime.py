@@ -478,7 +478,8 @@ class Runtime:
     @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:
         """This process's kernel, for the front end that runs its cells; see owner/kernel.py."""
-        return kernel.attach(self._session, stillness)
+        self._session.kernel = attached = Kernel(self._session, stillness)
+        return attached
 
     @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:

@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from ..devices import drivers
-from ..errors import Busy, GpuError, NotAllowed, ProbeFailed
+from ..errors import Busy, GpuError, ProbeFailed
 from ..facts import HOST, Lease, Outcome, Share, Value, where
 from ..files import child_environment, make_directory, replace_file, weak_step
 from ..ledgers.access import local_state
@@ -225,7 +225,9 @@ def _target(session: Session, who: str) -> Target:
     target = look(pid)
     if target is None:
         raise GpuError(f"no process has the pid {pid}: it has ended, or is hidden from this user.")
-    _require_allowed(session, target)
+    mine = session.owner.user
+    because = f"{mine} may not park {target.label}: only {target.user} or an operator may"
+    requests.require_allowed(session, target.user, who, because)
     _require_foreign(session, target)
     if target.stopped:
         raise GpuError(
@@ -254,15 +256,6 @@ def look(pid: int) -> Target | None:
             )
     except (psutil.Error, OSError):  # the process has ended meanwhile
         return None
-
-
-def _require_allowed(session: Session, target: Target) -> None:
-    """Raises NotAllowed unless this user runs the process `target` or is an operator."""
-    mine = session.owner.user
-    if target.user == mine or requests.asker(session, mine).operator:
-        return
-    because = f"{mine} may not park {target.label}: only {target.user} or an operator may"
-    raise NotAllowed(f"{because}.", name=str(target.pid), because=because, user=mine)
 
 
 def _require_foreign(session: Session, target: Target) -> None:

@@ -608,12 +608,6 @@ class Kernel:
         return LeaseId(self._session.me, KERNEL)
 
 
-def attach(session: Session, stillness: Stillness) -> Kernel:
-    """Creates the kernel of this process. The front end reports each cell to the kernel."""
-    session.kernel = Kernel(session, stillness)
-    return session.kernel
-
-
 def look_after(session: Session) -> None:
     """Makes a count that was skipped, and parks the kernel in two cases.
 

@@ -815,8 +815,9 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
             f"If you know that it has ended:  %gpu evict {process} --lost --force"
         )
         return Outcome(verb="evict", name=process, done=False, because=because)
-    for section in lost:
-        _require_allowed_to_end(session, section)
+    for owner in (section.owner for section in lost):
+        because = recall.foreign(session.owner.user, "end the leases", "", owner)
+        requests.require_allowed(session, owner.user, str(owner.pid), because)
     ids = [section.owner.id for section in lost]
     session.ledger.declare_dead(ids)
     said_by = requests.person(session) or session.owner.user
@@ -854,16 +855,6 @@ def _what_it_holds(section: Section) -> str:
         size = show_bytes(lease.bytes)
         held.append(f"{lease.name} ({size} on {lease.where})")
     return f"{section.owner.label} holds {', '.join(held) or 'no lease'}"
-
-
-def _require_allowed_to_end(session: Session, section: Section) -> None:
-    """Raises NotAllowed unless this session's user runs the lost process or is an operator."""
-    mine = session.owner.user
-    owner = section.owner
-    if owner.user == mine or requests.asker(session, mine).operator:
-        return
-    because = recall.foreign(mine, "end the leases", "", owner)
-    raise NotAllowed(f"{because}.", name=str(owner.pid), because=because, user=mine)
 
 
 # -- defrag: frees the allocators' unused memory

@@ -389,6 +389,13 @@ def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: s
     return foreign(mine, verb, name, owner)
 
 
+def require_allowed(session: Session, user: str, name: str, because: str) -> None:
+    """Raises NotAllowed with `because` about `name`, unless this user is the `user`, or an operator."""
+    mine = session.owner.user
+    if user != mine and not asker(session, mine).operator:
+        raise NotAllowed(f"{because}.", name=name, because=because, user=mine)
+
+
 def refusal_of_drain(session: Session, book: Book) -> str:
     """The reason why this user may not drain a card; empty if the user may drain it.
 
