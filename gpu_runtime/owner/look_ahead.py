@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import threads
 from ..backends.formats import sources
@@ -50,13 +49,6 @@ MOST_ROUNDS = 8  # attempts to make room for one load
 WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
 
-class _Guess(NamedTuple):
-    """A model that was loaded ahead of its use, and was not used since the load."""
-
-    cell: str
-    uses: int  # the number of uses of the model before the load
-
-
 class LookAhead:
     """Loads models ahead for one runtime."""
 
@@ -69,7 +61,8 @@ class LookAhead:
         # prevent parking.
         self._never = threading.Event()
         self._works = False  # whether the thread runs
-        self._guesses: dict[str, _Guess] = {}
+        # Models that were loaded ahead and not used since, with their uses before the load.
+        self._guesses: dict[str, int] = {}
         self._ahead: set[str] = set()  # models on their device that were loaded ahead
         self._failed: set[str] = set()  # models that could not be loaded, until the cells change
         self._staged: set[str] = set()  # models whose files were read
@@ -170,9 +163,9 @@ class LookAhead:
 
     def _count(self, uses: dict[str, int]) -> None:
         with self._lock:
-            for name, guess in list(self._guesses.items()):
+            for name, uses_before in list(self._guesses.items()):
                 resident = self._session.residents.get(name)
-                if resident is not None and resident.uses > guess.uses:
+                if resident is not None and resident.uses > uses_before:
                     self.used += 1
                 elif name not in uses or not self._is_here(name):
                     self.unused += 1
@@ -187,7 +180,7 @@ class LookAhead:
         If the model was loaded ahead of its use, the load is counted as useful.
         """
         with self._lock:
-            if self._guesses.pop(name, None):
+            if self._guesses.pop(name, None) is not None:
                 self.used += 1
 
     def _is_done(self, name: str) -> bool:
@@ -256,7 +249,7 @@ class LookAhead:
             for _ in range(MOST_ROUNDS):
                 verdict = self._decide(decide)
                 if isinstance(verdict, Grant):
-                    self._perform(resident, verdict, key, cell)
+                    self._perform(resident, verdict, key)
                     return True
                 self._why[name] = verdict.because
                 if not verdict.steps:
@@ -280,7 +273,7 @@ class LookAhead:
             return verdict
         return session.decide(deciding, fresh=True)
 
-    def _perform(self, resident: Resident, verdict: Grant, key: Key, cell: str) -> None:
+    def _perform(self, resident: Resident, verdict: Grant, key: Key) -> None:
         session, name = self._session, resident.spec.name
         uses = resident.uses
         self._loading = name
@@ -290,7 +283,7 @@ class LookAhead:
             self._loading = ""
         self._why.pop(name, None)
         with self._lock:
-            self._guesses[name] = _Guess(cell, uses)
+            self._guesses[name] = uses
             self._ahead.add(name)
             self.loaded += 1
         # A model that no cell has used yet gets no grace period: a real request may evict it at
