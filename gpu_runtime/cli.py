@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from . import error_help, hub, verbs
+from . import hub, verbs
 from .errors import GpuError, UnknownVerb, in_one_sentence
 from .facts import Outcome
 from .verbs import CLI, Verb, fill, given, usage_error, with_sizes_joined
+from .version import VERSION
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
 
@@ -84,35 +85,19 @@ def _report_failure(error: object, code: int) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words and words[0] in ("-h", "--help"):
-        words = ["help", *words[1:]]
-    elif words and words[0] == "--version":
-        return _print_version()
-    if not words or words[0].startswith("-"):
-        words = ["status", *words]
-    verb = verbs.find(words[0], CLI)
-    if "-h" in words[1:] or "--help" in words[1:]:
+    if words and words[0] == "--version":
+        print(f"gpu-console {VERSION}")
+        return DONE
+    verb, words, explained = verbs.typed_verb(words, CLI)
+    if explained:
         print(verbs.details(verb, CLI))
         return DONE
-    args = _parse(verb, words[1:])
+    args = _parse(verb, words)
     if verb.name == "help":
-        return _print_help(args.verb)
+        print("" if args.verb else "gpu: the GPUs of this machine, shared\n\n", end="")
+        print(verbs.help_text(args.verb, CLI))
+        return DONE
     return _act(verb, args)
-
-
-def _print_version() -> int:
-    from .version import VERSION
-
-    print(f"gpu-console {VERSION}")
-    return DONE
-
-
-def _print_help(name: str | None) -> int:
-    if name:
-        print(error_help.page(name, CLI) or verbs.details(verbs.find(name, CLI), CLI))
-    else:
-        print(f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}")
-    return DONE
 
 
 def _parse(verb: Verb, words: list[str]) -> argparse.Namespace:

@@ -12,12 +12,12 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from . import autoload
+from . import autoload, error_help
 from .arguments import FIELDS, MOST, MOST_DAYS, SECONDS, SEQUENCES, TOKENS, TRUTH, TYPED, Rule
 from .arguments import IMPORTANCE as IMPORTANCE_RULE
 from .errors import BadSetting, GpuError, UnknownVerb
@@ -773,6 +773,21 @@ def verbs(place: str) -> Iterator[Verb]:
     return (verb for verb in VERBS.values() if place in verb.places)
 
 
+HELP = ("-h", "--help")
+
+
+def typed_verb(words: Sequence[str], place: str) -> tuple[Verb, list[str], bool]:
+    """The verb of the typed `words`, the words after it, and whether only its help is wanted. Raises UnknownVerb.
+
+    Without a verb it is `status`, and `help` after one of HELP.
+    """
+    if words and words[0] in HELP:
+        words = ["help", *words[1:]]
+    elif not words or words[0].startswith("-"):
+        words = ["status", *words]
+    return find(words[0], place), list(words[1:]), any(word in HELP for word in words[1:])
+
+
 def find(name: str, place: str) -> Verb:
     """The verb called `name` that works in `place`. Raises UnknownVerb, which suggests verbs like `name`."""
     verb = VERBS.get(name)
@@ -863,6 +878,13 @@ def details(verb: Verb, place: str) -> str:
         word = ", ".join(argument.flags) if argument.is_option else argument.usage
         lines.append(f"    {word:12}  {argument.options.get('help', '')}")
     return "\n".join(lines)
+
+
+def help_text(name: str | None, place: str) -> str:
+    """The help of the verb or of the error called `name`; without one, of all verbs. Raises UnknownVerb."""
+    if not name:
+        return overview(place)
+    return error_help.page(name, place) or details(find(name, place), place)
 
 
 def fill(parser: Any, arguments: Iterable[Argument]) -> Any:

@@ -660,7 +660,9 @@ def join(
     module = cluster.ray()
     node = node or module.get_runtime_context().get_node_id()
     host = _free_name(name or socket.gethostname().partition(".")[0], node)
-    devices = devices or _devices_here()
+    given = os.environ.get("GPU_DEVICES", "")
+    # Ray hides cards from processes that did not claim them. There `auto` would find no card.
+    devices = devices or (given if given not in ("", "auto") else CARDS_HERE)
     cards = int(cluster.living_nodes().get(node, {}).get("Resources", {}).get("GPU", 0))
     agent = _start_agent(host, node, cards, devices, ledger)
     try:
@@ -709,15 +711,6 @@ def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | N
         )
         .remote(host, devices, ledger, cluster.versions())
     )
-
-
-def _devices_here() -> str:
-    """The cards of this machine as a value of GPU_DEVICES.
-
-    Ray hides cards from processes that did not claim them. There `auto` would find no card, so the value is `cuda`.
-    """
-    given = os.environ.get("GPU_DEVICES", "")
-    return given if given not in ("", "auto") else CARDS_HERE
 
 
 def _free_name(wanted: str, node: str) -> str:

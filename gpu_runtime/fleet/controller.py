@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ..errors import GpuError
 from ..facts import THIS_PROCESS, HostRoom, Offer, PlanLevel
 from ..scheduler.offers import MOST_PLANNED, largest_first, may_serve, ranked, shortlist
@@ -129,7 +131,7 @@ class Controller:
         with self._lock:
             new = change(self._wishes)
             if new is not self._wishes:
-                data = wishes.dump(new)
+                data = msgspec.json.encode(new)
                 wishes.load(data)  # raises, before all hosts read a value of another type
                 cluster.store(cluster.WISHES, data)
                 self._wishes = new
@@ -157,7 +159,10 @@ class Controller:
         found = [host for host in self._hosts.names() if host not in without]
         open_hosts = [host for host in found if host not in drained]
         revision = self._wishes.revision
-        asked = self._answering(open_hosts)
+        now = (
+            time.monotonic()
+        )  # `_ask` excludes silent hosts for a while; without others they are asked
+        asked = [host for host in open_hosts if self._silent.get(host, 0.0) < now] or open_hosts
         reasons = {host: cluster.SILENT for host in set(open_hosts) - set(asked)}
         reasons |= {host: "it is drained" for host in found if host in drained}
         if len(asked) > MOST_PLANNED:
@@ -197,12 +202,6 @@ class Controller:
         self._silent |= {host: until for host in missing}
         return found, missing
 
-    def _answering(self, hosts: list[str]) -> list[str]:
-        """The `hosts` without those that `_ask` has excluded for a while; all if none is left."""
-        now = time.monotonic()
-        answering = [host for host in hosts if self._silent.get(host, 0.0) < now]
-        return answering or hosts
-
     # -- copies ------------------------------------------------------------------------------------
 
     def _holdings(self) -> dict[str, dict[str, tuple[str, int]]]:
@@ -211,24 +210,21 @@ class Controller:
 
     def _fill(self, name: str) -> str:
         """Loads the missing copies of `name`, in one thread at a time. Returns its hosts, or why no host has it."""
-        with self._filling[name]:
-            return self._fill_now(name)
-
-    def _fill_now(self, name: str) -> str:
         wish = self._wishes.find(name)
         if wish is None or not wish.copies:
             return "on request"
         drained = set(self._wishes.drained)
-        held = self._holdings()
-        has = {host for host, models in held.items() if name in models and host not in drained}
         why = ""
-        while len(has) < wish.copies:
-            served = self._place(name, has)
-            if not served.host:
-                reasons = sorted(served.reasons.items())
-                why = "; ".join(f"{host}: {reason}" for host, reason in reasons) or "no other host"
-                break
-            has.add(served.host)
+        with self._filling[name]:
+            held = self._holdings()
+            has = {host for host, models in held.items() if name in models and host not in drained}
+            while len(has) < wish.copies:
+                served = self._place(name, has)
+                if not served.host:
+                    reasons = sorted(served.reasons.items())
+                    why = "; ".join(f"{host}: {one}" for host, one in reasons) or "no other host"
+                    break
+                has.add(served.host)
         if not has:
             return f"not loaded ({why if served.reasons else 'no host'})"
         hosts = ", ".join(sorted(has))
@@ -276,16 +272,17 @@ class Controller:
 
     def _in_background(self, name: str, fill: Callable[[], str]) -> None:
         """Calls `fill` in a new thread. Until it ends, `name` (a model or a slot) is in `_loading`."""
-        self._loading.add(name)
-        start(partial(self._fill_in_background, name, fill))
 
-    def _fill_in_background(self, name: str, fill: Callable[[], str]) -> None:
-        try:
-            log.info("%s: %s", name, fill())
-        except Exception as error:  # noqa: BLE001 - tried again at the next check
-            log.warning("%s was not loaded: %s", name, error)
-        finally:
-            self._loading.discard(name)
+        def run() -> None:
+            try:
+                log.info("%s: %s", name, fill())
+            except Exception as error:  # noqa: BLE001 - tried again at the next check
+                log.warning("%s was not loaded: %s", name, error)
+            finally:
+                self._loading.discard(name)
+
+        self._loading.add(name)
+        start(run)
 
     # -- watching ----------------------------------------------------------------------------------
 

@@ -122,11 +122,6 @@ def with_drain(wishes: Wishes, host: str, *, undo: bool) -> Wishes:
     return _changed(wishes, drained=tuple(sorted(hosts)))
 
 
-def dump(wishes: Wishes) -> bytes:
-    """The `wishes` as JSON."""
-    return msgspec.json.encode(wishes)
-
-
 def load(data: bytes | None) -> Wishes:
-    """The wishes in `data`, which `dump` wrote. If `data` is None, there are no wishes."""
+    """The wishes in `data`, as JSON. If `data` is None, there are no wishes."""
     return msgspec.json.decode(data, type=Wishes) if data else Wishes()

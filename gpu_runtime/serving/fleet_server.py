@@ -32,7 +32,6 @@ from ..fleet.client import Fleet, open_fleet
 from ..fleet.hosts import on
 from ..settings import Settings
 from ..threads import Cancellation, start
-from ..version import VERSION
 from .api.app import KNOWN_QUERY, add_metrics, base_application
 from .api.calls import ACTS, StrictRoute
 from .engines.base import EngineFailed
@@ -429,11 +428,9 @@ def _models(snapshots: dict[str, Snapshot]) -> Iterator[Any]:
     yield gauge("gpuconsole_placements", text, ["cards"], placements.items())
 
 
-def fleet_application(
-    models: Any, gateway: Callable[[], Any], version: str, store: Store | None = None
-) -> FastAPI:
+def fleet_application(models: Any, gateway: Callable[[], Any], store: Store | None) -> FastAPI:
     """The application of `gpu serve --fleet`. `models` reads the models of the fleet's hosts. See `application`."""
-    app = base_application(gateway, version, store)
+    app = base_application(gateway, store)
     app.include_router(router(models), dependencies=[KNOWN_QUERY])
     add_metrics(app, FleetMetrics(models, gateway))
     return app
@@ -449,7 +446,7 @@ def run(address: str, **where: Any) -> None:
         models = FleetModels(fleet, Settings.load())
         try:
             run_app(
-                lambda gateway, store: fleet_application(models, gateway, VERSION, store),
+                lambda gateway, store: fleet_application(models, gateway, store),
                 lambda keys, store: FleetGateway(models, keys, store),
                 models.settings,
                 **where,

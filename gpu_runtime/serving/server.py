@@ -31,7 +31,6 @@ from ..access_keys import Keys, KeysFile
 from ..errors import GpuError
 from ..settings import Settings
 from ..threads import start
-from ..version import VERSION
 from ..web import gate, http_server
 from ..web.auth import CALLS, AccessRules
 from ..web.connections import Connections
@@ -99,7 +98,7 @@ def messages_shown(level: str) -> Iterator[None]:
 def run(rt: Any, **options: Any) -> None:
     """Serves the models of the runtime `rt` until the process is interrupted. For `options` see `run_app`."""
     run_app(
-        lambda gateway, store: application(rt, gateway, VERSION, store),
+        lambda gateway, store: application(rt, gateway, store),
         lambda keys, store: Gateway(rt, rt.settings, keys=keys, store=store),
         rt.settings,
         snapshot=rt.status,
@@ -222,7 +221,7 @@ def serve(rt: Any, host: str) -> HostServer:
 
 async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.Event) -> None:
     gateway = Gateway(rt, rt.settings)
-    app = application(rt, lambda: gateway, VERSION)
+    app = application(rt, lambda: gateway)
     token = secrets.token_urlsafe(32)
     rules = AccessRules(user=getpass.getuser(), operator_token=token)
     service = Service(

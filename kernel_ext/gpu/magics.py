@@ -33,7 +33,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, output_can
 from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
-from gpu_runtime import GpuError, error_help, facts, names, verbs
+from gpu_runtime import GpuError, facts, names, verbs
 from gpu_runtime.backends.torch_release import why_torch_moves_nothing
 from gpu_runtime.errors import reword
 from gpu_runtime.facts import IMPORTANCE
@@ -52,13 +52,10 @@ from .waiting import OthersWait, WaitLine, quiet_line
 
 NAMES = ("gpu", "gpuctl")  # `%gpuctl` is for shells in which another extension defines `%gpu`
 MAGIC = verbs.MAGIC
-HELP = ("-h", "--help")
 OF_EVERY_VERB = (
     switch("--json", "as JSON"),
     option("-o --output", "NAME", "also store the answer under this name"),
 )
-# Verbs that act differently in a notebook and in a terminal.
-IN_NOTEBOOK: dict[str, Callable[[Any], Any]] = {"console": lambda rt: rt.console()}
 
 
 class Parser(MagicArgumentParser):
@@ -117,16 +114,12 @@ class GpuMagics(Magics):
         """The result of the verb in `words`. Raises UnknownVerb, UsageError, and the errors of the runtime."""
         from gpu_runtime.rendering import render
 
-        if words and words[0] in HELP:
-            words = ["help", *words[1:]]
-        elif not words or words[0].startswith("-"):
-            words = ["status", *words]
-        verb = verbs.find(words[0], MAGIC)
-        if any(word in HELP for word in words[1:]):
+        verb, words, explained = verbs.typed_verb(words, MAGIC)
+        if explained:
             return render.note(verbs.details(verb, MAGIC))
-        args = self._parse(verb, words[1:])
+        args = self._parse(verb, words)
         if verb.name == "help":
-            return render.note(_help(args.verb))
+            return render.note(verbs.help_text(args.verb, MAGIC))
         answer = self._answer(verb, args)
         if args.output:
             self.shell.user_ns[args.output] = answer
@@ -144,8 +137,8 @@ class GpuMagics(Magics):
         """The result of `verb` in the form that is displayed."""
         from gpu_runtime.rendering import render
 
-        if verb.name in IN_NOTEBOOK:
-            return IN_NOTEBOOK[verb.name](self._runtime())
+        if verb.plain_in_notebook:
+            return getattr(self._runtime(), verb.name)()
         rt = self._opened(verb)
         value = render.with_titles(verb.name, verb.answer(rt, args), rt)
         if args.json:
@@ -241,14 +234,6 @@ class GpuMagics(Magics):
         from IPython.display import display
 
         display(shown)
-
-
-def _help(verb: str | None) -> str:
-    if verb and (page := error_help.page(verb, MAGIC)):
-        return page
-    if verb:
-        return verbs.details(verbs.find(verb, MAGIC), MAGIC)
-    return verbs.overview(MAGIC)
 
 
 GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs, and decisions.

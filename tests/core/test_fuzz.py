@@ -219,7 +219,7 @@ def bodies(directory: Path, ends: contextlib.ExitStack) -> tuple[Try, list[bytes
     ends.callback(loop.close)
     ends.callback(made.rt.close)
     ends.callback(lambda: loop.run_until_complete(made.gateway.close()))
-    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
+    app = with_visitor(application(made.rt, lambda: made.gateway), OPERATOR)
     paths = list(BODIES)
 
     async def asked(path: str, body: bytes) -> int:

@@ -7,7 +7,6 @@ import re
 import sys
 
 import pytest
-from gpu.magics import IN_NOTEBOOK
 
 import gpu_runtime
 from gpu_runtime import cli, verbs
@@ -108,9 +107,8 @@ def test_every_verb_without_an_act_has_one_in_each_face():
     rows = [verb for verb in verbs.VERBS.values() if verb.act is None]
     without = {verb.name for verb in rows if not hasattr(gpu_runtime.Runtime, verb.name)}
     assert without | {"console"} == {*cli.SERVERS, "top", "help"}, "a Runtime has a console too"
-    assert {name for name in cli.SERVERS if verbs.MAGIC in verbs.VERBS[name].places} == set(
-        IN_NOTEBOOK
-    )
+    in_notebooks = {name for name in cli.SERVERS if verbs.MAGIC in verbs.VERBS[name].places}
+    assert in_notebooks == {verb.name for verb in verbs.VERBS.values() if verb.plain_in_notebook}
 
 
 def test_fragmentation_in_a_terminal_shows_the_allocators_of_all_processes(rt, monkeypatch, capsys):

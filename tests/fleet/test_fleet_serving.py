@@ -129,7 +129,7 @@ def test_a_server_ends_while_a_call_runs(models):
 
 
 def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
-    app = with_visitor(fleet_application(models, Gateway, "0"), OPERATOR)
+    app = with_visitor(fleet_application(models, Gateway, None), OPERATOR)
     with TestClient(app, raise_server_exceptions=False) as http:
         until(lambda: http.get("/health").json()["hosts"] == ["box1", "box2"], "all hosts")
         new = {"model": "echo", "host": "box2", "devices": ["sim:1"]}

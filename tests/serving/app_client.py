@@ -110,7 +110,7 @@ def client(
 ) -> TestClient:
     made = gateway or Gateway()
     return TestClient(
-        with_visitor(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False
+        with_visitor(application(rt, lambda: made), visitor), raise_server_exceptions=False
     )
 
 
@@ -121,7 +121,7 @@ class Exchange:
         self.status, self.kind, self.sent = 0, "", b""
         self.left = asyncio.Event()
         self._body = json.dumps(body).encode()
-        app = with_visitor(application(rt, lambda: gateway, "0"), OPERATOR)
+        app = with_visitor(application(rt, lambda: gateway), OPERATOR)
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         scope |= {"query_string": b"", "http_version": "1.1", "root_path": ""}

@@ -134,7 +134,7 @@ def test_the_reason_of_the_end_is_translated(finish, reason):
 def http():
     """A client of the application over a real gateway. Its model repeats the last message."""
     made = Harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}})
-    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
+    app = with_visitor(application(made.rt, lambda: made.gateway), OPERATOR)
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
         client.portal.call(made.gateway.close)

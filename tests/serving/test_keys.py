@@ -189,7 +189,7 @@ def test_a_key_acts_on_nothing_else():
     assert visitor == Visitor("key:bot", False, may_call=True, api_only=True)
     assert visitor_of(KEYS, BOT, read_only=True).may_call is False
     assert visitor_of(KEYS, LOOK, read_only=False) == Visitor("key:look", False)
-    app = application(k.rt, lambda: k.gateway, "0")
+    app = application(k.rt, lambda: k.gateway)
     with TestClient(with_visitor(app, visitor), raise_server_exceptions=False) as http:
         assert http.post("/v1/chat/completions", json=chat("qwen")).status_code == 200
         assert http.get("/v1/engines/qwen/log").status_code == 403

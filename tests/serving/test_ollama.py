@@ -26,6 +26,7 @@ from gpu_runtime.serving.api.ollama import (
 )
 from gpu_runtime.serving.records import CallRecord
 from gpu_runtime.serving.requests import Refused, Reply
+from gpu_runtime.version import VERSION
 from gpu_runtime.web.auth import Visitor
 from tests.clock import Clock, until
 from tests.serving.app_client import OPERATOR, with_visitor
@@ -152,7 +153,7 @@ def http():
     made = Harness(
         qwen=4, bge=2, sized=1, options=options, keys=lambda: {"bot": AccessKey("0" * 64)}
     )
-    app = application(made.rt, lambda: made.gateway, "7")
+    app = application(made.rt, lambda: made.gateway)
     operators, bots = with_visitor(app, OPERATOR), with_visitor(app, BOT)
 
     async def either(scope: Any, *channels: Any) -> None:
@@ -244,7 +245,7 @@ def test_a_key_may_load_a_model_and_not_unload_it(http):
 
 
 def test_the_models(http):
-    assert http.get("/api/version").json() == {"version": OLLAMA_VERSION, "gpu_console": "7"}
+    assert http.get("/api/version").json() == {"version": OLLAMA_VERSION, "gpu_console": VERSION}
     names = {row["name"] for row in http.get("/api/tags").json()["models"]}
     assert names == {"qwen", "bge", "sized"}
     assert http.post("/api/chat", json={**HI, "keep_alive": "10m", "stream": False}).is_success
@@ -315,7 +316,7 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
     try:
         made.rt.register("lm", str(source), model_type="llm", quantization="Q4_0")
         made.rt.register("two", str(source), model_type="llm", chat_template=template)
-        app = with_visitor(application(made.rt, lambda: made.gateway, "7"), OPERATOR)
+        app = with_visitor(application(made.rt, lambda: made.gateway), OPERATOR)
         with TestClient(app) as client:
             shown = client.post("/api/show", json={"model": "lm"}).json()
             two = client.post("/api/show", json={"model": "two"}).json()

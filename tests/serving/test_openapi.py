@@ -19,7 +19,7 @@ def test_no_request_breaks_the_server(runtime):
     # Hypothesis tries words of the source: it would wait for `slow` for ever, and the answers of `echo` are no chats.
     gateway.slow = gateway.known = ""
     schema = schemathesis.openapi.from_asgi(
-        "/openapi.json", with_visitor(application(rt, lambda: gateway, "0"), OPERATOR)
+        "/openapi.json", with_visitor(application(rt, lambda: gateway), OPERATOR)
     )
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) > 15

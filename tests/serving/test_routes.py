@@ -46,7 +46,7 @@ class Served:
     """A real server with the application of `k` behind its gate."""
 
     def __init__(self, k: Harness) -> None:
-        self.application = application(k.rt, lambda: k.gateway, "0")
+        self.application = application(k.rt, lambda: k.gateway)
         rules = AccessRules(
             "ann",
             OPERATORS,

@@ -169,7 +169,7 @@ def test_usage_is_shown_and_a_key_sees_its_own(runtime):
     rt, gateway = runtime(monitor=False), Gateway()
     for client in ("key:bot", "ann"):
         gateway.usage.add(client, facts("qwen", 7, 3))
-    app = application(rt, lambda: gateway, "0")
+    app = application(rt, lambda: gateway)
     key = Visitor("key:bot", False, may_call=True, api_only=True)
     for visitor, seen in ((Visitor("ann", True), ["ann", "key:bot"]), (key, ["key:bot"])):
         answer = TestClient(with_visitor(app, visitor)).get("/usage?days=1").json()

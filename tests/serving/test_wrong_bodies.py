@@ -102,7 +102,7 @@ def variants(body: Any) -> Iterator[Any]:
 def served(**options: Any) -> Iterator[tuple[TestClient, Any]]:
     """A client of a server with the model qwen, and the server's gateway."""
     made = Harness(qwen=4, options={"qwen": options})
-    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
+    app = with_visitor(application(made.rt, lambda: made.gateway), OPERATOR)
     with TestClient(app, raise_server_exceptions=False) as http:
         yield http, made.gateway
         http.portal.call(made.gateway.close)

@@ -26,6 +26,7 @@ from starlette.routing import Match
 from ...errors import GpuError
 from ...files import newest_log, part_of
 from ...safe_text import listed, nearest, quoted
+from ...version import VERSION
 from ..breaker import status_of
 from ..metrics import Metrics
 from ..records import MOST_DAYS, request_id, traceparent
@@ -57,14 +58,12 @@ class Config(BaseModel):
     allow_cloud_fallback: StrictBool = Field(alias="allowCloudFallback")
 
 
-def application(
-    rt: Any, gateway: Callable[[], Any], version: str, store: Store | None = None
-) -> FastAPI:
-    """The application over the runtime `rt`; its description shows the `version`.
+def application(rt: Any, gateway: Callable[[], Any], store: Store | None = None) -> FastAPI:
+    """The application over the runtime `rt`.
 
     The first call of `gateway()` makes the Gateway; each call returns it. `store` keeps the jobs.
     """
-    app = base_application(gateway, version, store)
+    app = base_application(gateway, store)
     app.include_router(memory.router(rt), dependencies=[KNOWN_QUERY])
     _add_engine_log(app)
 
@@ -77,11 +76,11 @@ def application(
     return app
 
 
-def base_application(gateway: Callable[[], Any], version: str, store: Store | None) -> FastAPI:
+def base_application(gateway: Callable[[], Any], store: Store | None) -> FastAPI:
     """The application with the routes that one host and a fleet share: calls, jobs, usage and settings."""
     app = FastAPIOffline(
         title="gpu-console",
-        version=version,
+        version=VERSION,
         docs_url="/docs",
         redoc_url=None,
         description="GPU memory that notebooks and programs share: models, memory, metrics. Every route needs the "
@@ -92,7 +91,7 @@ def base_application(gateway: Callable[[], Any], version: str, store: Store | No
     routes = openai.router(gateway, app.state.jobs)
     anthropic.add_route(routes, gateway)
     responses.add_route(routes, gateway)
-    routers = routes, openai.outside_router(gateway), ollama.router(gateway, version)
+    routers = routes, openai.outside_router(gateway), ollama.router(gateway)
     for router in routers:
         app.include_router(router)
     _add_server_routes(app, gateway)

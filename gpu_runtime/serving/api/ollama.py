@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...facts import Evidence, Lease
+from ...version import VERSION
 from ..choices import ModelFacts
 from ..engines.openai_format import arguments_of
 from ..requests import LOAD, MAX_SECONDS, SAMPLING, Json, Refused, Reply, bad
@@ -75,14 +76,14 @@ _SCHEMA = body_schema({"model": {"type": "string"}}, {"stream": {"type": "boolea
 Translate = Callable[[Any], tuple[str, Json]]
 
 
-def router(gateway: Any, version: str) -> APIRouter:
+def router(gateway: Any) -> APIRouter:
     """The routes below `/api`. `gateway()` returns the Gateway."""
     routes = APIRouter(prefix="/api", tags=["models"], route_class=StrictRoute)
 
     @routes.get("/version")
     def get_version() -> Json:
         """The version of Ollama whose routes are spoken here, and the version of this server."""
-        return {"version": OLLAMA_VERSION, "gpu_console": version}
+        return {"version": OLLAMA_VERSION, "gpu_console": VERSION}
 
     @routes.get("/tags")
     def get_tags(request: Request) -> Json:
@@ -116,7 +117,7 @@ def router(gateway: Any, version: str) -> APIRouter:
         ("/chat", chat_of, _chat_part, whole),
         ("/generate", generate_of, _generate_part, whole),
         ("/embed", embed_of, None, embedded),
-        ("/embeddings", embedding_of, _vector_part, one_embedded),
+        ("/embeddings", embedding_of, lambda text, calls: {"embedding": []}, one_embedded),
     ):
         _add_call(routes, gateway, path, translate, part, finish)
     for name in _REFUSED:
@@ -461,10 +462,6 @@ def _chat_part(text: str, calls: Any, thought: str = "") -> Json:
 
 def _generate_part(text: str, calls: Any, thought: str = "") -> Json:
     return {"response": text, "thinking": thought} if thought else {"response": text}
-
-
-def _vector_part(text: str, calls: Any) -> Json:
-    return {"embedding": []}
 
 
 def _head(model: str) -> Json:
