@@ -252,17 +252,14 @@ def message(
         {"state": what, "name": name, "kind": name.rpartition("-")[0], "text": text}
         for what, name, text in events[:MOST_TOLD]
     ]
-    document = {"text": _harmless(text), "host": host, "time": wall, "alerts": alerts}
+    # No name of a notebook or user calls a channel's members, as `<!here>` and `@all` do.
+    harmless = text.replace("<", "‹").replace(">", "›").replace("@", "@\u200b")
+    document = {"text": harmless, "host": host, "time": wall, "alerts": alerts}
     return Message(subject, text, document)
 
 
 def _shown(text: str) -> str:
     return printable(" ".join(text.split()), MOST_LETTERS)
-
-
-def _harmless(text: str) -> str:
-    """The `text` in which no name of a notebook or user calls a channel's members, as `<!here>` and `@all` do."""
-    return text.replace("<", "‹").replace(">", "›").replace("@", "@\u200b")
 
 
 def deliver(place: Destination, told: Message) -> None:

@@ -538,7 +538,12 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
 
     Raises BadDocument with all errors, in the order of their lines.
     """
-    every = [one for document in documents for one in _in_document(document)]
+    every: list[Found] = []
+    for document in documents:
+        value = document.value
+        parts = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, part in parts:
+            every += _in_value(document, part, () if index is None else (index,))
     found = [one for one in every if isinstance(one, Manifest)]
     errors = [one for one in every if isinstance(one, BadDocument)]
     if not found and not errors:
@@ -562,13 +567,6 @@ def _repeated(found: list[Manifest]) -> Iterator[BadDocument]:
             yield manifest.wrong(
                 f"{manifest.name!r} appears twice in this file; the first time in line {line}"
             )
-
-
-def _in_document(document: Document) -> Iterator[Found]:
-    value = document.value
-    is_list = isinstance(value, list)
-    for index, part in enumerate(value if is_list else [value]):
-        yield from _in_value(document, part, (index,) if is_list else ())
 
 
 def _in_value(document: Document, value: Any, path: Place) -> Iterator[Found]:

@@ -116,10 +116,6 @@ class FarRuntime:
         """In this block, the host's journal names `name` for the actions of this thread."""
         return attribution.on_behalf_of(name)
 
-    def _patience(self, verb: str) -> float | None:
-        """The longest wait for the answer of `verb`, in seconds; None: no limit. A subclass may set one."""
-        return None
-
     def _send(self, verb: str, args: Any, kwargs: Any) -> Any:
         """Calls the `verb` on the host, and returns the reference of its result. Raises Gone."""
         agent = self._fleet._agent(self.host)
@@ -139,16 +135,19 @@ class FarRuntime:
             )
 
         def far(*args: Any, **kwargs: Any) -> Any:
-            try:
-                patience = self._patience(verb)
-                return cluster.answer(self._send(verb, args, kwargs), patience)
-            except (cluster.Gone, cluster.Unreachable) as error:
-                self._fleet._forget(self.host)
-                self._fleet._require_host(self.host)
-                raise NodeLost("", self.host, str(error)) from None
+            return self._call(verb, args, kwargs)
 
         far.__name__ = verb
         return far
+
+    def _call(self, verb: str, args: Any, kwargs: Any, patience: float | None = None) -> Any:
+        """The result of the `verb`, for which this waits `patience` seconds (None: without limit). Raises NodeLost."""
+        try:
+            return cluster.answer(self._send(verb, args, kwargs), patience)
+        except (cluster.Gone, cluster.Unreachable) as error:
+            self._fleet._forget(self.host)
+            self._fleet._require_host(self.host)
+            raise NodeLost("", self.host, str(error)) from None
 
 
 # -- the hosts in the order of their offers, until one of them serves the model

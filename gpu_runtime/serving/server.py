@@ -150,13 +150,8 @@ def run_app(
     # After this call, the garbage collector no longer searches the imported modules, which are never garbage. These
     # searches took a fifth of the server's time, and up to 0.2 s at once.
     gc.freeze()
-    service = Service(
-        "gpu serve",
-        command="gpu serve",
-        default_port=DEFAULT_PORT,
-        routes=((ROUTES, Asgi, {"app": app}),),
-        home=HOME,
-        max_body_bytes=MAX_BODY_BYTES,
+    service = _service(
+        app,
         cors=origins,
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
         start=None if read_only else gateway.preload,
@@ -168,6 +163,18 @@ def run_app(
     )
     with messages_shown(log_level):
         http_server.run(console or HeadlessServer, service, read_only=read_only, **where)
+
+
+def _service(app: Any, **more: Any) -> Service:
+    return Service(
+        "gpu serve",
+        command="gpu serve",
+        default_port=DEFAULT_PORT,
+        routes=((ROUTES, Asgi, {"app": app}),),
+        home=HOME,
+        max_body_bytes=MAX_BODY_BYTES,
+        **more,
+    )
 
 
 def run_exporter(rt: Any, settings: Settings, **where: Any) -> None:
@@ -224,16 +231,8 @@ async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.E
     app = application(rt, lambda: gateway)
     token = secrets.token_urlsafe(32)
     rules = AccessRules(user=getpass.getuser(), operator_token=token)
-    service = Service(
-        "gpu serve",
-        command="gpu serve",
-        default_port=0,
-        routes=((ROUTES, Asgi, {"app": app}),),
-        home=HOME,
-        max_body_bytes=MAX_BODY_BYTES,
-    )
     mask_logs()
-    _, address = bound(HeadlessServer, service, rules, host, None, None)
+    _, address = bound(HeadlessServer, _service(app), rules, host, 0, None)
     shown = f"[{host}]" if ":" in host else host
     found.append(HostServer(f"http://{shown}:{address.port}", token))
     listens.set()

@@ -49,6 +49,9 @@ from .journal import opened
 log = logging.getLogger("gpu_runtime")
 
 
+UNUSABLE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
 class StateFile:
     """One SQLite file of the helper's, which outlives a boot. Every call opens the file again.
 
@@ -74,7 +77,8 @@ class StateFile:
             try:
                 self._write(act)
             except sqlite3.Error as error:
-                if not _is_unusable(error):
+                # Else the file is damaged or is no history: another attempt would fail too.
+                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF not in UNUSABLE:
                     raise
                 self._set_aside(error)
                 self._write(act)
@@ -125,14 +129,6 @@ class StateFile:
         if not self._warned:
             self._warned = True
             log.warning("the %s %s cannot be %s now (%s)", self.what, self.path, what, error)
-
-
-def _is_unusable(error: sqlite3.Error) -> bool:
-    """Whether `error` means that the file is damaged or is no history, so that another attempt
-    would fail too.
-    """
-    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 IN_USE, IDLE, BLOCKING, OUTSIDE, FREE = (

@@ -34,7 +34,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -460,11 +460,13 @@ def _read(path: Path, model: str | None, since: float, source: str) -> list[Even
             "AND instr(body, ?) ORDER BY id DESC LIMIT ?",
             (model, model, since, source.encode(), MOST_EVENTS),
         ).fetchall()
-    return [event for event in (_event(body) for (body,) in rows) if event is not None]
+    return decoded(_decode, rows)
 
 
-def _event(body: object) -> Event | None:
-    try:
-        return _decode(body)  # type: ignore[arg-type]
-    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
-        return None
+def decoded(decode: Callable[[Any], T], rows: Iterable[tuple[Any, ...]]) -> list[T]:
+    """The values in the `rows` of one column, without those that are damaged."""
+    found = []
+    for (body,) in rows:
+        with contextlib.suppress(msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+            found.append(decode(body))
+    return found

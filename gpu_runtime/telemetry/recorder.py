@@ -30,6 +30,7 @@ from ..ledgers.access import state_in
 from ..ledgers.reader import Peek, peek
 from ..scheduler.capacity import views
 from .hours import Account, StateFile, held_now, hours_in, programs
+from .journal import decoded
 
 # -- moments ---------------------------------------------------------------------------------------
 
@@ -73,19 +74,14 @@ def alike(one: Moment, other: Moment) -> bool:
     Two moments look the same if their total, limit, level and claims are equal, and the measured
     figures differ only by noise.
     """
-    if _exact(one) != _exact(other):
-        return False
+    exact = ("total_bytes", "limit_bytes", "level", "claims")  # even a small change is recorded
     return (
-        _near(one.measured_bytes, other.measured_bytes, one.total_bytes / 400)
+        all(getattr(one, name) == getattr(other, name) for name in exact)
+        and _near(one.measured_bytes, other.measured_bytes, one.total_bytes / 400)
         and _near(one.utilisation_percent, other.utilisation_percent, 5.0)
         and _near(one.temperature_celsius, other.temperature_celsius, 2.0)
         and _near(one.power_watts, other.power_watts, 10.0)
     )
-
-
-def _exact(moment: Moment) -> tuple[object, ...]:
-    """The figures of the `moment` that are compared exactly: even a small change is recorded."""
-    return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
 
 
 def _near(one: float | None, other: float | None, tolerance: float) -> bool:
@@ -193,15 +189,7 @@ class Record(StateFile):
         if most < 1:
             return ()
         query = f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid"
-        moments = [_decoded(body) for (body,) in self.read(query, (since, until, stretch))]
-        return tuple(moment for moment in moments if moment is not None)
-
-
-def _decoded(body: object) -> Moment | None:
-    try:
-        return _decode(body)  # type: ignore[arg-type]
-    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
-        return None
+        return tuple(decoded(_decode, self.read(query, (since, until, stretch))))
 
 
 # -- the recorder ----------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from ..devices.drivers import Card, Listing, NoAnswer
 from ..devices.sampler_client import Figures, Person, boot_seconds
 from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
+from ..files import replace_file
 from ..ledgers.access import access_to, owner_files
 from ..ledgers.keeper.ledger import KeeperPeek
 from ..ledgers.keeper.wire import SOCKET
@@ -99,24 +100,13 @@ class HelperFiles:
 
     def publish(self, figures: Figures) -> None:
         """Replaces the published `figures`. Raises OSError."""
-        draft = self.directory / f".samples-{os.getpid()}"
-        with open(draft, "wb", opener=_private) as file:
-            file.write(encode(figures))
-        self._access.open_file(draft)
-        os.replace(draft, self.directory / "samples")
+        replace_file(self.directory / "samples", encode(figures), self._access.open_file)
 
     def write_error(self, error: BaseException) -> None:
         """Writes why the helper ends, for the processes that read the figures. Never fails."""
-        try:
-            with open(self.directory / "sampler.err", "w", opener=_private) as file:
-                file.write(f"{type(error).__name__}: {error}\n")
-            self._access.open_file(self.directory / "sampler.err")
-        except OSError:
-            pass  # the readers then report no reason
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        text = f"{type(error).__name__}: {error}\n".encode(errors="replace")
+        with contextlib.suppress(OSError):  # the readers then report no reason
+            replace_file(self.directory / "sampler.err", text, self._access.open_file)
 
 
 class CardReader(threading.Thread):

@@ -70,7 +70,7 @@ class HostRuntime(FarRuntime):
 
     def status(self) -> Snapshot:
         """A new snapshot of the host, changed by `seen_from_outside`. Raises FleetUnavailable."""
-        return seen_from_outside(self.__getattr__("status")(), self.host)
+        return seen_from_outside(self._call("status", (), {}), self.host)
 
     def last_status(self) -> Snapshot:
         """The last snapshot of the host, after at most BRIEF_SECONDS for a new one. Raises FleetUnavailable."""
@@ -113,26 +113,16 @@ class HostRuntime(FarRuntime):
     def _silence(self) -> FleetUnavailable:
         return FleetUnavailable(f"{self.host} does not answer.", why="silent")
 
-    def __getattr__(self, verb: str) -> Any:
-        far = super().__getattr__(verb)
+    def _call(self, verb: str, args: Any, kwargs: Any, patience: float | None = None) -> Any:
+        """As FarRuntime._call. A verb that is POLLED waits PATIENCE_SECONDS at most, and raises FleetUnavailable."""
         if verb not in POLLED:
-            return far
-
-        def polled(*args: Any, **kwargs: Any) -> Any:
-            """Calls the verb on the host, and returns the verb's result. Raises FleetUnavailable."""
-            try:
-                return far(*args, **kwargs)
-            except NodeLost:  # nothing was lost but this answer
-                raise self._silence() from None
-
-        return polled
-
-    def _patience(self, verb: str) -> float | None:
-        if verb not in POLLED:
-            return None
+            return super()._call(verb, args, kwargs)
         if self.is_silent():
             raise self._silence()
-        return PATIENCE_SECONDS
+        try:
+            return super()._call(verb, args, kwargs, PATIENCE_SECONDS)
+        except NodeLost:  # nothing was lost but this answer
+            raise self._silence() from None
 
 
 def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
