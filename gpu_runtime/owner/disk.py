@@ -187,7 +187,10 @@ def start(session: Session, resident: Resident, because: str, by: str = "") -> b
         if not size:
             resident.stowing.release()
     if size:
-        threads.start(partial(work, size))
+        try:
+            threads.start(partial(work, size))
+        except RuntimeError:  # the system starts no more threads: the work is done here
+            work(size)
     return size > 0
 
 

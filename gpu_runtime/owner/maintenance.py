@@ -344,7 +344,11 @@ def _start_orders(session: Session) -> None:
     for order in obey(session):
         if order.key not in session.orders:
             session.orders[order.key] = None
-            threads.start(partial(carry_out_order, session, order))
+            try:
+                threads.start(partial(carry_out_order, session, order))
+            except RuntimeError as error:  # the system starts no more threads
+                del session.orders[order.key]  # the next tick begins it
+                log.warning("%s was not begun: %s", order.key, error)
         elif said := session.orders[order.key]:
             if all(event.answers != order.key for event in session.ledger.read().events):
                 _answer(session, order, *said)

@@ -547,10 +547,10 @@ class Session:
         with self.lock:
             if self.monitor_started:
                 return
-            self.monitor_started = True
             if self.monitor:
-                self.monitor.start()
+                self.monitor.start()  # raises RuntimeError if the system starts no more threads
                 self.activity.watchers.add(self.cell_began)
+            self.monitor_started = True
         budget = sum(self.limits[device.id] for device in self.probe.devices if not device.is_host)
         log.info(
             "GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from gpu_runtime import BadSetting, GpuError
+from gpu_runtime import BadSetting, GpuError, threads
 from gpu_runtime.backends.pytorch import park_file
 from gpu_runtime.facts import HOST, Book, Lease, Section, Share
 from gpu_runtime.owner import acquire, disk, maintenance
@@ -17,6 +17,7 @@ from gpu_runtime.scheduler.victims import shed_step
 from gpu_runtime.units import GIB, MIB, show_seconds
 from tests import simgpu, tiny_models
 from tests.clock import until
+from tests.core.test_raised_errors import no_thread
 
 from .kernels import FLOATS, cell, keep, own
 
@@ -173,6 +174,16 @@ def test_who_wants_the_bytes_waits_while_they_are_moving(parked):
         assert not acquire._Departures(session, session.new_key("m")).start(step, wait=True)
     assert acquire._Departures(session, session.new_key("m")).start(step, wait=True)
     until(lambda: kernel_lease(rt).on_disk)
+    assert_whole(kernel)
+
+
+def test_memory_moves_to_the_disk_where_the_system_starts_no_more_threads(parked, monkeypatch):
+    """The bytes stayed marked as moving for ever, with their room on the disk, and the next cell waited."""
+    rt, kernel = parked()
+    with monkeypatch.context() as full:
+        full.setattr(threads, "start", no_thread)
+        assert disk.start(rt._session, kernel.resident, "a test")
+    assert kernel_lease(rt).on_disk and not kernel.resident.stowing.locked()
     assert_whole(kernel)
 
 

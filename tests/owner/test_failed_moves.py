@@ -6,12 +6,13 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import Busy, GpuError, LedgerUnavailable, OutOfMemory, Runtime
+from gpu_runtime import Busy, GpuError, LedgerUnavailable, OutOfMemory, Runtime, threads
 from gpu_runtime.devices.process_memory import out_of_memory
 from gpu_runtime.owner import maintenance, release
 from gpu_runtime.scheduler.recall import Order
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, until
+from tests.core.test_raised_errors import no_thread
 
 from .conftest import fakes, loaded, where
 
@@ -285,6 +286,23 @@ def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime
         broken.setattr(session, "decide", fails)
         maintenance.carry_out_order(session, order)
     assert order.key not in session.orders
+
+
+def test_what_no_thread_could_be_started_for_begins_later(runtime, shared_book, monkeypatch):
+    """The order counted as begun for ever, and the process had no monitor until its end."""
+    a, b = (runtime(ledger=shared_book, monitor=False, **BOX) for _ in "ab")
+    fakes(a, m="4GiB")
+    b.preload("m", wait=False)
+    with monkeypatch.context() as full:
+        full.setattr(threads, "start", no_thread)
+        maintenance.tick(a._session)
+        watched = runtime(monitor=True)
+        with pytest.raises(RuntimeError):
+            watched._session.start_monitor()
+    maintenance.tick(a._session)
+    until(lambda: a.here("m"))
+    watched._session.start_monitor()
+    assert watched._session.monitor._running
 
 
 def test_an_answer_that_left_the_book_before_it_was_read_is_given_again(runtime, shared_book):

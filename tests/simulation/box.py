@@ -1,5 +1,6 @@
 """The simulated box: owners with real runtimes, and keepers with the real core, on sockets that cut off and delay."""
 
+import _thread
 import contextlib
 import copy
 import itertools
@@ -18,19 +19,35 @@ from gpu_runtime.backends.fake import FakeModel
 from gpu_runtime.devices import allocators
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.errors import UnknownModel
 from gpu_runtime.facts import HOST, Sample
 from gpu_runtime.ledgers import base, notify
 from gpu_runtime.ledgers.keeper import core, ledger
 from gpu_runtime.ledgers.keeper.wire import MOST_BYTES, Reader, Torn, Writer
-from gpu_runtime.ledgers.liveness import describe_self
+from gpu_runtime.ledgers.liveness import Sight, describe_self
 from gpu_runtime.ledgers.pieces import Pieces, encode
-from gpu_runtime.owner import lifetime, release, requests
+from gpu_runtime.owner import acquire, lifetime, release, requests
 
 from .disk import Stowing
 from .machine import Lock, Machine, Thread
 
 FIRST_PID = 1 << 23  # no process of the real machine has such a pid
 NOTICED_SECONDS = 0.01  # from the death of a process until the keeper knows of it
+NO_THREAD = "can't start new thread"  # as Python says it
+begin, pid_here = _thread.start_new_thread, os.getpid
+
+
+def _start_thread(work: Callable[..., Any], *arguments: Any) -> int:
+    """Starts a thread, unless the process has no memory for one."""
+    if _running().starts_no_thread:
+        raise RuntimeError(NO_THREAD)
+    return begin(work, *arguments)
+
+
+def _running() -> Any:
+    """The process that runs now; the one without a name outside of the day."""
+    current = Machine.active.current if Machine.active else None
+    return NOBODY if current is None else current.process
 
 
 class Process:
@@ -39,14 +56,24 @@ class Process:
     def __init__(self, name: str, pid: int, user: str = "ann") -> None:
         self.name, self.pid, self.user = name, pid, user
         self.killed = False
+        self.wires: list[Wire] = []  # its ends of sockets
+        self.starts_no_thread = False  # as when the system has no memory for one
         self.failures: list[BaseException] = []
 
     def __repr__(self) -> str:
         return self.name
 
 
+NOBODY = Process("", pid_here())
+_thread.start_new_thread = _start_thread
+os.getpid = lambda: _running().pid
+
+
 class Wire:
-    """A client's end of a socket to a keeper. It has the methods of `keeper.ledger._Wire`."""
+    """A client's end of a socket to a keeper. It has the methods of `keeper.ledger._Wire`.
+
+    A forked child has it too. The keeper sees its end once all processes have closed it.
+    """
 
     keeper_pid, keeper_uid = 0, os.geteuid()
 
@@ -56,6 +83,9 @@ class Wire:
             raise ConnectionRefusedError("no keeper listens")
         assert box.machine.current is not None
         self.process = box.machine.current.process
+        self.process.wires.append(self)
+        self.opened_by = self.process
+        self.ends = [self]  # of the processes that have this socket
         self.socket = self
         self.keeper = box.keeper
         self.number = self.keeper.accept(self)
@@ -64,9 +94,19 @@ class Wire:
         self.receiver: Thread | None = None  # which waits for a message
         self._open = True
 
+    def inherited(self, process: Process) -> "Wire":
+        """The same socket in a child that is forked now."""
+        twin = copy.copy(self)
+        twin.socket, twin.process = twin, process
+        process.wires.append(twin)
+        if self._open:
+            self.ends.append(twin)
+        return twin
+
     def send(self, message: core.Request) -> None:
         machine = Box.active.machine
         machine.switch()
+        assert self.process is self.opened_by, f"{self.process} sends on its parent's socket"
         if not self.is_open():
             raise ledger._Lost("it ended")
         self.keeper.deliver(self, encode(message))
@@ -100,7 +140,7 @@ class Wire:
         return found
 
     def is_open(self) -> bool:
-        return self._open and not self.keeper.process.killed
+        return self._open and self.number in self.keeper.wires and not self.keeper.process.killed
 
     def close_descriptors(self) -> None:
         self.descriptors = []
@@ -108,14 +148,18 @@ class Wire:
     def close(self) -> None:
         if self._open:
             self._open = False
-            self.keeper.leave(self)
+            self.ends.remove(self)
+            self.process.wires.remove(self)
+            if not self.ends:
+                self.keeper.leave(self)
 
     # the part of a socket that the ledger uses
 
     def setblocking(self, flag: bool) -> None: ...
 
     def shutdown(self, how: int) -> None:
-        self.close()
+        assert self.process is self.opened_by, f"{self.process} shuts its parent's socket down"
+        self.keeper.leave(self)
 
     def fileno(self) -> int:
         return 0 if self.is_open() else -1
@@ -168,7 +212,7 @@ class KeeperLedger(ledger.KeeperLedger):
         process = box.machine.current.process
         self.url, self.directory, self.patience_seconds = url, None, ledger.PATIENCE_SECONDS  # type: ignore[assignment]
         me = describe_self(notebook=process.name, user=process.user)
-        self.owner = replace(me, pid=process.pid, started=1, serial=0, namespaces="the box")
+        self.owner = replace(me, started=1, serial=0, namespaces="the box")
         self._pid = os.getpid()
         self._number, self._pieces, self._kept = 0, Pieces(), {}
         self._puts, self._last_put = itertools.count(1), 0
@@ -182,6 +226,11 @@ class KeeperLedger(ledger.KeeperLedger):
         self._bell = KeeperBell(self._bell_wire)
 
     def _require_trusted(self, wire: Any) -> None: ...
+
+    def _sight(self, owner: Any) -> Sight:
+        box, found = Box.active, super()._sight(owner)
+        is_stopped = box.by_id(owner.id) in box.stopped
+        return Sight.STOPPED if found is Sight.ALIVE and is_stopped else found
 
     def _start(self) -> str:
         Box.active.start_keeper()
@@ -277,11 +326,12 @@ class KeeperServer:
             if isinstance(message, core.Leave):
                 self.owners.pop(self._greeted.get(number, ""), None)
             return
-        seen = replace(message.owner, pid=wire.process.pid, started=1)
+        seen = replace(message.owner, pid=wire.opened_by.pid, started=1)
         owner = self.core.identity(message, seen)
         self._greeted[number] = owner.id
         welcome = self.core.hello(number, replace(message, owner=owner), os.geteuid(), now)
-        self.owners[owner.id] = wire.process
+        assert owner.pid == wire.opened_by.pid, f"{wire.opened_by} is the owner {owner.id}"
+        self.owners[owner.id] = wire.opened_by
         self.publish()
         wire.descriptors = [self.memory.descriptor]
         self._post(wire, welcome)
@@ -329,7 +379,8 @@ class CardMemory(Memory):
     def squeezed_bytes(self) -> int:  # type: ignore[override]
         box = Box.active
         held = [size for memory, size in box.held_on(self.device) if memory is not self]
-        return sum(held) + box.driver.foreign[self.device] if box.driver else 0
+        lost = box.limits[self.device] if self.device in box.driver.lost else 0
+        return sum(held) + max(lost, box.driver.foreign[self.device])
 
     @squeezed_bytes.setter
     def squeezed_bytes(self, size: int) -> None: ...
@@ -368,6 +419,8 @@ class Driver:
         self.foreign = {card: 0 for card in box.limits if card != HOST}  # of other programs
         self.grew = dict.fromkeys(self.foreign, -math.inf)  # when such a program took more
         self.refused = ""  # the card on which memory was refused last
+        self.lost: set[str] = set()  # cards that do not answer, and give no memory
+        self.lie = dict.fromkeys(self.foreign, 0)  # bytes that are told to be free beyond the truth
         self._used: deque[tuple[float, dict[str, int]]] = deque()
         self._dead: list[tuple[float, int]] = []
         self._samples: dict[str, Sample] = {}
@@ -387,6 +440,23 @@ class Driver:
         if size:
             self.grew[card] = self.box.machine.now
         self.follow()
+
+    def trouble(self, card: str) -> str:
+        """Something happens to a card. Returns what."""
+        random = self.box.machine.random
+        what = random.choice(("lost", "measured wrongly", "well", "well"))
+        self.lost.discard(card)
+        self.lie[card] = 0
+        if what == "lost":
+            self.lost.add(card)
+        elif what == "measured wrongly":
+            self.lie[card] = random.choice((-2, -1, 1, 2)) << 30
+        self.grew[card] = self.box.machine.now  # what was granted may meet too little memory
+        return f"{card} is {what}"
+
+    @property
+    def is_well(self) -> bool:
+        return not self.lost and not any(self.lie.values())
 
     def follow(self) -> None:
         """Notes what is in use now. Called whenever it changes."""
@@ -409,9 +479,10 @@ class Driver:
             for card in self.foreign:
                 used = max(figures[card] for _, figures in self._used)
                 pids = {kernel.process.pid: 1 for kernel in self.box.kernels if kernel.rt}
-                free = self.box.limits[card] - used
+                free = self.box.limits[card] - used + self.lie[card]
+                free = min(self.box.limits[card], max(0, free))
                 self._samples[card] = Sample(card, now, free, pids | dead)
-        return dict(self._samples)
+        return {card: one for card, one in self._samples.items() if card not in self.lost}
 
 
 def _taken_at(sample: Sample) -> float:
@@ -476,6 +547,7 @@ class Box:
         self.kept: set[str] = set()  # ids of the leases that a user has pinned
         self.slow = 0.0  # how often a message is late
         self.hung = ""  # a process that has just ended a keeper that did not answer
+        self.wall = 1.7e9  # the wall clock is so far ahead of the other
         Box.active = self
         ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
         notify._Waiter = Waiter  # type: ignore[misc]
@@ -499,9 +571,14 @@ class Box:
         """Adds a line to the trace."""
         self._trace(f"{self.machine.now - 1000:9.3f}  {text}")
 
-    def process(self, name: str) -> Process:
+    @property
+    def hindered(self) -> set[Process]:
+        """The processes that are stopped, or can start no thread."""
+        return self.stopped | {one for one in self._ids.values() if one.starts_no_thread}
+
+    def process(self, name: str, user: str = "ann") -> Process:
         self._pids += 1
-        made = self._ids[self._pids] = Process(name, self._pids)
+        made = self._ids[self._pids] = Process(name, self._pids, user)
         return made
 
     def delay(self) -> float:
@@ -535,9 +612,9 @@ class Box:
         if self.keeper is not None and self.keeper.wires:
             self.troubled_until = self.machine.now + 2.0
             wire = self.machine.random.choice(list(self.keeper.wires.values()))
-            self.note(f"a connection of {wire.process} is cut")
+            self.note(f"a connection of {wire.opened_by} is cut")
             wire.inbox.clear()
-            wire.close()
+            self.keeper.leave(wire)
 
     def newest_page(self) -> Any:
         found = []
@@ -572,10 +649,9 @@ class Box:
             self.driver.follow()
             self.driver.died(kernel.process.pid)
         self.kernels.remove(kernel)
+        for wire in [*kernel.process.wires]:
+            wire.close()
         if self.keeper is not None:
-            for wire in [*self.keeper.wires.values()]:
-                if wire.process is kernel.process:
-                    wire.close()
             self.keeper.wake()
 
     def start_kernel(self, **settings: Any) -> Kernel:
@@ -588,18 +664,75 @@ class Box:
         def work() -> None:
             rt = Runtime(
                 devices=self.devices, ledger="keeper:///simulated", catalog="drill",
-                probe=Cards(self.devices) if self.driver else None,
+                probe=self._probe(),
                 gpu_config_file=f"/proc/self/fd/{self._config}",
-                clock=lambda: self.machine.now, wall=lambda: 1.7e9 + self.machine.now,
+                clock=lambda: self.machine.now, wall=lambda: self.wall + self.machine.now,
                 gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0, **settings,
             )  # fmt: skip
-            # Who looks seldom refreshes its request seldom, and is not stopped.
-            seldom = max(rt._session.rules.refresh_seconds, 2 * requests.POLL_SECONDS)
-            rt._session.rules = replace(rt._session.rules, refresh_seconds=seldom)
-            kernel.rt = rt
+            self._ready(kernel, rt)
 
         self.machine.start(work, (), kernel.process, "open")
         return kernel
+
+    def fork(self, parent: Kernel) -> Kernel:
+        """A child of a kernel, as Python's fork makes it: a copy of its runtime, with the same sockets.
+
+        The parent's threads are anywhere meanwhile. Nothing that they held is the child's: not the bytes of a card, and
+        the pages in RAM are the parent's too. The child first does what was registered for a fork.
+        """
+        kernel = Kernel(self.process(f"kernel {self._pids - FIRST_PID}", parent.process.user))
+        self.kernels.append(kernel)
+        rt = copy.copy(parent.rt)
+        inherited = rt._opened = copy.copy(rt._opened)
+        inherited.residents = {name: copy.copy(one) for name, one in inherited.residents.items()}
+        inherited.blocks = copy.copy(inherited.blocks)
+        client = inherited.ledger = copy.copy(inherited.ledger)
+        bell = client._bell = copy.copy(client._bell)
+        for one in (client, bell):
+            one._wire = one._wire and one._wire.inherited(kernel.process)
+        rt.probe = self._probe() or open_probe(self.devices)
+
+        def work() -> None:
+            client.close_in_child()
+            rt._forked()
+            for name in list(inherited.blocks):  # which its parent was in
+                acquire._end_block(inherited, name)
+            for forbidden in (client.read, client.give_sign, lambda: client.wait(0), client.close):
+                with contextlib.suppress(ledger.LedgerUnavailable):
+                    forbidden()
+            client.ring([*self.book().sections])
+            for name in parent.models:
+                with contextlib.suppress(UnknownModel):
+                    rt.use(name, timeout=1)
+                    raise AssertionError(f"{kernel.process} uses {name} of {parent.process}")
+            self._ready(kernel, rt)
+
+        self.machine.start(work, (), kernel.process, "begin")
+        self.note(f"{parent.process} forks {kernel.process}")
+        return kernel
+
+    def fork_in_c(self, parent: Kernel) -> Process:
+        """A child that a library forks: without the product's fork handlers, it has the sockets until it ends."""
+        child = self.process(f"a child of {parent.process}")
+        for wire in list(parent.process.wires):
+            wire.inherited(child)
+        self.note(f"{parent.process} forks a child in C")
+        return child
+
+    def end(self, child: Process) -> None:
+        """Ends a process that has no threads."""
+        for wire in list(child.wires):
+            wire.close()
+
+    def _probe(self) -> Any:
+        return Cards(self.devices) if self.driver else None
+
+    def _ready(self, kernel: Kernel, rt: Any) -> None:
+        # Who looks seldom refreshes its request seldom, and is not stopped.
+        session = rt._session
+        seldom = max(session.rules.refresh_seconds, 2 * requests.POLL_SECONDS)
+        session.rules = replace(session.rules, refresh_seconds=seldom)
+        kernel.rt = rt
 
     def physical(self, device: str) -> dict[Process, int]:
         """The bytes that each living process holds on the `device`."""

@@ -12,7 +12,7 @@ from gpu_runtime.facts import HOST, parse_importance
 from gpu_runtime.scheduler import admission
 from gpu_runtime.units import parse_bytes
 
-from .box import Box, Kernel
+from .box import NO_THREAD, Box, Kernel
 from .disk import Disk, file_of
 from .laws import Laws
 from .machine import Machine, Stuck
@@ -99,7 +99,11 @@ class Day:
             self.over = True
             box.slow = 0.0
             self.disk.recover()
+            for kernel in box.kernels:
+                self._starts_no_thread(kernel, False)
             for card in box.driver.foreign if box.driver else ():
+                box.driver.lost.clear()
+                box.driver.lie[card] = 0
                 box.driver.take(card, 0)
             for kernel in self._open():
                 machine.start(self._tidy, (kernel,), kernel.process, "tidy")
@@ -138,6 +142,7 @@ class Day:
             file = file_of(resident.handle)
             if name in only and file is not None and file.content != name:
                 self._gives_up(kernel, name)
+        self.box.kept.clear()
         undo = [partial(kernel.rt.unpin, spec.name) for spec in kernel.rt.specs()]
         undo += [partial(kernel.rt.forget, name) for name in only]  # else they stay for ever
         undo += [partial(kernel.rt.drain, card, undo=True) for card in self._cards()]
@@ -211,9 +216,12 @@ class Day:
             **self.disk.settings,
         )
         self.box.note(f"{kernel.process} opens")
-        for number in range(min(random.randint(1, 3), self.limits.users)):
-            self.machine.start(self._user, (kernel, number), kernel.process, f"user {number}")
+        self._users(kernel)
         return kernel
+
+    def _users(self, kernel: Kernel) -> None:
+        for number in range(min(self.random.randint(1, 3), self.limits.users)):
+            self.machine.start(self._user, (kernel, number), kernel.process, f"user {number}")
 
     def _user(self, kernel: Kernel, number: int) -> None:
         machine, random = self.machine, self.random
@@ -230,7 +238,9 @@ class Day:
             self.box.met[act.__name__] += 1
             try:
                 act(self, kernel, token)
-            except (GpuError, KeyboardInterrupt) as error:
+            except (GpuError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+                    raise
                 self.box.met[type(error).__name__] += 1
                 first = (str(error).splitlines() or ["interrupted"])[0]
                 self.box.note(f"{self.asking[token]}: {first}")
@@ -265,10 +275,11 @@ class Day:
         if to_disk and random.random() < 0.5:
             slow = 30.0  # a load that is slower than the disk
         faulty = random.choice((0.0, 0.0, 0.0, 0.0, 0.05, 0.05, 0.2, 0.2, 1.0))
-        fails: Callable[[], GpuError] = random.choice(
+        fails: Callable[[], Exception] = random.choice(
             (
                 partial(LoadFailed, "the disk is gone", name=name, source=""),
                 partial(OutOfMemory, "no room"),
+                MemoryError,
             )
         )
 
@@ -371,9 +382,17 @@ class Day:
         kernel.rt.drain(card, undo=True)
 
     def look(self, kernel: Kernel, token: object) -> None:
-        self._asks(token, kernel, "status")
-        str(kernel.rt.status())
-        kernel.rt.health()
+        rt = kernel.rt
+        what = self.random.choice(
+            (rt.status, rt.health, rt.why, rt.specs, rt.reap, rt.free, rt.defrag, rt.decisions)
+        )
+        self._asks(token, kernel, what.__name__)
+        str(what())
+
+    def plan(self, kernel: Kernel, token: object) -> None:
+        name = self._a_target(kernel)
+        self._asks(token, kernel, f"plan({name})")
+        kernel.rt.plan(name)
 
     # -- faults
 
@@ -423,8 +442,38 @@ class Day:
                 card = random.choice(self._cards())
                 busy = box.driver.foreign[card] and random.random() < 0.7
                 box.driver.take(card, 0 if busy else random.randint(1, 6) << 30)
+            elif fault == "card" and box.driver is not None:
+                box.note(box.driver.trouble(random.choice(self._cards())))
+            elif fault == "wall clock":
+                box.wall += random.choice((-86400.0, -5.0, 5.0, 3600.0))
+                box.note(f"the wall clock is now {box.wall + self.machine.now:.0f}")
+            elif fault == "no thread":
+                one = random.choice(box.kernels)
+                self._starts_no_thread(one, not one.process.starts_no_thread)
+            elif fault == "fork":
+                self._fork(random.choice(box.kernels))
             elif fault == "collect":
                 gc.collect()
+
+    def _starts_no_thread(self, kernel: Kernel, now: bool) -> None:
+        """Whether the system starts threads of the kernel. Nothing rings once it does, so the next look comes now."""
+        before, kernel.process.starts_no_thread = kernel.process.starts_no_thread, now
+        if before != now:
+            self.box.note(f"{kernel.process} can start {'no ' * now}threads")
+        if before and kernel.rt is not None:
+            kernel.rt._opened.ledger._bell.ring()
+
+    def _fork(self, parent: Kernel) -> None:
+        """A child with a runtime, or one that only has the parent's sockets, perhaps beyond its death."""
+        if parent.rt is None or parent.closed:
+            return
+        if len(self.box.kernels) < self.limits.kernels and self.random.random() < 0.7:
+            self._users(self.box.fork(parent))
+            return
+        child = self.box.fork_in_c(parent)
+        if self.random.random() < 0.5:
+            self.machine.pause(None, self.random.expovariate(1 / self.pace))
+            self.box.end(child)
 
     def _kill(self, victim: Kernel) -> None:
         if victim.rt is not None:
@@ -476,6 +525,7 @@ ACTIONS = (Day.use,) * 6 + (
     Day.keep,
     Day.forget,
     Day.look,
+    Day.plan,
     Day.move,
     Day.cancel,
 )
@@ -494,4 +544,9 @@ FAULTS = (
     "collect",
     "disk",
     "stranger",
+    "card",
+    "wall clock",
+    "no thread",
+    "fork",
+    "fork",
 )

@@ -21,7 +21,7 @@ from gpu_runtime.scheduler.feasibility import deadlocked
 from gpu_runtime.scheduler.queue import FAIR_STEPS, Context, awake, requests_ahead
 from gpu_runtime.units import GIB, show_bytes
 
-from .box import Box, Kernel
+from .box import NO_THREAD, Box, Kernel
 from .disk import Disk, file_of
 
 LOOK_SECONDS = 0.25  # how often the waiting requests are decided again
@@ -44,7 +44,7 @@ class Log(logging.Handler):
     broken: Any = print
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info:
+        if record.exc_info and str(record.exc_info[1]) != NO_THREAD:
             Log.broken(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
@@ -210,7 +210,11 @@ class Laws:
         driver = self.box.driver
         if driver is None:
             return True
-        if book.ghosts or any(lease.phase is Phase.ARRIVING for lease in book.leases()):
+        if (
+            not driver.is_well
+            or book.ghosts
+            or any(lease.phase is Phase.ARRIVING for lease in book.leases())
+        ):
             return False
         return not driver.late and world.now > max(driver.grew.values()) + GROWN_SECONDS
 
@@ -324,7 +328,7 @@ class Laws:
         driver = self.box.driver
         if driver and (card := driver.refused):
             driver.refused = ""
-            if self.box.machine.now - driver.grew[card] > GROWN_SECONDS:
+            if driver.is_well and self.box.machine.now - driver.grew[card] > GROWN_SECONDS:
                 self._broken(
                     f"{card} refuses memory that was granted, and other programs took none"
                 )
@@ -433,7 +437,7 @@ class Laws:
         box, now = self.box, self.box.machine.now
         keeper, could = box.keeper, self._could
         self._could = {}
-        if keeper is None or keeper.process in box.stopped or not keeper.written:
+        if keeper is None or keeper.process in box.hindered or not keeper.written:
             return
         if now < box.troubled_until:
             return
@@ -459,7 +463,7 @@ class Laws:
             if ticket.verb != "use" or asked is None:
                 continue
             kernel, request, world, rank = asked
-            if kernel.closed or kernel.process in box.stopped or kernel.process.killed:
+            if kernel.closed or kernel.process in box.hindered or kernel.process.killed:
                 continue
             if any(one.key == ticket.key for one in book.leases()):
                 continue  # it makes room itself
@@ -487,7 +491,7 @@ class Laws:
         if not book.tickets:
             return
         for kernel in self.box.kernels:
-            if kernel.rt is None or kernel.closed or kernel.process in self.box.stopped:
+            if kernel.rt is None or kernel.closed or kernel.process in self.box.hindered:
                 continue
             session = kernel.rt._session
             if _moves(kernel) or kernel.me not in book.sections:
@@ -516,7 +520,7 @@ class Laws:
         return {
             one.me: one
             for one in self.box.kernels
-            if one.rt is not None and not one.closed and one.process not in self.box.stopped
+            if one.rt is not None and not one.closed and one.process not in self.box.hindered
             if one.me in book.sections
         }
 
@@ -524,7 +528,7 @@ class Laws:
         """What nobody works on, and what the dead have left."""
         running = self._running(book)
         can_remove = any(book.sections[id].leases for id in running)
-        can_remove &= not self.box.stopped and not any(map(_moves, running.values()))
+        can_remove &= not self.box.hindered and not any(map(_moves, running.values()))
         for id, section in book.sections.items():
             if self.box.is_dead(id) and can_remove:
                 yield f"the book has {id}, which is dead"
@@ -558,14 +562,17 @@ class Laws:
         running = self._running(book)
         for ticket in book.tickets:
             is_over = self.box.machine.now > self._ends.get(ticket.key, math.inf)
-            if is_over and ticket.owner in running and not _moves(running[ticket.owner]):
+            if not is_over or ticket.owner not in running or _moves(running[ticket.owner]):
+                continue
+            section = book.sections[ticket.owner]
+            if all(one.phase is not Phase.LEAVING for one in section.leases):  # between two stages
                 yield f"{ticket.key} waits, and its time is over"
 
     def _deadlocked(self, book: Any) -> Iterator[str]:
         """Requests that wait for one another, whoever waits beside them."""
         holding = replace(book, tickets=tuple(one for one in book.tickets if one.held))
         asked = [self._asked[one.key] for one in holding.tickets if one.key in self._asked]
-        if len(asked) > 1 and not self.box.stopped:
+        if len(asked) > 1 and not self.box.hindered:
             if cycle := deadlocked(holding, asked[0][2]):
                 yield f"{' and '.join(one.key for one in cycle)} wait for one another"
 
