@@ -33,7 +33,7 @@ GROWN_SECONDS = 30.0  # so long after other programs took memory a grant may mee
 MOST_IN_VAIN, IN_VAIN_SECONDS = 200, 2.0  # writes of requests that wait, while nothing else changes
 MOST_TRIES = 8  # of a load that runs out of memory, even if parts of the model return meanwhile
 carry_out_order, refuse_unlawful = maintenance.carry_out_order, clients.refuse_unlawful
-grants, room_for_load = acquire.grants, failures.room_for_load
+grants, evict_idle = acquire.grants, failures.evict_idle
 transact, make_put = clients.KeeperLedger.transact, clients.KeeperLedger._put
 follow = clients.KeeperLedger._follow
 
@@ -77,7 +77,7 @@ class Laws:
         self._tries: Counter[Any] = Counter()  # by thread: how often it made room for a failed load
         self._sent: dict[Any, int] = {}  # by thread: the number of the write that it makes now
         acquire.admit = self._admit
-        acquire.grants, failures.room_for_load = self._grants, self._room_for_load
+        acquire.grants, failures.evict_idle = self._grants, self._evict_idle
         for name, law in {
             "transact": self._transact, "_put": self._put, "_follow": self._follow
         }.items():  # fmt: skip
@@ -243,12 +243,12 @@ class Laws:
         self._tries.pop(self.box.machine.current, None)
         return grants(session, key, *wanted)
 
-    def _room_for_load(self, *given: Any) -> None:
+    def _evict_idle(self, *given: Any, **wishes: Any) -> Any:
         """A load that runs out of memory again and again ends with an error."""
         self._tries[self.box.machine.current] += 1
         if self._tries[self.box.machine.current] > MOST_TRIES:
-            self._broken(f"{given[1].spec.name} is loaded again after {MOST_TRIES} errors")
-        room_for_load(*given)
+            self._broken(f"a model is loaded again after {MOST_TRIES} errors: {given[2]}")
+        return evict_idle(*given, **wishes)
 
     def _transact(self, client: Any, decide: Any) -> Any:
         """What a write has decided is in the book when the call returns, and is decided once."""
