@@ -10,6 +10,7 @@ are seconds of CLOCK_BOOTTIME, unless the name contains `wall`.
 from __future__ import annotations
 
 from .book import (
+    AGEING_SECONDS,
     ASLEEP,
     CLASSES,
     DISK,
@@ -47,6 +48,7 @@ from .book import (
     Staying,
     Ticket,
     Value,
+    aged_class,
     away_word,
     beside,
     bytes_label,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, compress
@@ -113,6 +114,20 @@ def importance_name(number: int) -> str:
     ('high', 'importance 7')
     """
     return _NAMES.get(number, f"importance {number}")
+
+
+AGEING_SECONDS = 30.0  # of waiting; they are worth one class of importance
+
+
+def aged_class(importance: int, waited_seconds: float) -> int:
+    """The class of a request of this `importance`, from 0 (urgent) to 4 (batch), less 1 for every 30 s of waiting.
+
+    It can be negative, so a call that has waited long enough starts before any new call, however important.
+
+    >>> aged_class(10, 0.0), aged_class(10, 65.0), aged_class(1, 95.0)
+    (2, 0, -3)
+    """
+    return bisect_left(CLASSES, importance) - int(max(0.0, waited_seconds) // AGEING_SECONDS)
 
 
 # -- devices ---------------------------------------------------------------------------------------

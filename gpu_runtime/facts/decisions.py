@@ -8,7 +8,7 @@ from typing import Any
 from ..compat import StrEnum
 from ..safe_text import lines
 from ..units import show_bytes, show_seconds
-from .book import NORMAL, Device, Lease, Sample, Shares, Value, importance_name
+from .book import NORMAL, Device, Lease, Sample, Shares, Ticket, Value, importance_name
 
 
 class Part(Value):
@@ -202,7 +202,6 @@ class Rules(Value):
     # After this wait, a request goes first within its class of importance, and the grace period
     # protects no lease from it. None: the default of `most_wait`.
     most_wait_seconds: float | None = None
-    ageing_seconds: float = 30.0  # a wait this long is worth one class of importance
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
     limit_bytes: int | None = None
     cap: Cap | None = None  # the operator's cap on this owner's user
@@ -222,6 +221,10 @@ class Rules(Value):
         if self.most_wait_seconds is not None:
             return self.most_wait_seconds
         return max(LEAST_WAIT_SECONDS, WAIT_FACTOR * swap_seconds)
+
+    def awake(self, ticket: Ticket, now: float) -> bool:
+        """Whether the requesting process still refreshes this `ticket`, and so would use freed room."""
+        return now - ticket.refreshed <= self.refresh_seconds
 
 
 class World(Value):

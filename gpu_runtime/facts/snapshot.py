@@ -267,7 +267,7 @@ class Snapshot(Value):
 
     def is_asleep(self, ticket: Ticket) -> bool:
         """Whether other requests overtake the waiting `ticket`, because its process has stopped."""
-        return self.now - ticket.refreshed > self.rules.refresh_seconds
+        return not self.rules.awake(ticket, self.now)
 
     def state_of(self, owner_id: str) -> ProcessState | None:
         """The state of the process with this id; None if it is unknown."""

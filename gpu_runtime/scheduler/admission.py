@@ -74,7 +74,7 @@ from .feasibility import (
     without_card_bytes,
 )
 from .placement import divisions, may_split, may_use_one_card, place
-from .queue import Context, ahead_by_past_use, held_bytes, load_seconds, past_use_of, without_grace
+from .queue import Context, first_by_past_use, held_bytes, load_seconds, without_grace
 from .transitions import note, with_refreshed
 from .victims import (
     EXEMPT,
@@ -333,7 +333,7 @@ def _evict(
     request of the same process makes room for this model already.
     """
     book, request, world = context.book, context.request, context.world
-    if full_for_waiting(book, request) or context.twin:
+    if full_for_waiting(book, request) or context.is_twin:
         return None
     alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
     way = cheapest_way(context, rank, alone)
@@ -372,7 +372,7 @@ def _wait(
     if not possible:  # no single card can hold the model, only several together
         possible = candidates = (*waiting_candidates(book, request, world), *candidates)
     wait = wait_for_obstacles(context, possible)
-    need = () if context.twin else context.missing(possible[0].shares)
+    need = () if context.is_twin else context.missing(possible[0].shares)
     return _enqueue(book, request, world, replace(wait, considered=candidates), need)
 
 
@@ -935,7 +935,7 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     event: a lease on any of the `candidates` becomes evictable, or a new measurement exists.
     """
     world, ahead = context.world, len(context.ahead)
-    if context.twin:
+    if context.is_twin:
         wanted = context.request.lease
         words = "the notebook's memory" if wanted.kind == "kernel" else wanted.name
         because = f"Another thread of this process is waiting for {words} already"
@@ -1018,16 +1018,15 @@ def _leases_in_the_way(context: Context, candidates: tuple[Candidate, ...]) -> _
 
 def _first_by_past_use(context: Context) -> str:
     """That another user is first because of fewer card-hours, with both figures; empty if nobody is."""
-    book, request, world = context.book, context.request, context.world
-    for ticket in context.ahead:
-        if ahead_by_past_use(book, ticket, request, world):
-            first, second = book.owner(ticket.owner), book.owner(request.lease.owner)
-            users = [one.user if one else "another user" for one in (first, second)]
-            return (
-                f"{users[0]} is first, with {ticket.past_use} card-hours in the last day; "
-                f"{users[1]} has had {past_use_of(book, request, world)} ({FAIR})"
-            )
-    return ""
+    if (found := first_by_past_use(context)) is None:
+        return ""
+    ticket, hours = found
+    owners = map(context.book.owner, (ticket.owner, context.request.lease.owner))
+    first, second = [one.user if one else "another user" for one in owners]
+    return (
+        f"{first} is first, with {ticket.past_use} card-hours in the last day; "
+        f"{second} has had {hours} ({FAIR})"
+    )
 
 
 def reserved_ahead(context: Context, shares: Shares) -> str:

@@ -443,11 +443,9 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
     A lease in parts (partly on a card, partly in host memory) stays if this request or one ahead
     waits for the lease's return. The loop is plain because it runs often.
     """
-    request, world, recalled = context.request, context.world, context.recalled
+    request, world, returning = context.request, context.world, context.returning
     asker, importance = request.lease.owner, request.lease.importance
-    returning = {(ticket.owner, ticket.name) for ticket in context.blocking}
-    if context.held:
-        returning.add((asker, request.lease.name))
+    stays = {*spared, *context.recalled, *([request.lease.id] if context.held else ())}
     own_code = request.lease.kind == "block"
     found = []
     for lease in context.leases:
@@ -461,9 +459,7 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
             continue
         if not lease.droppable and not can_move(lease, world):
             continue
-        if (recalled and lease.id in recalled) or (spared and lease.id in spared):
-            continue
-        if returning and (lease.owner, lease.name) in returning:
+        if (stays and lease.id in stays) or (lease.owner, lease.name) in returning:
             continue
         found.append(lease)
     return found

@@ -12,13 +12,13 @@ to an owner to evict its lease. A shadow is an unchanged copy in host memory of 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from ..facts import (
+    AGEING_SECONDS,
     CLASSES,
     HOST,
     LEAST_LOAD_SECONDS,
@@ -30,46 +30,47 @@ from ..facts import (
     Shares,
     Ticket,
     World,
+    aged_class,
 )
 from . import caps
 from .capacity import freed_since, on_cards, room_and_blind
 
 # A position in the queue; a lower position is served earlier. Its fields:
 # - the importance
-# - with GPU_FAIRNESS the user's recent card-hours; 0 without it, and after FAIR_STEPS of ageing
+# - with GPU_FAIRNESS the user's recent card-hours; 0 without it, and after FAIR_SECONDS of waiting
 # - 0 after `Rules.most_wait` seconds of waiting, else 1
 # - the number of waiting users, divided by the seconds of the load, with a minus sign
 # - the time of arrival, and the key
 _Position = tuple[int, float, int, float, float, str]
-# After so many steps of ageing a request has the highest class, whatever it began with. Then the past
-# use of its user counts no more, and nobody waits for ever for users who have had less.
-FAIR_STEPS = len(CLASSES)
+# After so long a request has aged to the highest class, whatever it began with. Then the past use of
+# its user counts no more, and nobody waits for ever for users who have had less.
+FAIR_SECONDS = len(CLASSES) * AGEING_SECONDS
 
 
-def aged(importance: int, waited_seconds: float, world: World) -> int:
+def aged(importance: int, waited_seconds: float) -> int:
     """The importance that a request has in the queue: one class higher for each 30 s of waiting.
 
     `importance` is the request's own importance; lower numbers are more important. `waited_seconds`
     is the time since the request arrived.
 
-    >>> from gpu_runtime.facts import Rules
-    >>> aged(20, 65.0, World(0, 0, (), {}, rules=Rules()))
-    5
+    >>> aged(20, 65.0), aged(20, 9.0)
+    (5, 20)
     """
-    steps = int(waited_seconds // world.rules.ageing_seconds)
-    if steps <= 0:
+    if waited_seconds < AGEING_SECONDS:
         return importance
-    position = bisect_left(CLASSES, importance)
-    raised = CLASSES[max(0, position - steps)]
-    return min(importance, raised)
+    return min(importance, CLASSES[max(0, aged_class(importance, waited_seconds))])
 
 
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests of the `book`, in the order in which they are served at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     users, fair = book.users_waiting(), shares_by_past_use(book)
-    waiting.sort(key=lambda ticket: _position(ticket, users, fair, world))
-    return tuple(waiting)
+
+    def position(ticket: Ticket) -> _Position:
+        importance = aged(ticket.importance, world.now - ticket.arrived)
+        return _position(ticket, importance, users, fair, world)
+
+    return tuple(sorted(waiting, key=position))
 
 
 def shares_by_past_use(book: Book) -> bool:
@@ -92,7 +93,6 @@ def requests_ahead(book: Book, request: Request, world: World) -> tuple[Ticket, 
     model = (wanted.owner, wanted.name)
     if book.ticket(request.key) is None:
         users = {**users, model: users.get(model, 0) + request.users}
-    now, rules = world.now, world.rules
     past_use = past_use_of(book, request, world)
     fair = past_use is not None
     waiting = Ticket(
@@ -101,28 +101,22 @@ def requests_ahead(book: Book, request: Request, world: World) -> tuple[Ticket, 
         "use",
         wanted.name,
         request.arrived,
-        now,
+        world.now,
         wanted.importance,
         load_seconds(book, request),
         past_use=past_use,
     )
-    own = _position(waiting, users, fair, world)
-    own_importance = own[0]
+    own_importance = aged(wanted.importance, world.now - request.arrived)
+    own = _position(waiting, own_importance, users, fair, world)
     found = []
     for ticket in book.tickets:
         if ticket.verb != "use" or ticket.key == request.key:
             continue
-        if now - ticket.refreshed > rules.refresh_seconds:  # as `awake`, without a call
+        importance = aged(ticket.importance, world.now - ticket.arrived)
+        if importance > own_importance or not world.rules.awake(ticket, world.now):
             continue
         # The rest of the position is computed only if the importance is equal, which is seldom.
-        importance = ticket.importance
-        if importance >= own_importance:
-            waited_seconds = now - ticket.arrived
-            if waited_seconds >= rules.ageing_seconds:
-                importance = aged(importance, waited_seconds, world)
-            if importance > own_importance:
-                continue
-        if importance < own_importance or _position(ticket, users, fair, world) < own:
+        if importance < own_importance or (_position(ticket, importance, users, fair, world) < own):
             found.append(ticket)
     return tuple(found)
 
@@ -135,14 +129,18 @@ def past_use_of(book: Book, request: Request, world: World) -> float | None:
     return mine.past_use if mine else world.rules.past_use
 
 
-def ahead_by_past_use(book: Book, ticket: Ticket, request: Request, world: World) -> bool:
-    """Whether the `ticket`, one of `requests_ahead`, is ahead since its user has had fewer card-hours."""
-    own, importance = past_use_of(book, request, world), request.lease.importance
-    if own is None or ticket.past_use is None or ticket.past_use >= own:
-        return False
-    first = _aged(ticket.importance, ticket.past_use, ticket.arrived, world)
-    second = _aged(importance, own, request.arrived, world)
-    return first[0] == second[0] and first[1] < second[1]
+def first_by_past_use(context: Context) -> tuple[Ticket, float] | None:
+    """A request ahead whose user has had fewer card-hours, and the hours of the requesting user; or None."""
+    request, world = context.request, context.world
+    own = past_use_of(context.book, request, world)
+    if own is None or world.now - request.arrived >= FAIR_SECONDS:
+        return None
+    importance = aged(request.lease.importance, world.now - request.arrived)
+    for ticket in context.ahead:
+        fewer = ticket.past_use is not None and ticket.past_use < own
+        if fewer and aged(ticket.importance, world.now - ticket.arrived) == importance:
+            return ticket, own
+    return None
 
 
 def without_grace(world: World, arrived: float, seconds: float) -> World:
@@ -175,32 +173,20 @@ def load_seconds(book: Book, request: Request) -> float:
 
 
 def _position(
-    ticket: Ticket, users: Mapping[tuple[str, str], int], fair: bool, world: World
+    ticket: Ticket, importance: int, users: Mapping[tuple[str, str], int], fair: bool, world: World
 ) -> _Position:
     """The sort key of the waiting request `ticket`; requests with lower keys are served earlier.
 
-    Requests of one importance are ordered by past use if `fair`, and then by `users` / seconds: how
-    many waiting users each second of the load serves. The largest number is first. Requests that
-    have waited for `Rules.most_wait` seconds are before these.
+    `importance` is that of the ticket, `aged`. Requests of one importance are ordered by past use if
+    `fair`, and then by `users` / seconds: how many waiting users each second of the load serves. The
+    largest number is first. Requests that have waited for `Rules.most_wait` seconds are before these.
     """
-    arrived, past_use = ticket.arrived, (ticket.past_use or 0.0) if fair else 0.0
-    importance, past_use = _aged(ticket.importance, past_use, arrived, world)
-    if world.now - arrived >= world.rules.most_wait(ticket.seconds):
-        return importance, past_use, 0, 0.0, arrived, ticket.key
+    waited_seconds = world.now - ticket.arrived
+    past_use = ticket.past_use if fair and waited_seconds < FAIR_SECONDS else None
+    if waited_seconds >= world.rules.most_wait(ticket.seconds):
+        return importance, past_use or 0.0, 0, 0.0, ticket.arrived, ticket.key
     served = users[ticket.owner, ticket.name] / max(ticket.seconds, LEAST_LOAD_SECONDS)
-    return importance, past_use, 1, -served, arrived, ticket.key
-
-
-def _aged(importance: int, past_use: float, arrived: float, world: World) -> tuple[int, float]:
-    """The importance and the past use that count for a request that has waited since `arrived`."""
-    waited_seconds = world.now - arrived
-    is_fair = waited_seconds < FAIR_STEPS * world.rules.ageing_seconds
-    return aged(importance, waited_seconds, world), past_use if is_fair else 0.0
-
-
-def awake(ticket: Ticket, world: World) -> bool:
-    """Whether the requesting process still refreshes this `ticket`, and so would use freed room."""
-    return world.now - ticket.refreshed <= world.rules.refresh_seconds
+    return importance, past_use or 0.0, 1, -served, ticket.arrived, ticket.key
 
 
 def may_pass(book: Book, ahead: Ticket, request: Request, world: World) -> bool:
@@ -247,8 +233,8 @@ class Context(NamedTuple):
     blind: Mapping[str, str]  # device -> why no grant can be made on it
     ahead: tuple[Ticket, ...]  # the requests ahead in the queue
     blocking: tuple[Ticket, ...]  # those of them that this request must not pass
-    twin: Ticket | None  # the one of them of the same process for the same model, if any
-    recalled: frozenset[str]  # ids of the leases that they have recalled
+    returning: Collection[tuple[str, str]]  # owner and name of the leases that they wait for
+    recalled: Mapping[str, int]  # the leases that they have recalled, as in `Ticket.recalls`
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left
     silent: frozenset[str]  # ids of recalled idle leases whose owner does not answer
@@ -272,11 +258,25 @@ class Context(NamedTuple):
         blocking = ahead
         if request.held or any([ticket.blocked_since for ticket in ahead]):
             blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
-        recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
         held = held_bytes(book, request, never)
-        room_later, leaving = _later(
-            room_now, blocking, leases, freed_since(book, world), request.lease.id if held else ""
-        )
+        recalled: dict[str, int] = {}
+        returning = set()
+        room_later = dict(room_now)
+        for ticket in blocking:
+            recalled |= ticket.recalls
+            returning.add((ticket.owner, ticket.name))
+            for share in ticket.need:
+                room_later[share.device] = room_later.get(share.device, 0) - share.bytes
+        for device, size in freed_since(book, world).items():
+            room_later[device] = room_later.get(device, 0) + size
+        soon = recalled
+        if held:  # the bytes of the requested lease do not count as free, if one ahead recalls them
+            soon = {id: size for id, size in recalled.items() if id != request.lease.id}
+        leaving = {}
+        for lease in leases:
+            for share in lease.freed_soon(soon):
+                room_later[share.device] = room_later.get(share.device, 0) + share.bytes
+                leaving[share.device] = lease
         own_left, own_left_later = _left_of_own_limit(book, request, world)
         cap = world.rules.cap
         return cls(
@@ -290,7 +290,7 @@ class Context(NamedTuple):
             blind=blind,
             ahead=ahead,
             blocking=blocking,
-            twin=_twin(blocking, request),
+            returning=returning,
             recalled=recalled,
             own_left=own_left,
             own_left_later=own_left_later,
@@ -306,6 +306,11 @@ class Context(NamedTuple):
     def old(self) -> Lease | None:
         """The lease of the requested model in the book; None if there is none."""
         return self.book.lease(self.request.lease.owner, self.request.lease.name)
+
+    @property
+    def is_twin(self) -> bool:
+        """Whether an earlier request of the same process makes the room for this model already."""
+        return (self.request.lease.owner, self.request.lease.name) in self.returning
 
     def free(self) -> dict[str, int]:
         """Bytes that the request may use on each card, without the bytes promised to requests ahead.
@@ -330,48 +335,6 @@ class Context(NamedTuple):
             return shares
         [share] = shares
         return (Share(share.device, max(0, share.bytes - self.held[share.device])),)
-
-
-def _twin(ahead: Iterable[Ticket], request: Request) -> Ticket | None:
-    """The earlier ticket of the same process for the same model as `request`, or None.
-
-    The earlier request makes the room for the model, so the later request makes none.
-    """
-    wanted = request.lease
-    for ticket in ahead:
-        if ticket.name == wanted.name and ticket.owner == wanted.owner:
-            return ticket
-    return None
-
-
-def _later(
-    room_now: Bytes,
-    blocking: Iterable[Ticket],
-    leases: Iterable[Lease],
-    freed: Bytes,
-    returning: str = "",
-) -> tuple[dict[str, int], dict[str, Lease]]:
-    """Two dictionaries by device: the free bytes after all decided steps, and a lease that leaves.
-
-    `blocking` are requests ahead. `freed` is the result of `freed_since`. `returning` is the id of
-    the requested lease if the lease is in parts. If a request ahead has recalled this lease, the
-    bytes of the lease do not count as free.
-    """
-    room = dict(room_now)
-    leaving: dict[str, Lease] = {}
-    recalled: dict[str, int] = {}  # lease id -> bytes that should leave; 0: all
-    for ticket in blocking:
-        recalled |= ticket.recalls
-        for share in ticket.need:
-            room[share.device] = room.get(share.device, 0) - share.bytes
-    for device, size in freed.items():
-        room[device] = room.get(device, 0) + size
-    recalled.pop(returning, None)
-    for lease in leases:
-        for share in lease.freed_soon(recalled):
-            room[share.device] = room.get(share.device, 0) + share.bytes
-            leaving[share.device] = lease
-    return room, leaving
 
 
 def held_bytes(book: Book, request: Request, never: Container[str]) -> dict[str, int]:

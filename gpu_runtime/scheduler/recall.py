@@ -54,7 +54,7 @@ from ..units import show_seconds
 from .capacity import filled_to_size, room
 from .feasibility import why_no_return
 from .policies import lru
-from .queue import awake, without_grace
+from .queue import without_grace
 from .transitions import note, with_refreshed
 from .victims import (
     MOVE_FAILED,
@@ -387,7 +387,7 @@ def obey(
             asker = known
         if _is_order_to(owner, ticket) and ticket.key not in answered:
             orders.append(_order(book, owner, ticket, asker))
-        if ticket.verb == "use" and not awake(ticket, world):
+        if ticket.verb == "use" and not world.rules.awake(ticket, world.now):
             continue  # the requesting process is stopped, so it could not take the room
         for lease_id in ticket.shadows:
             lease = book.find(lease_id)
@@ -419,7 +419,7 @@ def must_pause(book: Book, lease: Lease, world: World) -> bool:
             continue
         least = max(LEAST_PAUSE_SECONDS, world.rules.most_wait(ticket.seconds))
         part, doublings = math.frexp((world.now - ticket.arrived) / least)  # from 0.5 to 1
-        if doublings < 1 or part >= 15 / 16 or not awake(ticket, world):
+        if doublings < 1 or part >= 15 / 16 or not world.rules.awake(ticket, world.now):
             continue
         late = without_grace(world, ticket.arrived, ticket.seconds)
         unused = replace(lease, pins=0)
@@ -638,7 +638,7 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
         since = _since(ticket)
         if seen.now - since <= rules.answer_seconds:
             continue  # too early to judge
-        if ticket.verb == "use" and seen.now - ticket.refreshed > rules.refresh_seconds:
+        if ticket.verb == "use" and not rules.awake(ticket, seen.now):
             continue  # the requester itself is stopped, so no owner makes room for it
         owners = _unresponsive_owners(seen, ticket)
         found += [Unanswered(owner, ticket, since) for owner in owners]

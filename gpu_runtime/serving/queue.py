@@ -18,7 +18,6 @@ import os
 import shutil
 import sys
 import threading
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from ..facts import ASLEEP, CLASSES, ENGINES, NORMAL, ModelSpec, Rules, Value, Wait
+from ..facts import AGEING_SECONDS, ASLEEP, ENGINES, NORMAL, ModelSpec, Value, Wait, aged_class
 from ..threads import start_short
 from .requests import Refused
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 # -- the decision (pure): waiting calls, models and the time in; calls to start and models to load out
 
-AGEING_SECONDS = Rules().ageing_seconds  # as in the queue for memory
 MAX_LOADS = 16  # loads at once; each waits for its memory in its own thread
 _NO_TURNS: Mapping[str, int] = {}
 
@@ -80,17 +78,6 @@ class NextSteps(Value):
 
     start: tuple[int, ...] = ()
     load: tuple[str, ...] = ()
-
-
-def aged_class(importance: int, waited_seconds: float) -> int:
-    """The class of a call of this `importance`, from 0 (urgent) to 4 (batch), less 1 for every 30 s of waiting.
-
-    It can be negative, so a call that has waited long enough starts before any new call, however important.
-
-    >>> aged_class(10, 0.0), aged_class(10, 65.0), aged_class(1, 95.0)
-    (2, 0, -3)
-    """
-    return bisect_left(CLASSES, importance) - int(max(0.0, waited_seconds) // AGEING_SECONDS)
 
 
 def order(

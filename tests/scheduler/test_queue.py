@@ -138,7 +138,7 @@ def test_importance_decides_first_and_then_the_card_hours_until_ageing_has_raise
     for one in order:
         waited = there.now - one.arrived
         hours = one.past_use if waited < 150 else 0.0
-        places.append((aged(one.importance, waited, there), hours))
+        places.append((aged(one.importance, waited), hours))
     assert places == sorted(places)
     oldest = [one.arrived for one, place in zip(order, places, strict=True) if place == (1, 0.0)]
     waited = [arrived for arrived in oldest if there.now - arrived >= 200]
