@@ -113,9 +113,11 @@ def leaving_the_host(
     unloaded from host memory. Returns None if they cannot make the room. Host memory has
     `host_room` free bytes. The lease with the id `wanted` stays there.
     """
+    shortage = precious_bytes(leaving) - host_room
+    if shortage <= 0:
+        return (), ()
     kept = {lease.id for lease in leaving if lease.shadow_bytes and keeps_shadow(lease)}
     able = [lease for lease in shadowed if lease.id not in kept]
-    shortage = precious_bytes(leaving) - host_room
     freed = enough_shadows(able, shortage, context.world, rank)
     shortage -= shadows_total(freed)
 
@@ -159,9 +161,8 @@ def multi_card_ways(
     """
     footprint, rules = context.request.footprint, context.request.placement
     for cards in _sets(context, idle, limits):
-        room = _room(cards, context)
+        room = _room(cards, context, least_room(footprint, len(cards), rules))
         room.own_need = claimed(footprint, cards, rules, limits)
-        room.missing += least_room(footprint, len(cards), rules)
         room.holds = lambda usable: parts_on(footprint, usable, rules, limits) is not None
         chosen = _victims(idle, room, host_bytes, rules, host)
         if chosen is None:
@@ -178,25 +179,22 @@ def one_card_victims(
 
     All other parameters are as in `multi_card_ways`.
     """
-    room = _room([share.device], context)
+    room = _room([share.device], context, share.bytes)
     room.own_need = share.bytes
-    room.missing += share.bytes
-    room.holds = lambda usable: usable[share.device] >= share.bytes
+    if room.cap_left:
+        room.holds = lambda usable: usable[share.device] >= share.bytes
     return _victims(idle, room, host_bytes, context.request.placement, host)
 
 
-def _room(cards: Iterable[str], context: Context) -> Room:
+def _room(cards: Iterable[str], context: Context, need: int = 0) -> Room:
     """The bytes that the request may use on the `cards`, once all decided steps are done."""
-    free = {card: context.room_later[card] for card in cards}
-    cap_left = context.cap_left_later
-    own_left = context.own_left_later
-    return Room(
-        free,
-        cap_left={card: cap_left[card] for card in free} if cap_left else None,
-        cap_owners=context.cap_owners,
-        owner=None if own_left is None else context.request.lease.owner,
-        own_left=own_left or 0,
-    )
+    room = Room({card: context.room_later[card] for card in cards}, need=need)
+    if context.cap_left_later:
+        room.cap_left = {card: context.cap_left_later[card] for card in room.free}
+        room.cap_owners = context.cap_owners
+    if context.own_left_later is not None:
+        room.owner, room.own_left = context.request.lease.owner, context.own_left_later
+    return room
 
 
 def _victims(
@@ -420,7 +418,8 @@ def _idle(
     With `ends`, an engine that has slept before ends, and what it would keep asleep leaves with it.
     """
     book, world = context.book, context.world
-    able = [one for one in _evictable(context, spared) if not why_no_return(book, one, world)]
+    able = _evictable(context, spared)
+    able = [one for one in able if one.droppable or not why_no_return(book, one, world)]
     if ends:
         able = [
             _ended(one, one.freed_by(())) if one.residue and one.droppable else one for one in able

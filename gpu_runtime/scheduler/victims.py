@@ -36,7 +36,9 @@ def victims(
 
     The `idle` leases with the lowest `worth` in this `world` are chosen first.
     """
-    return first_enough(eviction_order(idle, world, rank), Room.that_lacks(need))
+    lacks = {device: -size for device, size in need.items() if size > 0}
+    room = Room(lacks, lambda free: min(free.values(), default=0) >= 0)
+    return first_enough(eviction_order(idle, world, rank), room)
 
 
 def eviction_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
@@ -60,32 +62,23 @@ def worth(lease: Lease, world: World, rank: Policy) -> tuple[int, int, float]:
 
 
 class Room:
-    """The bytes that are free on each device, while leases are tentatively evicted."""
+    """The bytes that are free on each device, while leases are tentatively evicted.
+
+    They are enough once the devices together have `need` bytes, and `holds` is true of the bytes that
+    are usable on each. Without `holds`, for one device, the sum decides.
+    """
 
     def __init__(
-        self,
-        free: Bytes,
-        *,
-        cap_left: Bytes | None = None,
-        cap_owners: frozenset[str] = frozenset(),
-        owner: str | None = None,
-        own_left: int = 0,
+        self, free: Bytes, holds: Callable[[Bytes], bool] | None = None, need: int = 0
     ) -> None:
         self.free = dict(free)
-        self.missing = -sum(self.free.values())  # above 0: the devices together have too few bytes
-        # Whether these bytes are enough.
-        self.holds: Callable[[Bytes], bool] = lambda free: min(free.values(), default=0) >= 0
-        self.cap_left = dict(cap_left or {})  # bytes left under the operator's cap; empty: no cap
-        self.cap_owners = cap_owners  # the owners whose bytes count under this cap
-        self.owner = owner  # the owner that has a limit of its own, if the requester has one
-        self.own_left = own_left  # bytes left under this limit
+        self.missing = need - sum(free.values())  # above 0: together they have too few bytes
+        self.holds = holds
+        self.cap_left: dict[str, int] = {}  # bytes left under the operator's cap; empty: no cap
+        self.cap_owners: Collection[str] = ()  # the owners whose bytes count under this cap
+        self.owner: str | None = None  # the requester, if it has a limit of its own
+        self.own_left = 0  # bytes left under this limit
         self.own_need = 0  # bytes that the new model claims of `own_left`
-        self.limited = bool(self.cap_left) or owner is not None
-
-    @classmethod
-    def that_lacks(cls, need: Bytes) -> Room:
-        """A room that is enough once `need` bytes more are free on each device."""
-        return cls({device: -size for device, size in need.items() if size > 0})
 
     def usable(self) -> Bytes:
         """The usable bytes of each card, within the operator's cap. Do not change the result."""
@@ -95,11 +88,9 @@ class Room:
 
     def enough(self) -> bool:
         """Whether the model fits now. One plan calls this function some hundred times."""
-        if self.missing > 0:
+        if self.missing > 0 or self.above_own_limit:
             return False
-        if not self.limited:
-            return self.holds(self.free)
-        return not self.above_own_limit and self.holds(self.usable())
+        return self.holds is None or self.holds(self.usable())
 
     @property
     def above_own_limit(self) -> bool:
@@ -129,7 +120,7 @@ class Room:
                 free[device] += size
                 gained += size
         self.missing -= gained
-        if self.limited:
+        if self.cap_left or self.owner is not None:
             self._raise_limits(lease, times)
         return gained
 
@@ -191,24 +182,18 @@ def _without_needless(
     free, most = host.free - precious, host.most - precious
     leaving: list[Lease] = []
     for lease, freed in reversed(taken):
-        reserved = used = 0 if lease.droppable else lease.offload_bytes
-        stays = False
-        if room.missing + freed <= 0:  # else the devices together would have too few bytes
-            room.let_go(lease, times=-1)
-            stays = room.enough()
-            if not stays:
-                room.let_go(lease)
-        if stays:
+        used = reserved = 0 if lease.droppable else lease.offload_bytes
+        missing = room.missing + freed  # once this lease is back
+        room.let_go(lease, times=-1)
+        if missing <= 0 and room.enough():
             used = 0
-        elif may_cut and lease.piece_bytes:
-            part = _smallest_part(lease, room)
-            if part.target:
+        else:
+            if may_cut and lease.piece_bytes:
+                part = _smallest_part(lease, room)
                 size = part.offload_bytes
-                if size <= (free if lease.droppable else most + reserved):
-                    room.let_go(lease, times=-1)
-                    room.let_go(part)
+                if part.target and size <= (free if lease.droppable else most + reserved):
                     lease, used = part, size
-        if not stays:
+            room.let_go(lease)
             leaving.append(lease)
         free += reserved - used
         if reserved:
@@ -218,25 +203,23 @@ def _without_needless(
 
 
 def _smallest_part(lease: Lease, room: Room) -> Lease:
-    """The `lease` with a target: the fewest pieces that make the `room`, which it has left, enough."""
-    room.let_go(lease, times=-1)
+    """The `lease` with a target: the fewest pieces that make the `room` enough. It is in the room."""
+    part = part_of(lease, room.missing)
+    if part is lease or (room.holds is None and not room.cap_left and room.owner is None):
+        return part  # all of it leaves, or only the bytes of one card are missing
     piece = lease.piece_bytes
-    working = sum([share.bytes for share in lease.shares]) - lease.card_bytes if lease.filled else 0
-    low = max(1, -(-(room.missing - working) // piece))
+    middle = low = part.leaving_bytes // piece  # usually enough
     high = -(-lease.leaving_bytes // piece)  # pieces that are always enough
-    middle = low  # usually enough, because only the bytes of one card are missing
     while low < high:
-        part = part_of(lease, working + middle * piece)
+        part = lease.leaving(middle * piece)
         room.let_go(part)
-        found = room.enough()
-        room.let_go(part, times=-1)
-        if found:
+        if room.enough():
             high = middle
         else:
             low = middle + 1
+        room.let_go(part, times=-1)
         middle = (low + high) // 2
-    room.let_go(lease)
-    return part_of(lease, working + high * piece)
+    return lease.leaving(high * piece) if high * piece < lease.card_bytes else lease
 
 
 # -- leases that leave in part ---------------------------------------------------------------------

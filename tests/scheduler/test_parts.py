@@ -308,7 +308,7 @@ def test_no_piece_that_leaves_could_have_stayed(models, need, host):
         lease(f"m{n}", sim0=bytes_ * B, piece_bytes=piece, droppable=droppable)
         for n, (bytes_, piece, droppable) in enumerate(models)
     ]
-    chosen = first_enough(idle, Room.that_lacks({"sim:0": need}), PartsRoom(host, host))
+    chosen = first_enough(idle, Room({"sim:0": -need}), PartsRoom(host, host))
     if chosen is None:
         assert sum(one.bytes for one in idle) < need
         return
