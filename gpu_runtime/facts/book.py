@@ -217,9 +217,11 @@ def where(shares: Shares) -> str:
     >>> where((Share("cuda:0", 1), Share("host", 1)))
     'cuda:0 + host'
     """
-    ids = list(dict.fromkeys(share.device for share in shares))
+    ids = list(dict.fromkeys([share.device for share in shares]))
+    if len(ids) == 1:
+        return ids[0]
     kinds = {id.split(":")[0] for id in ids}
-    if len(ids) < 2 or len(kinds) > 1:
+    if len(kinds) != 1:
         return " + ".join(ids)
     numbers = ",".join(id.split(":")[1] for id in ids)
     return f"{kinds.pop()}:{numbers}"
@@ -617,7 +619,10 @@ class Lease(Value):
 
         If only a part of the model leaves, the shadow may lack this part, and then saves nothing.
         """
-        size = self.leaving_bytes
+        return self.copied_by_offload(self.leaving_bytes)
+
+    def copied_by_offload(self, size: int) -> int:
+        """The host memory that an offload of `size` bytes needs; see `offload_bytes`."""
         if not self.shadow_bytes or not self._uses_shadow(size):
             return size
         return max(0, size - self.shadow_bytes)

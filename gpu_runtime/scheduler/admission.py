@@ -61,7 +61,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from . import caps, eviction
-from .capacity import filled_to_size, limit_of
+from .capacity import filled_to_size, limits_of
 from .caps import drained, drained_cards
 from .eviction import cheapest_way, make_room
 from .feasibility import (
@@ -843,7 +843,7 @@ def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate,
     if rules.layout == "single" and not rules.factor:  # one card; the claim is the footprint
         found = place(request.footprint, free, rules)
     else:
-        limits = {device: limit_of(context.book, context.world, device) for device in free}
+        limits = limits_of(context.book, context.world)
         found = place(request.footprint, free, rules, limits)
         # `place` adds up the free bytes of several cards. It knows neither which cards are
         # unmeasured nor the owner's own limit. So the divisions over several cards are made again.

@@ -115,12 +115,13 @@ def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]
 
 def views(book: Book, world: World) -> tuple[DeviceView, ...]:
     """Every device of `world` with its budget, its claims in `book`, used bytes and level."""
-    claims = book.claims()
-    return tuple(_view(device, claims.get(device.id, 0), book, world) for device in world.devices)
+    claims, limits = book.claims(), limits_of(book, world)
+    return tuple(
+        [_view(one, limits[one.id], claims.get(one.id, 0), book, world) for one in world.devices]
+    )
 
 
-def _view(device: Device, claimed: int, book: Book, world: World) -> DeviceView:
-    limit = limit_of(book, world, device.id)
+def _view(device: Device, limit: int, claimed: int, book: Book, world: World) -> DeviceView:
     sample = sample_of(device, book, world)
     used = used_bytes(device, sample, {device.id: claimed})
     full = pressure(claimed, limit, used, device.total_bytes)
@@ -146,10 +147,13 @@ FREEING = ("offloaded", "unloaded", "moved", "lost", "stowed")  # events that fr
 Bytes = dict[str, int]  # by device id
 
 
-def limit_of(book: Book, world: World, device: str) -> int:
-    """The budget of a `device` in bytes: the smaller of the book's and this process's limit."""
-    own_limit = world.limits.get(device, 0)
-    return min(own_limit, book.limits.get(device, own_limit))
+def limits_of(book: Book, world: World) -> Bytes:
+    """The budget of each device of the `world`: the smaller of the book's and this process's limit."""
+    limits = {device.id: world.limits.get(device.id, 0) for device in world.devices}
+    for id, limit in book.limits.items():
+        if id in limits and limit < limits[id]:
+            limits[id] = limit
+    return limits
 
 
 def filled_to_size(book: Book, world: World, devices: Collection[str]) -> tuple[Book, World]:
@@ -187,14 +191,13 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
     taken_at = {id: sample.taken_at for id, sample in samples.items() if sample}
     claims, unseen = _claimed_and_unseen(book, taken_at)
 
-    free: Bytes = {}
+    limits = limits_of(book, world)
+    free = {id: limit - claims.get(id, 0) for id, limit in limits.items()}
     blind: dict[str, str] = {}
     for device in world.devices:
-        id = device.id
-        free[id] = limit_of(book, world, id) - claims.get(id, 0)
         if device.simulated:
             continue
-        sample = samples[id]
+        id, sample = device.id, samples[device.id]
         reason = _why_blind(device, sample, world)
         if reason:
             blind[id] = reason
@@ -204,7 +207,7 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
 
     shared = one_memory(world.devices)
     if shared:
-        left = _left_of_one_memory(book, world, shared, samples, claims, unseen)
+        left = _left_of_one_memory(limits, shared, samples, claims, unseen)
         for id in shared:
             if id in free:
                 free[id] = min(free[id], left)
@@ -225,8 +228,7 @@ def _why_blind(device: Device, sample: Sample | None, world: World) -> str:
 
 
 def _left_of_one_memory(
-    book: Book,
-    world: World,
+    limits: Bytes,
     shared: frozenset[str],
     samples: Mapping[str, Sample | None],
     claims: Bytes,
@@ -238,8 +240,7 @@ def _left_of_one_memory(
     all claims on these devices. The second is the measured free bytes, less the `unseen` bytes. The
     second number is left out if no device has been measured.
     """
-    largest_budget = max(limit_of(book, world, id) for id in shared)
-    left = largest_budget - sum(claims.get(id, 0) for id in shared)
+    left = max(limits.get(id, 0) for id in shared) - sum(claims.get(id, 0) for id in shared)
     measured = []
     for id in shared:
         sample = samples.get(id)

@@ -28,7 +28,7 @@ from ..facts import (
     importance_name,
 )
 from ..units import show_bytes, show_seconds
-from .capacity import limit_of
+from .capacity import limits_of
 from .placement import claim
 from .victims import permanent_reason_to_stay
 
@@ -105,10 +105,10 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}
-    most = cap.bytes_per_device
+    most, limits = cap.bytes_per_device, limits_of(book, world)
     found = {}
     for card, left in at_most(book, world).items():
-        size = claim(request.footprint, request.placement, limit_of(book, world, card))
+        size = claim(request.footprint, request.placement, limits[card])
         if size <= left:
             continue
         fixed = most - left
@@ -284,6 +284,8 @@ def drained_cards(
     request: Request, world: World, sentences: Mapping[str, str]
 ) -> dict[str, Refuse]:
     """The refusal of `request` on each drained card. `sentences` is the result of `drained`."""
+    if not sentences:
+        return {}
     size = request.footprint.bytes
     take = "takes" if len(sentences) == 1 else "take"
     because = (

@@ -43,7 +43,7 @@ from ..facts import (
     where,
 )
 from ..units import show_bytes, show_seconds
-from .capacity import limit_of
+from .capacity import limits_of
 from .caps import drained
 from .feasibility import host_bytes_to_be_had, why_no_return
 from .placement import claimed, divide, least_room, may_split, parts_on, sets_that_fit
@@ -53,7 +53,6 @@ from .victims import (
     PartsRoom,
     Room,
     can_move,
-    copied_bytes,
     enough_shadows,
     eviction_order,
     eviction_step,
@@ -609,12 +608,8 @@ def _by_device(leases: Iterable[Lease]) -> dict[str, list[Lease]]:
 
 def _limits_of_open_cards(book: Book, world: World) -> dict[str, int]:
     """The budgets of the cards that are not drained."""
-    out = drained(book, world)
-    limits = {}
-    for device in world.devices:
-        if not device.is_host and device.id not in out:
-            limits[device.id] = limit_of(book, world, device.id)
-    return limits
+    out = drained(book, world).keys() | {HOST}
+    return {id: limit for id, limit in limits_of(book, world).items() if id not in out}
 
 
 # -- the verdict -----------------------------------------------------------------------------------
@@ -630,16 +625,16 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
     `way` is the result of `cheapest_way`, which was called with the same `context` and `rank`.
     Other owners see the recall on the ticket of the request.
     """
-    book, request, shares = context.book, context.request, way.candidate.shares
-    cards = [share.device for share in shares]
-    free = sum(max(0, context.room_now[card]) for card in cards)
-    has = "has" if len(cards) == 1 else "have"
+    book, request = context.book, context.request
+    cards = [share.device for share in way.candidate.shares]
+    free = sum([max(0, context.room_now[card]) for card in cards])
+    at, has = where(way.candidate.shares), "has" if len(cards) == 1 else "have"
     size = show_bytes(request.footprint.bytes)
     name = lease_title(request.lease, book.owner(request.lease.owner))
-    head = f"{name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
+    head = f"{name} needs {size}; {at} {has} {show_bytes(free)} free."
     if not way.leaving:
         return book, _wait_for_what_left(context, cards, head)
-    eviction = _Eviction(context, rank, where(shares), way)
+    eviction = _Eviction(context, rank, at, way)
     for lease in way.shadows:
         eviction.free_shadow(lease)
     for lease in way.warm:
@@ -768,7 +763,7 @@ class _Eviction:
             described = f"{show_bytes(lease.leaving_bytes)} of {described}"
         step = eviction_step(lease, self.host_room, self.world, because=because)
         if isinstance(step, Move):
-            self.host_room -= copied_bytes(lease, step)
+            self.host_room -= lease.offload_bytes
         elif self._free_host_memory(lease):
             done = "sleeps" if is_engine(lease) else "is moved to RAM"
             self.sentences.append(f"{described} {done} in their place.")

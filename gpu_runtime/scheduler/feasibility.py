@@ -33,7 +33,7 @@ from ..facts import (
 )
 from ..units import show_bytes
 from . import caps
-from .capacity import filled_to_size, limit_of
+from .capacity import filled_to_size, limits_of
 from .caps import drained
 from .placement import claim, divisions, may_split, may_use_one_card, place
 from .victims import beyond_its_card, largest_fitting_set, parts_within, permanent_reason_to_stay
@@ -177,7 +177,7 @@ def host_bytes_to_be_had(book: Book, world: World, wanted: str) -> int:
             taken += lease.ram_bytes
             if lease.id == wanted or not lease.stow_bytes:
                 staying += lease.ram_bytes
-    limit = limit_of(book, world, HOST)
+    limit = limits_of(book, world).get(HOST, 0)
     for lease in book.leases():
         if lease.disk_room and lease.id != wanted and (lease.keep or not lease.droppable):
             most = max(most, lease.disk_room)
@@ -213,7 +213,8 @@ def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse
     if alone:
         if world.rules.limit_bytes is None:
             return None
-        size = min(claim(request.footprint, rules, limit_of(book, world, card)) for card in alone)
+        limits = limits_of(book, world)
+        size = min(claim(request.footprint, rules, limits[card]) for card in alone)
         return _past_own_limit(book, request, world, size)
     several = len(cards) > 1 or not alone_allowed
     if may_split(rules) and several and not drained(book, world).keys() >= set(cards):
@@ -246,12 +247,12 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
     host memory has room for some leases of the third kind, only the others cannot leave.
     """
     stuck = stuck_leases(book, request, world)
-    rules = request.placement
+    rules, limits = request.placement, limits_of(book, world)
     refusals: dict[str, Refuse] = {}
     for card in world.devices:
         if card.is_host:
             continue
-        limit = limit_of(book, world, card.id)
+        limit = limits[card.id]
         size = claim(request.footprint, rules, limit)
         if rules.card_bytes and size > rules.card_bytes.get(card.id, 0):
             refusals[card.id] = _above_card_bytes(request, card, size)
@@ -351,11 +352,8 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
     """
     footprint, rules = request.footprint, request.placement
     stuck = stuck_leases(book, request, world)
-    out = drained(book, world)
-    limits = {}
-    for card in _cards(request, world):
-        if card not in out:
-            limits[card] = limit_of(book, world, card)
+    out, all_limits = drained(book, world), limits_of(book, world)
+    limits = {card: all_limits[card] for card in _cards(request, world) if card not in out}
     allowed = caps.at_most(book, world)
     for remaining in sets_that_stay(stuck):
         room = {}
@@ -525,9 +523,9 @@ def never_returns(book: Book, request: Request, world: World) -> Refuse | None:
     if lease is None or not lease.must_return:
         return None
     others = without_card_bytes(book, lease)
-    limits = dict(book.limits)
+    limits, now = dict(book.limits), limits_of(book, world)
     for card, size in _unleased(book).items():
-        limits[card] = limit_of(book, world, card) - size
+        limits[card] = now.get(card, 0) - size
     others = replace(others, limits=limits)
     return hopeless(others, request, world, hopeless_cards(others, request, world))
 
@@ -586,7 +584,8 @@ def _least_own_bytes(book: Book, request: Request, world: World, size: int, enou
     the request alone. The search ends at a number that is at most `enough`.
     """
     stuck = stuck_leases(book, request, world)
-    limits = {card: limit_of(book, world, card) for card in _cards(request, world)}
+    all_limits = limits_of(book, world)
+    limits = {card: all_limits[card] for card in _cards(request, world)}
     found = []
     for remaining in sets_that_stay(stuck):
         if not remaining:
@@ -626,7 +625,8 @@ def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     if not any(ticket.held for ticket in waiting):
         return ()
-    limits = _card_limits(book, world)
+    limits = limits_of(book, world)
+    limits.pop(HOST, None)
     while waiting:
         held = _bytes_that_stay(book, waiting)
         remaining = [ticket for ticket in waiting if not _fits(ticket, limits, held)]
@@ -634,14 +634,6 @@ def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
             return _blocking_others(book, remaining, limits)
         waiting = remaining
     return ()
-
-
-def _card_limits(book: Book, world: World) -> dict[str, int]:
-    limits = {}
-    for device in world.devices:
-        if not device.is_host:
-            limits[device.id] = limit_of(book, world, device.id)
-    return limits
 
 
 def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:

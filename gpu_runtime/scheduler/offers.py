@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..facts import Book, HostRoom, Offer, Plan, PlanLevel, World
-from .capacity import limit_of, room
+from .capacity import limits_of, room
 from .caps import drained
 from .victims import reason_to_stay
 
@@ -86,7 +86,7 @@ def room_of(
     `name` is the model, and `owner` the id of the owner that would hold the model.
     """
     cards = [device.id for device in world.devices if not device.is_host]
-    free = room(book, world)
+    free, limits = room(book, world), limits_of(book, world)
     idle: dict[tuple[int, int], dict[str, int]] = {}
     own = None
     for lease in book.leases():
@@ -104,7 +104,7 @@ def room_of(
         need_bytes=need_bytes,
         may_split=may_split,
         free_bytes=tuple(max(0, free[card]) for card in cards),
-        budget_bytes=tuple(limit_of(book, world, card) for card in cards),
+        budget_bytes=tuple(limits[card] for card in cards),
         idle_bytes={rank: tuple(by.get(card, 0) for card in cards) for rank, by in idle.items()},
     )
 

@@ -44,8 +44,8 @@ def victims(
 def eviction_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
     """The `idle` leases in order: by `worth` in this `world`, then by last use, then by name."""
 
-    def key(lease: Lease) -> tuple[tuple[int, int, float], float, str, str]:
-        return (worth(lease, world, rank), lease.last_used, lease.owner, lease.name)
+    def key(lease: Lease) -> tuple[int, int, float, float, str, str]:
+        return (*worth(lease, world, rank), lease.last_used, lease.owner, lease.name)
 
     return sorted(idle, key=key)
 
@@ -367,7 +367,9 @@ def eviction_step(
 
 def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
     """The bytes of host memory that a Move takes beyond the lease's shadow; 0 for other steps."""
-    return replace(lease, target=step.shares).offload_bytes if isinstance(step, Move) else 0
+    if not isinstance(step, Move):
+        return 0
+    return lease.copied_by_offload(sum([share.bytes for share in step.shares]))
 
 
 def can_move(lease: Lease, world: World) -> bool:
