@@ -50,7 +50,6 @@ from ..facts import (
     Shares,
     Step,
     Ticket,
-    Value,
     Verdict,
     Wait,
     World,
@@ -73,7 +72,7 @@ from .feasibility import (
     never_returns,
     without_card_bytes,
 )
-from .placement import divisions, may_split, may_use_one_card, place
+from .placement import divisions, may_split, may_use_one_card, on_one_card
 from .queue import Context, first_by_past_use, held_bytes, load_seconds, without_grace
 from .transitions import note, with_refreshed
 from .victims import (
@@ -170,10 +169,11 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     turn = exchange(lease, givers, max(0, free), host_free)
     if turn is None:
         return None
+    giver, moves = turn
     size = show_bytes(lease.own_bytes)
     title = lease_title(request.lease, book.owner(lease.owner))
     head = f"{title} needs {size}; {card} has {show_bytes(max(0, free))} free."
-    need = (Share(card, lease.bytes_on(HOST) - (0 if turn.giver else turn.bytes)),)
+    need = (Share(card, lease.bytes_on(HOST) - (0 if giver else moves)),)
     leaves = (one for one in context.leases if one.phase is Phase.LEAVING and one.bytes_on(card))
     leaving = next(leaves, None)
     busy = leaving or next((one for one in givers if _is_busy(one, request, world)), None)
@@ -184,19 +184,18 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
             why = f"{holder} {leaves_in_words(book, busy) if busy is leaving else 'is in use'}"
         blockers = (busy.id,) if busy else ()
         return _enqueue(book, request, world, Wait(f"{head} {why}.", blockers=blockers), ())
-    if turn.giver is None:
-        if turn.bytes < lease.bytes_on(HOST):
+    if giver is None:
+        if moves < lease.bytes_on(HOST):
             book, _ = _enqueue(book, request, world, Wait(head), need)
         else:
             book = book.without_ticket(request.key)
-        return grant_part(book, request, world, (Share(card, turn.bytes),), turn.bytes, head)
-    giver = turn.giver
+        return grant_part(book, request, world, (Share(card, moves),), moves, head)
     holder = lease_title(giver, book.owner(giver.owner))
-    because = f"{head} {show_bytes(turn.bytes)} of {holder} leave for it, piece by piece."
+    because = f"{head} {show_bytes(moves)} of {holder} leave for it, piece by piece."
     if giver.owner != lease.owner:
-        wait = Wait(because, recalls={giver.id: turn.bytes})
+        wait = Wait(because, recalls={giver.id: moves})
         return _enqueue(book, request, world, wait, need)
-    step = eviction_step(giver.leaving(turn.bytes), host_free, world, because=because)
+    step = eviction_step(giver.leaving(moves), host_free, world, because=because)
     if step is None:
         return None
     book = mark_leaving(book, step, request.key)
@@ -622,15 +621,12 @@ def returning_part(context: Context, need: Shares) -> int:
     return part if part >= least else 0
 
 
-class Turn(Value):
-    """The next step of an exchange in pieces: bytes of the card that another lease gives or that the lease takes."""
-
-    giver: Lease | None  # None: the returning lease takes the bytes
-    bytes: int
-
-
-def exchange(lease: Lease, givers: Sequence[Lease], free: int, host_free: int) -> Turn | None:
+def exchange(
+    lease: Lease, givers: Sequence[Lease], free: int, host_free: int
+) -> tuple[Lease | None, int] | None:
     """The next step by which `lease` returns to a card from which `givers` leave, piece by piece.
+
+    It is the bytes of the card that another lease gives, or that (if there is none) this lease takes.
 
     Two leases may fill a card and host memory so far that neither has room for a whole copy of the
     other. `free` and `host_free` are the free bytes of the card and of host memory. What one lease
@@ -639,7 +635,7 @@ def exchange(lease: Lease, givers: Sequence[Lease], free: int, host_free: int) -
     """
     missing = lease.bytes_on(HOST) - free
     if missing <= 0:
-        return Turn(None, lease.bytes_on(HOST))
+        return None, lease.bytes_on(HOST)
     able = [one for one in givers if one.piece_bytes]
     if sum([one.card_bytes for one in able]) < missing:
         return None
@@ -649,8 +645,8 @@ def exchange(lease: Lease, givers: Sequence[Lease], free: int, host_free: int) -
     if host_free < missing + piece and free + host_free < lease.piece_bytes + piece:
         return None
     if host_free >= giver.piece_bytes:
-        return Turn(giver, min(host_free, missing + giver.piece_bytes - 1, giver.card_bytes))
-    return Turn(None, free)
+        return giver, min(host_free, missing + giver.piece_bytes - 1, giver.card_bytes)
+    return None, free
 
 
 def is_part(lease: Lease) -> bool:
@@ -840,43 +836,20 @@ def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate,
     rules = request.placement
     if out:
         free = {device: size for device, size in free.items() if device not in out}
-    if rules.layout == "single" and not rules.factor:  # one card; the claim is the footprint
-        found = place(request.footprint, free, rules)
-    else:
-        limits = limits_of(context.book, context.world)
-        found = place(request.footprint, free, rules, limits)
-        # `place` adds up the free bytes of several cards. It knows neither which cards are
-        # unmeasured nor the owner's own limit. So the divisions over several cards are made again.
-        if context.blind or context.own_left is not None:
-            found = _splits_within(context, free, limits, found)
+    limits = limits_of(context.book, context.world)
+    alone = on_one_card(request.footprint, free, rules, limits) if may_use_one_card(rules) else ()
+    several = []
+    if may_split(rules) and not (alone and alone[0].fits):
+        # The divisions use only measured cards, and stay within the owner's own memory limit.
+        measured = {device: size for device, size in free.items() if device not in context.blind}
+        for candidate in divisions(request.footprint, measured, rules, limits):
+            size = sum([share.bytes for share in candidate.shares])
+            if context.own_left is None or size <= context.own_left:
+                several.append(candidate)
     drained = [device for device in out if not rules.devices or device in rules.devices]
     size = request.footprint.bytes
-    found = _with_reserved(found, context)
+    found = _with_reserved((*several, *alone), context)
     return (*found, *[Candidate((Share(one, size),), False, out[one]) for one in drained])
-
-
-def _splits_within(
-    context: Context,
-    free: Mapping[str, int],
-    limits: Mapping[str, int],
-    found: tuple[Candidate, ...],
-) -> tuple[Candidate, ...]:
-    """Returns the single cards among the candidates `found`, and the possible divisions over cards.
-
-    A division uses only measured cards, and stays within the owner's own memory limit. If the best
-    single card has room, or the model may not be divided, only single cards are returned.
-    """
-    rules = context.request.placement
-    alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
-    if (alone and alone[0].fits) or not may_split(rules):
-        return alone
-    measured = {device: size for device, size in free.items() if device not in context.blind}
-    several = []
-    for candidate in divisions(context.request.footprint, measured, rules, limits):
-        size = sum(share.bytes for share in candidate.shares)
-        if context.own_left is None or size <= context.own_left:
-            several.append(candidate)
-    return tuple(several) + alone
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:

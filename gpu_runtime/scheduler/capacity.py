@@ -323,24 +323,6 @@ def _freed_by(event: Event, device: str) -> int:
     return sum(share.bytes for share in shares if share.device == device)
 
 
-def on_cards(book: Book, owner: str, *, leaving: bool = True) -> int:
-    """Bytes that the models of one `owner` (its id) claim on all cards together.
-
-    If `leaving` is False, models that are leaving their device are not counted.
-    """
-    section = book.sections.get(owner)
-    if section is None:
-        return 0
-    total = 0
-    for lease in section.leases:
-        if lease.kind != "model":
-            continue
-        if lease.phase is Phase.LEAVING and not leaving:
-            continue
-        total += sum(share.bytes for share in lease.claims() if share.device != HOST)
-    return total
-
-
 # -- memory that no lease covers -------------------------------------------------------------------
 
 

@@ -454,16 +454,13 @@ def with_runners_up(
     `rules` are the placement rules of the request. `room_made` are the ways to make room that were
     compared before this grant. `room_made` is empty if there was room without evictions.
     """
-    action = _ACTIONS[type(verdict)]
+    action = verdict_kind(verdict)
     found = []
     for event in events:
         if event.action == action:
             event = replace(event, runners_up=alternatives(verdict, rules, room_made))
         found.append(event)
     return found
-
-
-_ACTIONS = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
 
 
 def alternatives(

@@ -33,7 +33,7 @@ from ..facts import (
     aged_class,
 )
 from . import caps
-from .capacity import freed_since, on_cards, room_and_blind
+from .capacity import freed_since, room_and_blind
 
 # A position in the queue; a lower position is served earlier. Its fields:
 # - the importance
@@ -359,9 +359,13 @@ def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int 
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None, None
-    owner = request.lease.owner
-    now = limit - on_cards(book, owner)
-    later = limit - on_cards(book, owner, leaving=False)
+    section = book.sections.get(request.lease.owner)
+    now = later = limit
+    for lease in section.leases if section else ():
+        size = sum([share.bytes for share in lease.claims() if share.device != HOST])
+        if lease.kind == "model":
+            now -= size
+            later -= 0 if lease.phase is Phase.LEAVING else size
     return now, later
 
 

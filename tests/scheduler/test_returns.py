@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler import feasibility, victims
 from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.admission import Turn, admit, exchange
+from gpu_runtime.scheduler.admission import admit, exchange
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.scheduler.recall import obey
@@ -239,7 +239,7 @@ def test_a_return_that_cannot_end_moves_no_piece():
 def test_what_fits_beside_the_free_bytes_returns_at_once():
     half = lease("kernel", sim0=4, host=6, piece_bytes=1, **KERNEL)
     need = half.bytes_on(HOST)
-    assert exchange(half, (), need, 0) == exchange(half, (), need + 1, 0) == Turn(None, need)
+    assert exchange(half, (), need, 0) == exchange(half, (), need + 1, 0) == (None, need)
     assert exchange(half, (), need - 1, 0) is None
 
 
