@@ -66,6 +66,7 @@ from .victims import (
     parts_within,
     precious_bytes,
     reason_to_stay,
+    sets_that_fit_in,
     shadow_order,
     shadows_total,
     shed_step,
@@ -76,19 +77,6 @@ from .victims import (
 )
 
 # -- room in host memory for leases that leave a card ----------------------------------------------
-
-
-def may_be_loaded_again(context: Context) -> bool:
-    """Whether the requested model has bytes in host memory that its source has too."""
-    lease = context.old
-    return lease is not None and lease.droppable and bool(lease.bytes_on(HOST))
-
-
-def lacks_room(context: Context, leaving: tuple[Lease, ...]) -> bool:
-    """Whether the host never has room for the requested model and the leases `leaving` for it."""
-    stays = context.old.ram_bytes if context.old else 0
-    most = host_bytes_to_be_had(context.book, context.world, context.request.lease.id)
-    return precious_bytes(leaving) + stays > most
 
 
 def _warm(context: Context, wanted: str) -> list[Lease]:
@@ -137,8 +125,7 @@ def leaving_the_host(
 
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
-FEW_PRECIOUS = 8  # up to so many leases that exist nowhere else, every set of them is tried
-MOST_POOLS = 100  # such sets, and sets of parts, that are tried
+MOST_POOLS = 100  # sets of leases that exist nowhere else, and of their parts, that are tried
 
 Bytes = Mapping[str, int]  # by device id
 
@@ -254,11 +241,17 @@ def _that_the_host_can_take(
 ) -> Iterator[list[Lease]]:
     """Yields the `pool` without leases that can neither be dropped nor fit into `host_bytes`.
 
-    Each result has other leases that fit. If `may_cut` is true, further results have parts of the
-    leases that do not fit.
+    Each result has other leases that fit: the largest set of them, then none, which leaves most room
+    for parts, then the other sets. If `may_cut` is true, further results have parts of the leases that
+    do not fit.
     """
     precious = [lease for lease in pool if not lease.droppable]
-    for saved in _fitting_sets(precious, host_bytes):
+    tried = (
+        largest_fitting_set(precious, host_bytes),
+        (),
+        *(sets_that_fit_in(precious, host_bytes) or ()),
+    )
+    for saved in tried:
         staying = [lease for lease in precious if lease not in saved]
         yield [lease for lease in pool if lease not in staying]
         left = host_bytes - precious_bytes(saved)
@@ -266,20 +259,6 @@ def _that_the_host_can_take(
             cut = {part.id: part for part in parts}
             fitting = [lease for lease in pool if lease not in staying or lease.id in cut]
             yield [cut.get(lease.id, lease) for lease in fitting]
-
-
-def _fitting_sets(precious: Sequence[Lease], host_bytes: int) -> Iterator[tuple[Lease, ...]]:
-    """Yields sets of the `precious` leases that fit into `host_bytes`.
-
-    The largest set is first. The empty set follows, which leaves most room for parts of the leases.
-    With more than FEW_PRECIOUS leases, no further set is tried.
-    """
-    yield largest_fitting_set(precious, host_bytes)
-    yield ()
-    for count in range(len(precious), 0, -1) if len(precious) <= FEW_PRECIOUS else ():
-        for saved in combinations(precious, count):
-            if precious_bytes(saved) <= host_bytes:
-                yield saved
 
 
 def _sets(context: Context, idle: Sequence[Lease], limits: Bytes) -> list[tuple[str, ...]]:
@@ -353,9 +332,11 @@ def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ..
         way = find(to_disk=True)
     if way is None and any([one.residue and one.on_device for one in context.leases]):
         way = find(ends=True)
-    if way is None and may_be_loaded_again(context):
+    old = context.old
+    if way is None and old and old.droppable and old.bytes_on(HOST):  # it may be loaded again
         way = find(wanted="")
-        if way and not lacks_room(context, way.leaving):
+        most = host_bytes_to_be_had(context.book, context.world, old.id)
+        if way and precious_bytes(way.leaving) + old.ram_bytes <= most:
             return None  # the host gets room once other leases may be unloaded
     return way
 

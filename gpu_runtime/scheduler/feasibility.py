@@ -36,11 +36,14 @@ from . import caps
 from .capacity import filled_to_size, limits_of
 from .caps import drained
 from .placement import claim, divisions, may_split, may_use_one_card, place
-from .victims import beyond_its_card, largest_fitting_set, parts_within, permanent_reason_to_stay
-
-# If at most this many sets of precious leases fit into host memory, all sets are tried. So any
-# eight leases are tried, and more leases if host memory is small.
-MOST_TRIED = 256
+from .victims import (
+    beyond_its_card,
+    largest_fitting_set,
+    parts_within,
+    permanent_reason_to_stay,
+    precious_bytes,
+    sets_that_fit_in,
+)
 
 
 class Stuck(NamedTuple):
@@ -115,27 +118,15 @@ def sets_that_stay(
     if total <= stuck.host_bytes:
         yield ()
         return
-    sets = _sets_that_fit(precious, stuck.host_bytes)
+    sets = sets_that_fit_in(precious, stuck.host_bytes)
     if sets is None:
         yield from too_many
         return
-    for leaving in sorted(sets, key=len, reverse=True):
-        staying = tuple([one for one in precious if one.id not in leaving])
-        left = stuck.host_bytes - sum([by_id[id].card_bytes for id in leaving])
+    for leaving in sets:
+        staying = tuple([one for one in precious if one not in leaving])
+        left = stuck.host_bytes - precious_bytes(leaving)
         if not _is_needless(staying, left):
             yield from less_pieces(staying, left)
-
-
-def _sets_that_fit(leases: Iterable[Lease], host_bytes: int) -> list[tuple[str, ...]] | None:
-    """The ids of every set of `leases` that fits into `host_bytes`; None if the sets are too many."""
-    sets: list[tuple[int, tuple[str, ...]]] = [(0, ())]  # bytes, ids
-    for lease in leases:
-        size = lease.card_bytes
-        more = [(bytes + size, (*ids, lease.id)) for bytes, ids in sets]
-        sets += [one for one in more if one[0] <= host_bytes]
-        if len(sets) > MOST_TRIED:
-            return None
-    return [ids for _, ids in sets]
 
 
 def _is_needless(staying: tuple[Lease, ...], host_bytes: int) -> bool:

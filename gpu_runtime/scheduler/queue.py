@@ -278,6 +278,7 @@ class Context(NamedTuple):
                 room_later[share.device] = room_later.get(share.device, 0) + share.bytes
                 leaving[share.device] = lease
         own_left, own_left_later = _left_of_own_limit(book, request, world)
+        silent, silent_shadows = _silent(book.ticket(request.key), leases, world)
         cap = world.rules.cap
         return cls(
             book=book,
@@ -294,8 +295,8 @@ class Context(NamedTuple):
             recalled=recalled,
             own_left=own_left,
             own_left_later=own_left_later,
-            silent=_silent(book.ticket(request.key), leases, world),
-            silent_shadows=_silent_shadows(book.ticket(request.key), leases, world),
+            silent=silent,
+            silent_shadows=silent_shadows,
             cap_left=caps.left(book, world),
             cap_left_later=caps.left(book, world, leaving=False),
             cap_owners=caps.owners_of(book, cap.user) if cap else frozenset(),
@@ -369,36 +370,29 @@ def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int 
     return now, later
 
 
-def _silent(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
-    """Ids of the idle leases that have not left although this `ticket` recalled them.
+def _silent(
+    ticket: Ticket | None, leases: Iterable[Lease], world: World
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Ids of the idle leases that have not left, and of those that have not given back host memory.
 
-    The result is empty until the owner has had `answer_seconds` to answer.
+    This `ticket` recalled them, or their shadows. Both are empty until the owner has had
+    `answer_seconds` to do it, or to begin to move bytes to a disk.
     """
-    if ticket is None or not ticket.recalls or not _answers_are_late(ticket, world):
-        return frozenset()
-    silent = []
+    if ticket is None or not (ticket.recalls or ticket.shadows):
+        return frozenset(), frozenset()
+    if world.now - ticket.recalled_since < world.rules.answer_seconds:
+        return frozenset(), frozenset()
+    here, shadowed = [], []
     for lease in leases:
-        if lease.away_since > ticket.recalled_since:
-            continue  # the lease, or a part of it, has left
-        if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins:
-            silent.append(lease.id)
-    return frozenset(silent)
-
-
-def _silent_shadows(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
-    """Ids of the leases that still have a shadow although this `ticket` recalled the shadow.
-
-    The owner has had `answer_seconds` to free it, or to begin to move the recalled bytes to a disk.
-    """
-    if ticket is None or not ticket.shadows or not _answers_are_late(ticket, world):
-        return frozenset()
-    late = [
-        lease.id
-        for lease in leases
-        if lease.shed_bytes and not lease.stowing and lease.id in ticket.shadows
-    ]
-    return frozenset(late)
-
-
-def _answers_are_late(ticket: Ticket, world: World) -> bool:
-    return world.now - ticket.recalled_since >= world.rules.answer_seconds
+        id = lease.id
+        if id in ticket.shadows and lease.shed_bytes and not lease.stowing:
+            shadowed.append(id)
+        has_left = lease.away_since > ticket.recalled_since  # the lease, or a part of it
+        if (
+            id in ticket.recalls
+            and lease.phase is Phase.SETTLED
+            and not lease.pins
+            and not has_left
+        ):
+            here.append(id)
+    return frozenset(here), frozenset(shadowed)

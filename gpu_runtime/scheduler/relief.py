@@ -56,6 +56,7 @@ from .victims import (
     PERSON,
     copied_bytes,
     enough_shadows,
+    eviction_order,
     eviction_step,
     held_shadows,
     mark_leaving,
@@ -64,9 +65,9 @@ from .victims import (
     reason_to_stay,
     shed_step,
     shed_steps,
-    worth,
 )
 
+FULL = (Level.HIGH, Level.CRITICAL)
 KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may leave an overfull card
 
 
@@ -102,7 +103,7 @@ def relieve(
             copies = _shadows_to_free(book, owner, view, freed, world, rank)
             freed += sum(copy.source[0].bytes for copy in copies)
             steps += copies
-        for lease in _least_important_first(book.sections[owner].leases, view, world, rank):
+        for lease in _in_order(book.sections[owner].leases, view, world, rank):
             at = _level_now(view, freed, world)
             if relief(at, rules) is None:
                 break
@@ -160,7 +161,7 @@ def park_kernels(
         if view.device.is_host or excess <= 0:
             continue
         kernels = [lease for lease in book.leases() if _is_idle_kernel(lease, world)]
-        for lease in _least_important_first(kernels, view, world, rank):
+        for lease in _in_order(kernels, view, world, rank):
             if excess <= 0:
                 break
             excess -= lease.bytes_on(view.device.id)
@@ -269,7 +270,7 @@ def _shadows_to_free(
 
     If these are too few, its parked bytes move to a disk.
     """
-    if view.level not in (Level.HIGH, Level.CRITICAL):
+    if view.level not in FULL:
         return []
     excess = (view.measured_bytes or 0) - freed - world.rules.high * view.device.total_bytes
     able = held_shadows(book, owner=owner, to_disk=True)
@@ -288,13 +289,10 @@ def _excess_bytes(view: DeviceView, freed: int, world: World) -> int:
     return int(excess) + 1
 
 
-def _least_important_first(
-    leases: Iterable[Lease], view: DeviceView, world: World, rank: Policy
-) -> list[Lease]:
+def _in_order(leases: Iterable[Lease], view: DeviceView, world: World, rank: Policy) -> list[Lease]:
     """The leases on this card in the order in which they leave."""
-    id = view.device.id
-    there = [lease for lease in leases if any(share.device == id for share in lease.shares)]
-    return sorted(there, key=lambda lease: worth(lease, world, rank))
+    there = [lease for lease in leases if lease.bytes_on(view.device.id)]
+    return eviction_order(there, world, rank)
 
 
 def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
@@ -313,8 +311,7 @@ def _helps(book: Book, view: DeviceView) -> bool:
         if ticket.verb == "use" and any(share.device == view.device.id for share in ticket.need):
             return True
     strangers = (view.measured_bytes or 0) - view.claimed_bytes
-    is_full = view.level in (Level.HIGH, Level.CRITICAL)
-    return not view.device.simulated and strangers > 0 and is_full
+    return not view.device.simulated and strangers > 0 and view.level in FULL
 
 
 def _level_now(view: DeviceView, freed: int, world: World) -> Level:

@@ -302,6 +302,9 @@ MOVE_FAILED = "waiting after a failed move"  # a reason to stay
 WISHED = "wished by the fleet"  # a reason to stay, for a load that only a wish requests
 PERSON = -1  # importance of a person's request; lower numbers are more important
 MOST_TRIED = 12  # every combination of so many leases is tried
+# If at most this many sets of leases fit into host memory, all are tried: any eight leases, and more if
+# host memory is small.
+MOST_SETS = 256
 MOST_SUMS = 128  # with more leases, only so many combinations are tried further: the largest ones
 
 
@@ -585,6 +588,17 @@ def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease
         if tried >= MOST_TRIED and len(sets) > MOST_SUMS:
             sets = {size: sets[size] for size in nlargest(MOST_SUMS, sets)}
     return sets[max(sets)]
+
+
+def sets_that_fit_in(leases: Iterable[Lease], host_bytes: int) -> list[tuple[Lease, ...]] | None:
+    """Every set of `leases` whose offload fits into `host_bytes`, the largest first; None if they are too many."""
+    sets: list[tuple[int, tuple[Lease, ...]]] = [(0, ())]  # bytes, and the leases that need them
+    for lease in leases:
+        size = lease.offload_bytes
+        sets += [(total + size, (*set, lease)) for total, set in sets if total + size <= host_bytes]
+        if len(sets) > MOST_SETS:
+            return None
+    return sorted([leases for _, leases in sets], key=len, reverse=True)
 
 
 # -- shadows ---------------------------------------------------------------------------------------
