@@ -137,7 +137,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
 def leavers(book: Book, request: Request, world: World, rank: Policy) -> tuple[Leaver, ...]:
     """What `admit` would let leave for the `request`, in its order; see `eviction.leavers`."""
-    return eviction.leavers(Context.of(book, *_under_its_rules(book, request, world)), rank)
+    return eviction.leavers(Context(book, *_under_its_rules(book, request, world)), rank)
 
 
 def _under_its_rules(book: Book, request: Request, world: World) -> tuple[Request, World]:
@@ -161,7 +161,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     if not (request.wait and request.stage_bytes):
         return None
     [card] = cards
-    context = Context.of(book, request, world)
+    context = Context(book, request, world)
     if card in context.blind or card not in context.room_now:
         return None
     givers = [one for one in context.leases if _gives(one, lease, card, world)]
@@ -267,7 +267,7 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
         return _refuse(book, request, world, refusal)
 
     # 4. It fits into the free bytes.
-    context = Context.of(book, request, world, never)
+    context = Context(book, request, world, never)
     candidates = candidates_for(context, out)
     possible = without_hopeless(candidates, never)
     measured = not_on(context.blind, possible)

@@ -216,9 +216,9 @@ def as_capped(book: Book, section: Section, cap: Cap, world: World) -> Section:
     return replace(section, leases=tuple(leases), over_cap=words)
 
 
-def owners_of(book: Book, user: str) -> frozenset[str]:
-    """The ids of all processes of `user`."""
-    return frozenset(id for id, section in book.sections.items() if section.owner.user == user)
+def owners_of(book: Book, cap: Cap | None) -> set[str]:
+    """The ids of all processes that the `cap` counts together."""
+    return {id for id, one in book.sections.items() if cap and one.owner.user == cap.user}
 
 
 def overstaying(book: Book, world: World) -> Iterator[Lease]:

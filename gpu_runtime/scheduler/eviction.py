@@ -44,7 +44,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import limits_of
-from .caps import drained
+from .caps import drained, owners_of
 from .feasibility import host_bytes_to_be_had, why_no_return
 from .placement import claimed, divide, least_room, may_split, parts_on, sets_that_fit
 from .policies import cost_of_leaving, gigabytes, with_uses_of_equal_models, would_go_to_host
@@ -177,7 +177,7 @@ def _room(cards: Iterable[str], context: Context, need: int = 0) -> Room:
     room = Room({card: context.room_later[card] for card in cards}, need=need)
     if context.cap_left_later:
         room.cap_left = {card: context.cap_left_later[card] for card in room.free}
-        room.cap_owners = context.cap_owners
+        room.cap_owners = owners_of(context.book, context.world.rules.cap)
     if context.own_left_later is not None:
         room.owner, room.own_left = context.request.lease.owner, context.own_left_later
     return room

@@ -12,8 +12,7 @@ to an owner to evict its lease. A shadow is an unchanged copy in host memory of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -215,93 +214,59 @@ def may_pass(book: Book, ahead: Ticket, request: Request, world: World) -> bool:
 Bytes = Mapping[str, int]  # by device id
 
 
-class Context(NamedTuple):
+class Context:
     """The inputs of one decision: book, request, world, free bytes, requests ahead, and limits.
 
     A lease is in parts if some of its bytes are on a card and the rest in host memory.
     """
 
-    book: Book
-    request: Request
-    world: World
-    leases: tuple[Lease, ...]
-    room_now: Bytes
-    # Free bytes once the `blocking` requests are served, and all leaving and recalled leases have left.
-    # Bytes that were freed after the last sample count as free.
-    room_later: Bytes
-    leaving: Mapping[str, Lease]  # device -> a lease that is leaving it
-    blind: Mapping[str, str]  # device -> why no grant can be made on it
-    ahead: tuple[Ticket, ...]  # the requests ahead in the queue
-    blocking: tuple[Ticket, ...]  # those of them that this request must not pass
-    returning: Collection[tuple[str, str]]  # owner and name of the leases that they wait for
-    recalled: Mapping[str, int]  # the leases that they have recalled, as in `Ticket.recalls`
-    own_left: int | None  # bytes left under this owner's own limit; None: no limit
-    own_left_later: int | None  # the same once its leaving models have left
-    silent: frozenset[str]  # ids of recalled idle leases whose owner does not answer
-    silent_shadows: frozenset[str]  # ids of leases whose owners do not free the recalled shadows
-    cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
-    cap_left_later: Bytes
-    cap_owners: frozenset[str]  # ids of all processes that this cap counts together
-    # Maps a card to the bytes that the requested lease has on this card, if the lease is in parts
-    # and may return to the card. These bytes need no free room.
-    held: Bytes = {}
-
-    @classmethod
-    def of(cls, book: Book, request: Request, world: World, never: Container[str] = ()) -> Context:
+    def __init__(
+        self, book: Book, request: Request, world: World, never: Container[str] = ()
+    ) -> None:
         """The inputs for a decision about this `request`, from the `book` and the `world`.
 
         `never` has the cards that can never hold the request alone.
         """
-        leases = tuple(book.leases())
-        room_now, blind = room_and_blind(book, world)
-        ahead = requests_ahead(book, request, world)
-        blocking = ahead
-        if request.held or any([ticket.blocked_since for ticket in ahead]):
-            blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
-        held = held_bytes(book, request, never)
-        recalled: dict[str, int] = {}
-        returning = set()
-        room_later = dict(room_now)
-        for ticket in blocking:
-            recalled |= ticket.recalls
-            returning.add((ticket.owner, ticket.name))
+        self.book, self.request, self.world = book, request, world
+        self.leases = tuple(book.leases())
+        self.room_now, self.blind = room_and_blind(book, world)
+        self.ahead = requests_ahead(book, request, world)
+        self.blocking = self.ahead  # those of them that this request must not pass
+        if request.held or any([ticket.blocked_since for ticket in self.ahead]):
+            must_not = [one for one in self.ahead if not may_pass(book, one, request, world)]
+            self.blocking = tuple(must_not)
+        # Maps a card to the bytes that the requested lease has on this card, if the lease is in parts
+        # and may return to the card. These bytes need no free room.
+        self.held = held_bytes(book, request, never)
+        # The leases that the blocking requests have recalled, as in `Ticket.recalls`, and owner and name
+        # of those that they wait for.
+        self.recalled: dict[str, int] = {}
+        self.returning: set[tuple[str, str]] = set()
+        # Free bytes once the blocking requests are served, and all leaving and recalled leases have
+        # left. Bytes that were freed after the last sample count as free.
+        self.room_later = later = dict(self.room_now)
+        for ticket in self.blocking:
+            self.recalled |= ticket.recalls
+            self.returning.add((ticket.owner, ticket.name))
             for share in ticket.need:
-                room_later[share.device] = room_later.get(share.device, 0) - share.bytes
+                later[share.device] = later.get(share.device, 0) - share.bytes
         for device, size in freed_since(book, world).items():
-            room_later[device] = room_later.get(device, 0) + size
-        soon = recalled
-        if held:  # the bytes of the requested lease do not count as free, if one ahead recalls them
-            soon = {id: size for id, size in recalled.items() if id != request.lease.id}
-        leaving = {}
-        for lease in leases:
+            later[device] = later.get(device, 0) + size
+        soon = self.recalled
+        if self.held:  # the requested lease does not count as free, if one ahead recalls it
+            soon = {id: size for id, size in soon.items() if id != request.lease.id}
+        self.leaving: dict[str, Lease] = {}  # device -> a lease that is leaving it
+        for lease in self.leases:
             for share in lease.freed_soon(soon):
-                room_later[share.device] = room_later.get(share.device, 0) + share.bytes
-                leaving[share.device] = lease
-        own_left, own_left_later = _left_of_own_limit(book, request, world)
-        silent, silent_shadows = _silent(book.ticket(request.key), leases, world)
-        cap = world.rules.cap
-        return cls(
-            book=book,
-            request=request,
-            world=world,
-            leases=leases,
-            room_now=room_now,
-            room_later=room_later,
-            leaving=leaving,
-            blind=blind,
-            ahead=ahead,
-            blocking=blocking,
-            returning=returning,
-            recalled=recalled,
-            own_left=own_left,
-            own_left_later=own_left_later,
-            silent=silent,
-            silent_shadows=silent_shadows,
-            cap_left=caps.left(book, world),
-            cap_left_later=caps.left(book, world, leaving=False),
-            cap_owners=caps.owners_of(book, cap.user) if cap else frozenset(),
-            held=held,
-        )
+                later[share.device] = later.get(share.device, 0) + share.bytes
+                self.leaving[share.device] = lease
+        # Bytes left under this owner's own limit, and once its leaving models have left; None: no limit
+        self.own_left, self.own_left_later = _left_of_own_limit(book, request, world)
+        # Ids of recalled idle leases, and of those with recalled shadows, whose owners do not answer
+        self.silent, self.silent_shadows = _silent(book.ticket(request.key), self.leases, world)
+        # Bytes left under the operator's cap on this user; empty: no cap
+        self.cap_left = caps.left(book, world)
+        self.cap_left_later = caps.left(book, world, leaving=False)
 
     @property
     def old(self) -> Lease | None:

@@ -490,7 +490,7 @@ def _shares(
 ) -> Shares | str:
     """The model's bytes on each card of `rules`, or the reason why these cards cannot hold it."""
     request = Request("", replace(lease, target=()), footprint, world.now, rules, wait=False)
-    context = Context.of(book, request, world)
+    context = Context(book, request, world)
     blocked = {**drained(book, world), **context.blind}
     for card in rules.devices:
         if card in blocked:

@@ -129,7 +129,7 @@ class Laws:
         self._judged.add(known)
         if not all(lease.droppable or lease.kind == "block" for lease in leases.values()):
             return
-        context = Context.of(book, request, world)
+        context = Context(book, request, world)
         host_left = self.box.limits[HOST] - book.claims().get(HOST, 0) - request.stage_bytes
         host_left -= sum(leases[id].card_bytes for id in chosen)
         for step in steps:
