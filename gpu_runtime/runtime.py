@@ -64,7 +64,6 @@ from .owner.pins import Held
 from .owner.resident import Place
 from .owner.session import Session
 from .scheduler import transitions as books
-from .scheduler.placement import check_policy
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -108,7 +107,6 @@ class Runtime:
                 raise BadSetting(name, value, f"given once, and gpu_{name} is given too")
             settings[f"gpu_{name}"] = settings.get(f"gpu_{name}") if value is None else value
         self.settings = Settings.load(**settings)
-        check_policy(self.settings.gpu_placement)
         cpu_only = self.settings.development_cpu_only
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)
         self._clock = clock or partial(time.clock_gettime, time.CLOCK_BOOTTIME)

@@ -16,7 +16,7 @@ import base64
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, compress
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
@@ -692,15 +692,15 @@ class Section(Value, dict=True, gc=True):  # `dict` keeps `_sums`, and needs `gc
 
         Computed once for each section, since a write changes only one of many. The caller must not change the result.
         """
-        return self._sums()[0]
+        return self._sums[0]
 
     def promises(self) -> dict[str, int]:
         """Bytes on each device that are reserved for leases still arriving or moving. Do not change the result."""
-        return self._sums()[1]
+        return self._sums[1]
 
     def copies(self) -> tuple[tuple[str, int], ...]:
         """For each lease with shared pages: the id of the pages, and the lease's bytes in them."""
-        return self._sums()[2]
+        return self._sums[2]
 
     def staying_on(self, device: str) -> tuple[Staying, ...]:
         return tuple(one for one in self.staying if one.device == device)
@@ -710,10 +710,8 @@ class Section(Value, dict=True, gc=True):  # `dict` keeps `_sums`, and needs `gc
         stays = sum(one.bytes for one in self.staying_on(device))
         return max(0, self.residue.get(device, 0) - stays)
 
+    @cached_property
     def _sums(self) -> _Sums:
-        known: _Sums | None = self.__dict__.get("sums")
-        if known is not None:
-            return known
         claimed = dict(self.residue)
         promised: dict[str, int] = {}
         copies: list[tuple[str, int]] = []
@@ -733,8 +731,7 @@ class Section(Value, dict=True, gc=True):  # `dict` keeps `_sums`, and needs `gc
                 claimed[HOST] = claimed.get(HOST, 0) + beyond
                 if lease.phase is Phase.ARRIVING:
                     promised[HOST] = promised.get(HOST, 0) + beyond
-        found = self.__dict__["sums"] = claimed, promised, tuple(copies)
-        return found
+        return claimed, promised, tuple(copies)
 
     @property
     def settled_at(self) -> float:

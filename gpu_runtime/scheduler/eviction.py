@@ -40,6 +40,7 @@ from ..facts import (
     away_word,
     is_engine,
     lease_title,
+    one_memory,
     where,
 )
 from ..units import show_bytes, show_seconds
@@ -307,8 +308,6 @@ class Way(NamedTuple):
     cost: tuple[float, ...]  # its last number is the way's position in the search: no two are equal
     candidate: Candidate
     leaving: tuple[Lease, ...]
-    seconds: float  # time to load the evicted leases again
-    worth: float  # the eviction policy's number of the lease in `leaving` that is worth most
     warm: tuple[Lease, ...] = ()  # leases that are unloaded from host memory for those that leave
     shadows: tuple[Lease, ...] = ()  # leases whose shadows are freed for those that leave
     others: tuple[Way, ...] = ()  # ways that were not chosen, the cheapest first
@@ -409,11 +408,8 @@ def _idle(
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:
     """Whether some of the `idle` leases may leave in part."""
-    for lease in idle:
-        if lease.piece_bytes:  # a plain loop, because every decision runs it
-            unified = any(device.unified for device in world.devices)
-            return world.rules.offload and not unified
-    return False
+    in_pieces = world.rules.offload and any([lease.piece_bytes for lease in idle])
+    return in_pieces and not one_memory(world.devices)
 
 
 def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
@@ -486,7 +482,13 @@ def _priced(
     is_fewest = context.request.placement.policy == "fewest-evictions"
     ranked = (leases, highest_rank) if is_fewest else (highest_rank,)
     cost = (most_important, most_wished, *ranked, rounded_seconds, cards, leases, order)
-    return Way(cost, candidate, leaving, seconds, highest_rank)
+    priced = replace(
+        candidate,
+        victims=tuple([lease.id for lease in leaving]),
+        cost_seconds=seconds,
+        worth=highest_rank,
+    )
+    return Way(cost, priced, leaving)
 
 
 def _seconds_to_return(lease: Lease) -> float:
@@ -630,7 +632,7 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
         " ".join([head, *eviction.sentences]),
         tuple(eviction.steps),
         eviction.recalled,
-        considered=tuple([_with_cost(one) for one in (way, *way.others)]),
+        considered=(way.candidate, *[one.candidate for one in way.others]),
         silent=tuple(id for id in eviction.recalled if id in context.silent),
         shadows=tuple(eviction.recalled_shadows),
     )
@@ -835,16 +837,3 @@ class _Eviction:
     def _owner(self, lease: Lease) -> str:
         owner = self.book.owner(lease.owner)
         return owner.label if owner else lease.owner
-
-
-def _with_cost(way: Way) -> Candidate:
-    candidate = way.candidate
-    return Candidate(
-        candidate.shares,
-        candidate.fits,
-        candidate.because,
-        tuple([lease.id for lease in way.leaving]),
-        way.seconds,
-        candidate.filled,
-        way.worth,
-    )

@@ -20,7 +20,7 @@ from math import ceil, comb
 from msgspec.structs import replace
 
 from ..errors import BadSetting
-from ..facts import LAYOUTS, PLACEMENTS, Candidate, Footprint, PlacementRules, Share, Shares, where
+from ..facts import LAYOUTS, Candidate, Footprint, PlacementRules, Share, Shares, where
 from ..units import show_bytes, show_seconds
 
 
@@ -456,13 +456,6 @@ def _with_overhead(part: int, rules: PlacementRules) -> int:
 
 
 Bytes = Mapping[str, int]  # by device id
-
-
-def check_policy(name: str) -> str:
-    """Returns `name` if it is the name of a placement policy. Raises BadSetting for other names."""
-    if name not in PLACEMENTS:
-        raise BadSetting("GPU_PLACEMENT", name, f"one of {', '.join(PLACEMENTS)}")
-    return name
 
 
 def check_layout(name: str) -> str:

@@ -355,10 +355,12 @@ def load_ahead(
     if verdict.asked or not verdict.steps:
         return book, Wait(verdict.because)
     room_for = f"room for {request.lease.name}: {cell} uses it, and no cell before uses"
-    steps = tuple(_said(step, f"{room_for} {_name(step)}.") for step in verdict.steps)
-    for step in steps:
+    steps = []
+    for step in verdict.steps:
+        step = replace(step, because=f"{room_for} {step.lease.partition('/')[2]}.")
         book = mark_leaving(book, step, request.key)  # type: ignore[arg-type]
-    return book, Wait(verdict.because, steps)
+        steps.append(step)
+    return book, Wait(verdict.because, tuple(steps))
 
 
 def _granted_ahead(
@@ -371,7 +373,7 @@ def _granted_ahead(
     if after.seq > book.seq:
         *others, granted = after.events
         after = replace(after, events=(*others, replace(granted, because=f"{because}.")))
-    steps = tuple(_said(step, f"{because}.") for step in verdict.steps)
+    steps = tuple(replace(step, because=f"{because}.") for step in verdict.steps)
     return after, replace(verdict, steps=steps, because=because)
 
 
@@ -396,14 +398,6 @@ def _with_pins(section: Section, may_leave: Callable[[Lease], bool]) -> Section:
         for lease in section.leases
     ]
     return replace(section, leases=tuple(leases))
-
-
-def _said(step: Step, because: str) -> Step:
-    return replace(step, because=because)
-
-
-def _name(step: Step) -> str:
-    return step.lease.partition("/")[2]
 
 
 # -- recorded decisions, made again ----------------------------------------------------------------

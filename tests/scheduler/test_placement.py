@@ -2,13 +2,11 @@
 
 from math import ceil
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Candidate, Footprint, Part, PlacementRules, Share
-from gpu_runtime.scheduler.placement import check_policy, place
+from gpu_runtime.scheduler.placement import place
 from gpu_runtime.units import GIB
 
 
@@ -37,12 +35,6 @@ def test_every_candidate_says_why():
         place(footprint, room, PlacementRules(policy="most-free"))[0].because
         == "a has the most free: 8.0 GiB"
     )
-
-
-def test_a_placement_of_no_such_name_is_a_bad_setting():
-    assert check_policy("best-fit") == "best-fit"
-    with pytest.raises(BadSetting, match="GPU_PLACEMENT"):
-        check_policy("worst-fit")
 
 
 @given(
