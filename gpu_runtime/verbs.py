@@ -601,26 +601,21 @@ def fleet(rt: Any, args: argparse.Namespace) -> Any:
         return client.leave(address=args.address)
     hosts = gpu_runtime.fleet(args.address)
     if args.action == "slots":
-        return _slots(hosts, args)
+        if args.delete:
+            return hosts.delete_slot(args.delete)
+        if not args.create:
+            return hosts.slots()
+        model, at, host = args.create.rpartition("@")
+        if not (at and args.on):
+            raise GpuError(
+                "a new slot needs its place:  gpu fleet slots --create NAME@HOST --on cuda:0,1"
+            )
+        return hosts.create_slot(model, host, args.on)
     if args.action == "drain":
         if not args.host:
             raise GpuError("drain needs the name of a host:  gpu fleet drain HOST")
         return hosts.drain(args.host, undo=args.undo)
     return hosts.status()
-
-
-def _slots(hosts: Any, args: argparse.Namespace) -> Any:
-    """The table of the fleet's slots, or the outcome of creating or deleting a slot."""
-    if args.delete:
-        return hosts.delete_slot(args.delete)
-    if not args.create:
-        return hosts.slots()
-    model, at, host = args.create.rpartition("@")
-    if not (at and args.on):
-        raise GpuError(
-            "a new slot needs its place:  gpu fleet slots --create NAME@HOST --on cuda:0,1"
-        )
-    return hosts.create_slot(model, host, args.on)
 
 
 # -- the table -----------------------------------------------------------------------------------

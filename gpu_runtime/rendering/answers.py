@@ -531,18 +531,14 @@ def _who_rows(frame: Any) -> list[list[str]]:
             record["kind"],
             record["device"] if several else "",
             show_bytes(int(record["bytes"])),
-            _frees(record),
+            # What becomes free if only this name is deleted. Parked memory is in RAM.
+            show_bytes(alone) + (" of RAM" if alone and record["device"] == HOST else ""),
             record["cell"],
             what(record),
         ]
         for record in records
+        for alone in [int(record["alone_bytes"])]
     ]
-
-
-def _frees(record: Mapping[str, Any]) -> str:
-    """What becomes free if only this name is deleted. Parked memory is in RAM."""
-    size = int(record["alone_bytes"])
-    return show_bytes(size) + (" of RAM" if size and record["device"] == HOST else "")
 
 
 def what(record: Mapping[str, Any]) -> str:

@@ -278,7 +278,11 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
         found.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
     if view.claimed_bytes > view.limit_bytes:
         found.append(f"over its budget by {show_bytes(view.claimed_bytes - view.limit_bytes)}")
-    found += _measured_remark(view)
+    measured = view.measured_bytes
+    if measured is None and not view.device.is_host:
+        found.append("not measured")
+    elif measured is not None and not view.device.simulated and measured != view.claimed_bytes:
+        found.append(f"measured {show_bytes(measured)}")
     if view.sample is not None and view.sample.utilisation_percent is not None:
         found.append(f"{view.sample.utilisation_percent:.0f} % busy")
     if view.device.is_host:
@@ -318,15 +322,6 @@ def from_cards(snapshot: Snapshot) -> str:
     if notebooks:
         parts.append(f"{notebooks} notebook{'s' if notebooks != 1 else ''}")
     return f"{', '.join(parts)} in RAM"
-
-
-def _measured_remark(view: DeviceView) -> list[str]:
-    """The remark `measured 14.0 GiB` if it differs from the claimed bytes, or `not measured`."""
-    if view.measured_bytes is None:
-        return [] if view.device.is_host else ["not measured"]
-    if view.device.simulated or view.measured_bytes == view.claimed_bytes:
-        return []
-    return [f"measured {show_bytes(view.measured_bytes)}"]
 
 
 # -- the table of holders ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from gpu_runtime.serving.api.responses import ResponsesWriter, TextTokens, chat_of, response_of
+from gpu_runtime.serving.api.responses import ResponsesWriter, TextTokens, chat_of
 from gpu_runtime.serving.requests import Refused, Reply
 from tests.serving.harness import refusal
 from tests.serving.loopback import END, chunk
@@ -139,7 +139,8 @@ def test_a_whole_text_has_the_same_probabilities_as_a_streamed_one():
     message = {"role": "assistant", "content": "ké ab<", "reasoning_content": "k no"}
     choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
     body = {**HI, "top_logprobs": 3}
-    response = Response.model_validate(response_of({"model": "m", "choices": [choice]}, body))
+    reply = Reply("m", "m", "", json={"model": "m", "choices": [choice]})
+    response = Response.model_validate(ResponsesWriter(body).whole(reply))
     assert response.top_logprobs == 3
     [part] = response.output[1].content
     assert [token.token for token in part.logprobs] == ["\n\nk", "\ufffd", "\ufffd", " ab", "<"]

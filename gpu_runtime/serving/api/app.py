@@ -94,30 +94,7 @@ def base_application(gateway: Callable[[], Any], store: Store | None) -> FastAPI
     routers = routes, openai.outside_router(gateway), ollama.router(gateway)
     for router in routers:
         app.include_router(router)
-    _add_server_routes(app, gateway)
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(GpuError, _failed)
-    app.add_exception_handler(StarletteError, _http_error)
-    app.add_middleware(_RequireVisitor, calls=_call_routes(app, routers))
-    return app
 
-
-def _call_routes(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
-    """The applications that answer the calls of models, by path. Errors are answered as everywhere in `app`."""
-
-    def answering(route: CallRoute) -> Any:
-        async def answer(scope: Any, receive: Any, send: Any) -> None:
-            request = StrictRequest(scope, receive)
-            response = await route.endpoint(request, await caller(request))
-            await response(scope, receive, send)
-
-        return ExceptionMiddleware(answer, app.exception_handlers)
-
-    routes = [route for router in routers for route in router.routes]
-    return {route.path: answering(route) for route in routes if isinstance(route, CallRoute)}
-
-
-def _add_server_routes(app: FastAPI, gateway: Callable[[], Any]) -> None:
     @app.get("/usage", tags=["server"])
     def get_usage(request: Request, days: int = Query(30, ge=1, le=MOST_DAYS)) -> Json:
         """Calls and tokens of the last days, today included, for each visitor and model. Days are those of UTC.
@@ -149,6 +126,27 @@ def _add_server_routes(app: FastAPI, gateway: Callable[[], Any]) -> None:
         """Changes the settings. They also hold after a restart of the server."""
         gateway().guard.allow(config.allow_cloud_fallback)
         return {"allowCloudFallback": gateway().guard.allowed}
+
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(GpuError, _failed)
+    app.add_exception_handler(StarletteError, _http_error)
+    app.add_middleware(_RequireVisitor, calls=_call_routes(app, routers))
+    return app
+
+
+def _call_routes(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
+    """The applications that answer the calls of models, by path. Errors are answered as everywhere in `app`."""
+
+    def answering(route: CallRoute) -> Any:
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            request = StrictRequest(scope, receive)
+            response = await route.endpoint(request, await caller(request))
+            await response(scope, receive, send)
+
+        return ExceptionMiddleware(answer, app.exception_handlers)
+
+    routes = [route for router in routers for route in router.routes]
+    return {route.path: answering(route) for route in routes if isinstance(route, CallRoute)}
 
 
 def _add_engine_log(app: FastAPI) -> None:

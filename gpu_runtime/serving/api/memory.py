@@ -346,12 +346,7 @@ def _difference(wanted: Wanted, spec: ModelSpec) -> str:
 def router(rt: Any) -> APIRouter:
     """The routes below `/memory`, over the runtime `rt`."""
     routes = APIRouter(prefix="/memory", tags=["memory"], route_class=StrictRoute)
-    _add_reads(routes, rt)
-    _add_actions(routes, rt)
-    return routes
 
-
-def _add_reads(routes: APIRouter, rt: Any) -> None:
     @routes.get("/stats")
     def get_stats() -> Json:
         """Bytes, budgets, pressure and counters of this host."""
@@ -384,8 +379,6 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
         """Whether the host is without a problem. With `GPU_RELIEF=always`, the level CRITICAL is a problem."""
         return health(rt.health())
 
-
-def _add_actions(routes: APIRouter, rt: Any) -> None:
     async def act(actor: str, work: Callable[[Cancellation], Any]) -> Any:
         """Runs `work(cancelled)` in a thread, and returns its result. The journal names `actor` as the cause."""
 
@@ -428,3 +421,5 @@ def _add_actions(routes: APIRouter, rt: Any) -> None:
     async def post_preload(request: Request, wanted: Preload, actor: str = ACTS) -> Json:
         """Loads models before they are needed. If the client leaves, a load that only it needs is stopped."""
         return await unless_gone(request, act(actor, partial(preload, rt, wanted)))
+
+    return routes

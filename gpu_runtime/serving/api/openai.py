@@ -278,7 +278,42 @@ def router(gateway: Any, jobs: Jobs) -> APIRouter:
 
     for kind, (path, *_) in _CALLS.items():
         _add_call_route(routes, path, kind, gateway)
-    _add_job_routes(routes, gateway, jobs)
+
+    @routes.post(
+        "/jobs",
+        status_code=202,
+        tags=["jobs"],
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra=request_body(_JOB_SCHEMA),
+    )
+    async def post_job(request: Request, actor: str = CALLS) -> JSONResponse:
+        """Starts a call that continues without a connection. `endpoint` and `body` are the same as in a direct call."""
+        gateway().require_open()
+        job = jobs.start(gateway(), await request.json(), actor)
+        return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+
+    @routes.get("/jobs", tags=["jobs"])
+    def get_jobs(request: Request) -> Json:
+        """The jobs that this visitor has started, without their results. The newest job is first."""
+        return {"object": "list", "data": jobs.of(visitor_name(request))}
+
+    @routes.get(
+        "/jobs/{id}",
+        tags=["jobs"],
+        responses={404: {"description": "no such job, or its result was dropped"}},
+    )
+    def get_job(id: str) -> Json:
+        """The state of a job, and its result once it is done."""
+        return jobs.fetch(id)
+
+    @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
+    async def delete_job(id: str, request: Request, actor: str = CALLS) -> Json:
+        """Ends a job, and drops its result. A visitor with a key can only end the jobs of that key."""
+        if not request.scope["state"]["visitor"].may_act and jobs.find(id).client != actor:
+            raise Refused(403, "not_yours", "another visitor has started this job", param="id")
+        return (await jobs.end(id)).as_json()
+
     return routes
 
 
@@ -329,43 +364,6 @@ def _add_call_route(routes: APIRouter, path: str, kind: str, gateway: Any) -> No
     schema = body_schema({"model": _MODEL, **fields}, optional)
     words = {"summary": summary, "description": "Answers one call, whole or as a stream."}
     add_call(routes, path, gateway, schema, answer, name=kind, **words)
-
-
-def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs) -> None:
-    @routes.post(
-        "/jobs",
-        status_code=202,
-        tags=["jobs"],
-        response_model=None,
-        responses=REFUSALS,
-        openapi_extra=request_body(_JOB_SCHEMA),
-    )
-    async def post_job(request: Request, actor: str = CALLS) -> JSONResponse:
-        """Starts a call that continues without a connection. `endpoint` and `body` are the same as in a direct call."""
-        gateway().require_open()
-        job = jobs.start(gateway(), await request.json(), actor)
-        return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
-
-    @routes.get("/jobs", tags=["jobs"])
-    def get_jobs(request: Request) -> Json:
-        """The jobs that this visitor has started, without their results. The newest job is first."""
-        return {"object": "list", "data": jobs.of(visitor_name(request))}
-
-    @routes.get(
-        "/jobs/{id}",
-        tags=["jobs"],
-        responses={404: {"description": "no such job, or its result was dropped"}},
-    )
-    def get_job(id: str) -> Json:
-        """The state of a job, and its result once it is done."""
-        return jobs.fetch(id)
-
-    @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
-    async def delete_job(id: str, request: Request, actor: str = CALLS) -> Json:
-        """Ends a job, and drops its result. A visitor with a key can only end the jobs of that key."""
-        if not request.scope["state"]["visitor"].may_act and jobs.find(id).client != actor:
-            raise Refused(403, "not_yours", "another visitor has started this job", param="id")
-        return (await jobs.end(id)).as_json()
 
 
 def request_body(schema: Json) -> Json:

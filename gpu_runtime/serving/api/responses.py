@@ -18,7 +18,7 @@ from fastapi.responses import Response
 
 from ..engines.chat_template import TAGS
 from ..requests import Json, Reply, bad
-from .calls import Writer, chat_fields, functions, logprobs_of, named_event
+from .calls import Writer, chat_fields, functions, named_event
 from .openai import add_call, answered, body_schema
 
 # Fields of both formats.
@@ -219,23 +219,6 @@ def _probabilities(include: Any, count: Any) -> Json:
 # -- answers
 
 
-def response_of(answer: Json, body: Mapping[str, Any]) -> Json:
-    """The response for the `answer` to a chat; `body` is the body of the call of `/v1/responses`."""
-    [choice] = answer["choices"]
-    said = choice["message"]
-    output = []
-    tokens = TextTokens()
-    tokens.add(logprobs_of(choice))
-    if said.get("reasoning_content"):
-        tokens.skip(said["reasoning_content"])
-        output.append(_item("reasoning", said["reasoning_content"]))
-    if said.get("content"):
-        output.append(_item("message", said["content"], tokens.take(said["content"])))
-    output += [_call_item(call) for call in said.get("tool_calls") or ()]
-    made = _response(answer, body)
-    return _ended(made, output, choice["finish_reason"], answer.get("usage"))
-
-
 class ResponsesWriter(Writer):
     """Turns the chunks of one chat into events. Each run of thoughts, run of text, and call is an item."""
 
@@ -253,7 +236,12 @@ class ResponsesWriter(Writer):
         self._events = 0
 
     def whole(self, reply: Reply) -> Json:
-        return response_of(super().whole(reply), self._body)
+        """Reads the whole answer as a stream of one chunk."""
+        answer = reply.json or {}
+        choices = [{**one, "delta": one["message"]} for one in answer["choices"]]
+        list(self._read({**answer, "choices": choices}))
+        self.end(list(self._calls))
+        return _ended(self._response, self._output, self.finish, self.usage)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._events += 1

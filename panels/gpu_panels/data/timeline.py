@@ -176,7 +176,12 @@ def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
     more = len(held) - len(kept)
     note = f"{more} more held less, and have no row." if more > 0 else ""
     if not rows:
-        note = _empty_note(moments)
+        note = "No process held memory in this time."
+        if not moments:
+            note = (
+                "No history is recorded in this time. Recording runs while any notebook or server "
+                "runs."
+            )
     return Drawing(
         shown.start,
         shown.end,
@@ -187,12 +192,6 @@ def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
         tuple(cards),
         note,
     )
-
-
-def _empty_note(moments: Sequence[Moment]) -> str:
-    if moments:
-        return "No process held memory in this time."
-    return "No history is recorded in this time. Recording runs while any notebook or server runs."
 
 
 def _held(spans: Mapping[str, Sequence[Span]]) -> Counter[str]:
@@ -288,15 +287,11 @@ def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
         return None
     name = needed_by[1] if needed_by else ""
     name = KERNEL if name == OWN_MEMORY else name
-    heir = label_of(_requester(event), name)
+    pid = event.owner.partition(".")[0]  # the process made room for itself
+    if event.by:  # a claimed name may contain another pid
+        pid = next(reversed(_PID.findall(event.by)), "")
+    heir = label_of(pid, name)
     return (victim, heir) if heir in labels and heir != victim else None
-
-
-def _requester(event: Event) -> str:
-    """The pid of the process that needed the room, or "" if it is unknown."""
-    if not event.by:  # the process made room for itself
-        return event.owner.partition(".")[0]
-    return next(reversed(_PID.findall(event.by)), "")  # a claimed name may contain another pid
 
 
 def _arrow(pair: tuple[str, str], group: Sequence[Event], shown: Range) -> Arrow:

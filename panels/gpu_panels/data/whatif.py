@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     HOST,
-    DeviceView,
     Drop,
     Lease,
     Move,
@@ -69,8 +68,14 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
         change.update(section.claims())
     for section in snapshot.sections.values():
         change.subtract(section.claims())
-    devices = tuple(_after_change(view, change[view.device.id]) for view in snapshot.devices)
-    return replace(snapshot, sections=sections, devices=devices)
+    devices = []
+    for view in snapshot.devices:  # figures that are unknown stay unknown
+        more = change[view.device.id]
+        used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
+        room = None if view.room_bytes is None else view.room_bytes - more
+        claimed = view.claimed_bytes + more
+        devices.append(replace(view, claimed_bytes=claimed, measured_bytes=used, room_bytes=room))
+    return replace(snapshot, sections=sections, devices=tuple(devices))
 
 
 def _after_step(lease: Lease, step: Step) -> Lease | None:
@@ -85,14 +90,6 @@ def _after_step(lease: Lease, step: Step) -> Lease | None:
     if lease.in_parts:
         return replace(lease, target=step.shares, phase=Phase.ARRIVING)
     return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)
-
-
-def _after_change(view: DeviceView, more: int) -> DeviceView:
-    """The device of `view` after `more` bytes were claimed on it. Figures that are unknown stay unknown."""
-    used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
-    room = None if view.room_bytes is None else view.room_bytes - more
-    claimed = view.claimed_bytes + more
-    return replace(view, claimed_bytes=claimed, measured_bytes=used, room_bytes=room)
 
 
 def touched(steps: Iterable[Step]) -> list[str]:

@@ -84,7 +84,10 @@ class Reader:
 
     def status(self, kernels: Sequence[LabKernel], front: str = "") -> Answer:
         """The answer to a tab, with the kernel of the notebook in `front`. Raises GpuError or OSError."""
-        tile = self._of_tile()
+        from gpu_runtime import watching  # loads the runtime; not needed until a tab asks
+
+        # The ledger that the console would show if it were opened by its tile in JupyterLab's launcher.
+        tile = self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
         ledgers = self._ledgers(kernels)
         shown = self._shown_ledger(ledgers.get(front, ()), tile)
         others = [name for name in self._active(ledgers, tile) if name.key != self._key(shown)]
@@ -130,12 +133,6 @@ class Reader:
             return read.snapshot
 
     # -- which ledger
-
-    def _of_tile(self) -> _Read:
-        """The ledger that the console would show if it were opened by its tile in JupyterLab's launcher."""
-        from gpu_runtime import watching  # loads the runtime; not needed until a tab asks
-
-        return self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
 
     def _ledgers(self, kernels: Sequence[LabKernel]) -> dict[str, tuple[Any, ...]]:
         """The ledgers that each of the `kernels` has open, by the id of the kernel."""
