@@ -153,17 +153,13 @@ def chain(
 class CloudGuard:
     """Whether a cloud may stand in for a local model. The value is in a file, which survives restarts."""
 
-    def __init__(self, path: Path | None, seed: bool) -> None:
-        """The value is in the file `path`, or in memory if that is None; it is `seed` until `allow` is called."""
-        self._path = path
-        self._seed = seed
-        self._in_memory: bool | None = None
+    def __init__(self, path: Path, seed: bool) -> None:
+        """The value is in the file `path`; it is `seed` until `allow` is called."""
+        self._path, self._seed = path, seed
 
     @property
     def allowed(self) -> bool:
         """The value. False if the file has no readable value, so that no data leaves this machine."""
-        if self._path is None:
-            return self._seed if self._in_memory is None else self._in_memory
         try:
             value = json.loads(self._path.read_text())["allowCloudFallback"]
         except FileNotFoundError:  # `allow` was never called
@@ -176,9 +172,6 @@ class CloudGuard:
         """Sets the value. Raises BadSetting if `allowed` is not a bool, or the file cannot be written."""
         if not isinstance(allowed, bool):
             raise BadSetting("allowCloudFallback", allowed, "true or false")
-        if self._path is None:
-            self._in_memory = allowed
-            return
         try:
             make_directory(self._path.parent)
             replace_file(self._path, f"{json.dumps({'allowCloudFallback': allowed})}\n".encode())

@@ -94,20 +94,15 @@ class FleetModels:
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 self.look()
-                self._start_servers()
+                # Starts the server of each host before a call needs it, also of a host whose agent was restarted. One
+                # that runs already is not started again. On a busy machine a start takes many seconds.
+                for host in self.hosts:
+                    call = self._starting.get(host)
+                    if call is None or cluster.ended([call], 0):
+                        agent = self.fleet._agent(host)
+                        self._starting[host] = on(agent, "serve", "verbs", serve)
             except Exception as error:  # noqa: BLE001 - the head restarts: read again
                 log.debug("the fleet cannot be read: %s", error)
-
-    def _start_servers(self) -> None:
-        """Starts the server of each host before a call needs it, also of a host whose agent was restarted.
-
-        A server that runs already is not started again. On a busy machine a start takes many seconds.
-        """
-        for host in self.hosts:
-            call = self._starting.get(host)
-            if call is None or cluster.ended([call], 0):
-                agent = self.fleet._agent(host)
-                self._starting[host] = on(agent, "serve", "verbs", serve)
 
     # -- what the gateway calls
 
@@ -299,7 +294,6 @@ class FleetGateway(Gateway):
         """The gateway over the `models` of a fleet. `keys()` returns the keys of programs; `store` keeps the usage."""
         super().__init__(
             models,  # type: ignore[arg-type]
-            models.settings,
             keys=keys,
             store=store,
             make_adapter=FleetAdapter,

@@ -56,7 +56,6 @@ from .thread_stream import in_thread
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
-    from ..settings import Settings
 
 DRAIN_POLL_SECONDS = 0.05
 PLAIN_CALL_SECONDS = 30.0  # for the answer to a plain call, after a fault
@@ -71,9 +70,7 @@ class Gateway:
     def __init__(
         self,
         rt: Runtime,
-        settings: Settings | None = None,
         *,
-        serving: ServingConfig | None = None,
         guard: CloudGuard | None = None,
         clock: Callable[[], float] = time.monotonic,
         environment: Mapping[str, str] | None = None,
@@ -81,19 +78,16 @@ class Gateway:
         store: Store | None = None,
         make_adapter: MakeAdapter = adapter_for,
     ) -> None:
-        """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
+        """The gateway over the runtime `rt`, with its settings.
 
-        `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard of the settings. `clock` returns
-        monotonic seconds. `environment` has the addresses of the clouds and the keys for them. `keys()` returns the
-        keys of programs. `store` keeps the usage. `make_adapter` makes the adapter of a pinned model. Raises
-        BadDocument.
+        `guard` replaces the cloud guard of the settings. `clock` returns monotonic seconds. `environment` has the
+        addresses of the clouds and the keys for them. `keys()` returns the keys of programs. `store` keeps the usage.
+        `make_adapter` makes the adapter of a pinned model. Raises BadDocument.
         """
-        settings = settings or rt.settings
-        self.rt = rt
+        self.rt, settings = rt, rt.settings
         self._clock = clock
         self._make_adapter = make_adapter
         self._environment = os.environ if environment is None else environment
-        self._serving = serving or ServingConfig()
         self.guard = guard or CloudGuard(
             state_home() / "serving.json", settings.model_boss_allow_cloud_fallback
         )
@@ -110,7 +104,7 @@ class Gateway:
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
         self.facts = self._choices.facts  # what is known of a model or alias, by its name
         path = settings.gpu_tasks or default_file()
-        self._tasks = TasksFile(path, clock, self._choices.doubts) if serving is None else None
+        self._tasks = TasksFile(path, clock, self._choices.doubts)
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
         self.keep_warm = KeepWarm(clock, self._evict)
         rules = settings.rules()
@@ -192,12 +186,11 @@ class Gateway:
     @property
     def serving(self) -> ServingConfig:
         """The tasks, clients and stand-ins that apply now."""
-        return self._tasks.content() if self._tasks else self._serving
+        return self._tasks.content()
 
     def reload_tasks(self) -> None:
         """Reads `tasks.yaml` again. If it has a mistake, the earlier content stays, and the mistake is logged."""
-        if self._tasks:
-            self._tasks.reload()
+        self._tasks.reload()
 
     def state(self) -> GatewayState:
         """The current figures of this gateway."""
@@ -283,23 +276,19 @@ class Gateway:
                     failed.append((choice.model, error))
                     log.info("%s could not answer: %s", choice.model, first_line(error))
                 else:
-                    return self._signed(reply, choice, failed)
+                    self._counts["answered"] += 1
+                    if choice.model != reply.asked:
+                        self._counts["stood_in"] += bool(failed)
+                        errors = [
+                            f"{name} could not answer: {first_line(one)}" for name, one in failed
+                        ]
+                        reply.because = "; ".join(errors) or choice.because
+                    add_origin(reply)
+                    return reply
             self._counts["failed"] += 1
             raise no_answer(call.model, failed)
         finally:
             failed.clear()  # else a cycle: error -> traceback -> this frame -> error
-
-    def _signed(
-        self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]
-    ) -> Reply:
-        """Adds to `reply` the model and the reason for this model, and counts the call as answered."""
-        if choice.model != reply.asked:
-            errors = [f"{model} could not answer: {first_line(error)}" for model, error in failed]
-            reply.because = "; ".join(errors) or choice.because
-            self._counts["stood_in"] += bool(failed)
-        add_origin(reply)
-        self._counts["answered"] += 1
-        return reply
 
     async def _answer_with(
         self, choice: Choice, call: Call, held: AsyncExitStack, deadline: float | None

@@ -159,7 +159,10 @@ def next_steps(
         return NextSteps()
     start: list[int] = []
     load: list[str] = []
-    blocked = _blocked_by_started_calls(engines.values())
+    # A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then it
+    # is loaded again, although its call counts as running, and no call of a model that it waits for may start.
+    reloads = [one for one in engines.values() if one.state is ModelState.LOADING and one.active]
+    blocked = {model for one in reloads for model in one.waits_for}
     running = {name: engine.active for name, engine in engines.items()}
     loading = sum(engine.state is ModelState.LOADING for engine in engines.values())
     for call in order(calls, engines, now, turns):
@@ -180,19 +183,6 @@ def _must_wait(engine: ModelActivity) -> bool:
     if engine.state is ModelState.WARM:
         return engine.active >= engine.concurrency
     return engine.state is ModelState.LOADING
-
-
-def _blocked_by_started_calls(engines: Iterable[ModelActivity]) -> set[str]:
-    """The models of which no call may start now, because calls that have started wait for their eviction.
-
-    A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then it is
-    loaded again, although its call counts as running.
-    """
-    blocked: set[str] = set()
-    for engine in engines:
-        if engine.state is ModelState.LOADING and engine.active:
-            blocked |= engine.waits_for
-    return blocked
 
 
 _UNKNOWN = ModelActivity()

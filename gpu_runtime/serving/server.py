@@ -99,7 +99,7 @@ def run(rt: Any, **options: Any) -> None:
     """Serves the models of the runtime `rt` until the process is interrupted. For `options` see `run_app`."""
     run_app(
         lambda gateway, store: application(rt, gateway, store),
-        lambda keys, store: Gateway(rt, rt.settings, keys=keys, store=store),
+        lambda keys, store: Gateway(rt, keys=keys, store=store),
         rt.settings,
         snapshot=rt.status,
         **options,
@@ -227,7 +227,7 @@ def serve(rt: Any, host: str) -> HostServer:
 
 
 async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.Event) -> None:
-    gateway = Gateway(rt, rt.settings)
+    gateway = Gateway(rt)
     app = application(rt, lambda: gateway)
     token = secrets.token_urlsafe(32)
     rules = AccessRules(user=getpass.getuser(), operator_token=token)

@@ -281,8 +281,10 @@ def opened(path: Path) -> sqlite3.Connection:
     # In a shared ledger, another user could put a link here that leads to a database of this user.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
-    if not _has_plain_journal(path):
-        raise OSError(errno.EINVAL, "its journal is not a file", str(path))
+    # SQLite opens the journal at each read. If the journal is a pipe, SQLite waits for ever.
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(f"{path}-journal").st_mode):
+            raise OSError(errno.EINVAL, "its journal is not a file", str(path))
     db = sqlite3.connect(path, timeout=0.5)
     try:
         require_no_link(db, path)
@@ -292,17 +294,6 @@ def opened(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def _has_plain_journal(database: Path) -> bool:
-    """Whether the journal beside the file `database` is a plain file, or is missing.
-
-    SQLite opens the journal at each read. If the journal is a pipe, SQLite waits for ever.
-    """
-    try:
-        return stat.S_ISREG(os.lstat(f"{database}-journal").st_mode)
-    except OSError:  # there is none, or SQLite will report the error
-        return True
 
 
 def _stored_events(

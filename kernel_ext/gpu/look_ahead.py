@@ -279,7 +279,11 @@ class CellSchedule:
         with self._lock:
             self._running.append((info, info.raw_cell or ""))
             if len(self._running) == 1:
-                self._number = _number_of_cell(self._shell)
+                # Some versions of IPython increase `execution_count` before this function is called, and others after
+                # it. Every version stores the cell's input after this call, so the stored inputs are counted.
+                history = self._shell.history_manager
+                stored = history.input_hist_raw if history else ()
+                self._number = len(stored) or self._shell.execution_count
                 self._queue.began()
                 waits_in_queue = bool(self._queue.waiting())
                 self._from_file = [] if waits_in_queue else self._read_file(info)
@@ -340,16 +344,6 @@ class CellSchedule:
 def _models_of(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels:
     reading = scan.read(code)
     return CellModels(cell, reading.uses, tuple(sorted(reading.mentions)), running)
-
-
-def _number_of_cell(shell: Any) -> int:
-    """The number that the output of the beginning cell will show.
-
-    Some versions of IPython increase `execution_count` before this function is called, and others after it. Every
-    version stores the cell's input after this call, so the stored inputs are counted.
-    """
-    history = shell.history_manager
-    return len(history.input_hist_raw) if history else shell.execution_count
 
 
 def _sent_cell_id(kernel: Any) -> str:

@@ -334,23 +334,17 @@ class _Loaded:
     def before_cell(self, info: Any) -> None:
         """Records that a cell runs, from IPython's `info`. The first cell with `rt` in its text opens the runtime."""
         activity.began(info)
-        self._let_load_again(info.raw_cell or "")
+        # IPython prints two lines if the extension is in its list. A notebook has its line for the kernels that do not
+        # load the extension by themselves.
+        self.loads_again = self.by_itself and bool(_LOADS.search(info.raw_cell or ""))
+        if self.loads_again:
+            self.shell.extension_manager.loaded.discard("gpu")
         names_rt = re.search(r"\brt\b", info.raw_cell or "")
         if self.opened is None and self.rt is not None and names_rt:
             # An error in this hook would only be printed. The cell will raise the same error.
             with contextlib.suppress(GpuError):
                 self.open()
         self.look_ahead.before_cell(info)
-
-    def _let_load_again(self, text: str) -> None:
-        """Lets `%load_ext gpu` in `text` print nothing, if the kernel has loaded the extension by itself.
-
-        IPython prints two lines if the extension is in its list. A notebook has its line for the
-        kernels that do not load the extension by themselves.
-        """
-        self.loads_again = self.by_itself and bool(_LOADS.search(text))
-        if self.loads_again:
-            self.shell.extension_manager.loaded.discard("gpu")
 
     @hook
     def after_cell(self, result: Any) -> None:

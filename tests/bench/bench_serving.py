@@ -25,7 +25,6 @@ from gpu_runtime.serving.queue import (
     Waiting,
     next_steps,
 )
-from gpu_runtime.serving.tasks import ServingConfig
 from tests.serving.test_order import overtaken_for_seconds
 
 from .bench_http import compared
@@ -237,7 +236,7 @@ def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
 
     async def run() -> Any:
         with tempfile.TemporaryDirectory() as directory, _runtime(directory, **options) as rt:
-            gateway = Gateway(rt, serving=ServingConfig())
+            gateway = Gateway(rt)
             try:
                 return await work(gateway)
             finally:

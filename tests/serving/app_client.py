@@ -11,10 +11,10 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
-from gpu_runtime.serving.choices import CloudGuard
 from gpu_runtime.serving.records import CallFigures, CallRecord, Usage
 from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.web.auth import Visitor
+from tests.serving.harness import Guard
 
 OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
 
@@ -46,7 +46,7 @@ class Gateway:
     """
 
     def __init__(self) -> None:
-        self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
+        self.guard, self.let_go, self.words = Guard(True), False, Words(3)
         self.slow, self.known = "slow", "echo"
         self.figures = CallFigures()
         self.usage = Usage()

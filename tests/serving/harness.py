@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.serving.choices import CloudGuard
 from gpu_runtime.serving.engines.base import EngineAdapter
 from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
 from gpu_runtime.serving.gateway import Gateway
@@ -89,6 +89,16 @@ class Scripted(EchoAdapter):
             self._log.append(f"{self.spec.name} ended")
 
 
+class Guard(SimpleNamespace):
+    """A CloudGuard without a file."""
+
+    def __init__(self, allowed: bool) -> None:
+        super().__init__(allowed=allowed)
+
+    def allow(self, allowed: bool) -> None:
+        self.allowed = allowed
+
+
 class Harness:
     """A gateway with `models` (name -> GiB) on one card of 24 GiB, of which 21.6 GiB may be claimed."""
 
@@ -101,7 +111,7 @@ class Harness:
         environment: dict[str, str] | None = None,
         options: dict[str, dict[str, Any]] | None = None,
         make_adapter: Callable[..., EngineAdapter] | None = None,
-        guard: CloudGuard | None = None,
+        guard: Any = None,
         settings: dict[str, Any] | None = None,
         keys: Callable[[], Any] = dict,
         **models: float,
@@ -112,10 +122,11 @@ class Harness:
             given = {"model_type": "llm", **(options or {}).get(name, {})}
             self.rt.register(name, backend="fake", size=f"{gib} GiB", **given)
         self.gateway = Gateway(
-            self.rt, serving=serving or ServingConfig(), clock=self.clock,
-            environment=environment or {}, guard=guard or CloudGuard(None, True), keys=keys,
+            self.rt, clock=self.clock, environment=environment or {}, guard=guard or Guard(True), keys=keys,
             make_adapter=make_adapter or self._adapter,
         )  # fmt: skip
+        content = serving or ServingConfig()
+        self.gateway._tasks = SimpleNamespace(content=lambda: content, reload=lambda: None)
 
     def _adapter(self, value: Any, spec: Any, http: Any) -> EngineAdapter:
         if spec.name in self.scripts:

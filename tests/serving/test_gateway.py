@@ -14,13 +14,13 @@ from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, N
 from gpu_runtime.facts import IMPORTANCE, Evidence, ModelSpec
 from gpu_runtime.owner import maintenance
 from gpu_runtime.serving import queue
-from gpu_runtime.serving.choices import CloudGuard, ModelFacts
+from gpu_runtime.serving.choices import ModelFacts
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.tasks import Profile, ServingConfig, Task
 from gpu_runtime.serving.thread_stream import in_thread
 from tests.clock import PATIENCE
-from tests.serving.harness import answer_text, chat, harness, refusal, stream_text
+from tests.serving.harness import Guard, answer_text, chat, harness, refusal, stream_text
 from tests.serving.loops import settle, until
 
 ALONE = {"sequences": 1, "context_length": 64}  # one call at a time
@@ -561,7 +561,7 @@ async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
 
 async def test_models_and_tasks_are_listed_and_the_state_has_the_cloud_guard():
     serving = ServingConfig(tasks={"sum": Task(("qwen",))})
-    async with harness(serving, qwen=4, guard=CloudGuard(None, False)) as k:
+    async with harness(serving, qwen=4, guard=Guard(False)) as k:
         rows = {row["id"]: row["x_gpu"] for row in k.gateway.models()}
         qwen = {"model_type": "llm", "backend": "fake", "warm": False}
         assert rows == {"qwen": qwen, "task:sum": {"candidates": ["qwen"]}}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.choices import Cloud, CloudGuard
+from gpu_runtime.serving.choices import Cloud
 from gpu_runtime.serving.engines.openai_http import HttpAdapter, HttpClient
 from gpu_runtime.serving.fleet_server import _Place
 from gpu_runtime.serving.records import traceparent
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.tasks import ServingConfig, Task
-from tests.serving.harness import answer_text, chat, harness, refusal, stream_text
+from tests.serving.harness import Guard, answer_text, chat, harness, refusal, stream_text
 from tests.serving.loopback import END, Loopback, chunk, completion, loopback
 from tests.serving.loops import until
 
@@ -352,7 +352,7 @@ async def test_a_cloud_answers_last_and_only_if_allowed():
 async def test_a_cloud_that_was_requested_is_never_blocked():
     """A cloud that the call names, or that is the first candidate of a task, is a deliberate choice."""
     tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
-    options = {"serving": ServingConfig(tasks=tasks), "guard": CloudGuard(None, False)}
+    options = {"serving": ServingConfig(tasks=tasks), "guard": Guard(False)}
     async with loopback() as there, harness(qwen=4, environment=cloudy(there), **options) as k:
         there.answers = [completion("a"), completion("b")]
         models = [(await k.chat(name)).model for name in ("claude:sonnet", "task:far", "task:near")]

@@ -31,7 +31,7 @@ from gpu_runtime.serving.tasks import (
     default_file,
     read_serving_config,
 )
-from tests.serving.harness import Clock, chat, harness
+from tests.serving.harness import Clock, Guard, chat, harness
 from tests.serving.loops import settle
 
 LOCAL = ("a", "b", "c", "d:local")
@@ -248,7 +248,7 @@ preload: [gpt, gone]
     with closing(Runtime(devices="sim:24GiB", ledger="memory:")) as rt:
         for name in ("qwen", "phi"):
             rt.register(name, backend="fake", size="1 GiB")
-        choices = Choices(rt, ServingConfig, CloudGuard(None, True), Costs(), {})
+        choices = Choices(rt, ServingConfig, Guard(True), Costs(), {})
         tasks = TasksFile(file, clock, choices.doubts)
         for _ in range(2):
             tasks.content()

@@ -18,7 +18,6 @@ from gpu_runtime.owner import registry
 from gpu_runtime.rendering import answers
 from gpu_runtime.serving.api import openai
 from gpu_runtime.serving.gateway import Gateway
-from gpu_runtime.serving.tasks import ServingConfig
 from gpu_runtime.units import GIB, MIB, show_seconds
 from tests.backends.test_engine_server import alive
 from tests.backends.test_engine_sleep import WEIGHTS, charged_in
@@ -186,7 +185,7 @@ async def test_a_call_that_waits_for_a_sleeping_engine_says_that_it_wakes(rt, pl
     monkeypatch.setattr(openai, "COMMENT_SECONDS", 0.01)
     pids = use(rt, "a")
     rt.evict("a")
-    gateway = Gateway(rt, serving=ServingConfig())
+    gateway = Gateway(rt)
     gateway.costs.add_load("a", 40.0)
     gateway.costs.add_load("a", 9.0, from_ram=True)
     (place / "fault").write_text("waits")

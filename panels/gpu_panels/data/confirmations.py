@@ -60,14 +60,13 @@ MEANS = {
     "ack": "Everybody sees that you know of it",
     "silence": "Nobody is told of it for an hour",
 }
-PROCESS_VERBS = ("defrag", "resume", "interrupt")
 ON_CARDS = ("drain", "undrain", "compact", "evict_idle")
 LEAVES = ("evict", "drop", "unpin_evict")  # the model leaves its card
 NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. PROCESS_VERBS act on a process, and a verb in ON_CARDS acts on a card."""
+    """One action on one lease. Defrag, resume and interrupt act on a process, and a verb in ON_CARDS acts on a card."""
 
     verb: str
     # Owner id / model name, as in the book; `owner id/` for a process, `/CARD` for a card

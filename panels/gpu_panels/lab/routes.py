@@ -89,7 +89,12 @@ class Reader:
         # The ledger that the console would show if it were opened by its tile in JupyterLab's launcher.
         tile = self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
         ledgers = self._ledgers(kernels)
-        shown = self._shown_ledger(ledgers.get(front, ()), tile)
+        opened = ledgers.get(
+            front, ()
+        )  # by the notebook in front: the last one is shown, or the tile's
+        shown = tile
+        if opened and watching.directory_of(tile.rt) not in [one.directory for one in opened]:
+            shown = self._of(watching.guest(opened[-1]))
         others = [name for name in self._active(ledgers, tile) if name.key != self._key(shown)]
         self._close_unused()
         return self._answer(shown, kernels, others, self._name(tile))
@@ -149,16 +154,6 @@ class Reader:
             self._cached.pop("ledgers", None)
             known = self._every(LOOK_SECONDS, "ledgers", look)
         return known
-
-    def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
-        """The ledger shown for the notebook in front, which has `ledgers` open: `tile` if it has that or none open,
-        else the one that it opened last.
-        """
-        from gpu_runtime import watching
-
-        if not ledgers or watching.directory_of(tile.rt) in [one.directory for one in ledgers]:
-            return tile
-        return self._of(watching.guest(ledgers[-1]))
 
     def _active(self, ledgers: dict[str, tuple[Any, ...]], tile: _Read) -> list[LedgerName]:
         """The ledgers that kernels of this server have open. Also the ledger `tile`, if it has leases."""
