@@ -174,7 +174,7 @@ def application() -> Any:
     from gpu_runtime.serving.api.app import application as make
 
     with Runtime(devices="sim:1GiB", ledger="memory:") as rt:
-        return make(rt, lambda: None, "docs")
+        return make(rt, lambda: None)
 
 
 @cache
@@ -182,7 +182,7 @@ def route_descriptions() -> dict[str, dict[str, Any]]:
     """The descriptions of all routes by path and method: of one host, and of a fleet's server."""
     from gpu_runtime.serving.fleet_server import fleet_application
 
-    fleet = fleet_application(None, lambda: None, "docs").openapi()["paths"]
+    fleet = fleet_application(None, lambda: None, None).openapi()["paths"]
     return {**fleet, **application().openapi()["paths"]}
 
 
