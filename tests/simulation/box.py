@@ -536,6 +536,7 @@ class Box:
         self.kernels: list[Kernel] = []
         self.met: Counter[str] = Counter()  # how often each message, act, fault and error was met
         self._memories: list[Writer] = []
+        self._pieces = Pieces()  # of the newest page, while no keeper runs
         self._pids = FIRST_PID
         self._ids: dict[int, Process] = {}
         self.stopped: set[Process] = set()
@@ -546,6 +547,7 @@ class Box:
         self.importance: dict[str, int] = {}  # of each model; less is more
         self.kept: set[str] = set()  # ids of the leases that a user has pinned
         self.slow = 0.0  # how often a message is late
+        self.no_keeper_until = 0.0  # as when the system has no memory for a process
         self.hung = ""  # a process that has just ended a keeper that did not answer
         self.wall = 1.7e9  # the wall clock is so far ahead of the other
         Box.active = self
@@ -590,6 +592,8 @@ class Box:
     def start_keeper(self) -> None:
         if self.keeper is not None and not self.keeper.process.killed:
             return
+        if self.machine.now < self.no_keeper_until:
+            return
         process = self.process(f"keeper {len(self._memories) + 1}")
         self.keeper = KeeperServer(self, process)
         self._memories.append(self.keeper.memory)
@@ -611,10 +615,15 @@ class Box:
         """Cuts one connection, with all messages that are under way."""
         if self.keeper is not None and self.keeper.wires:
             self.troubled_until = self.machine.now + 2.0
-            wire = self.machine.random.choice(list(self.keeper.wires.values()))
+            wire = self.machine.random.choice(self.answered() or [*self.keeper.wires.values()])
             self.note(f"a connection of {wire.opened_by} is cut")
             wire.inbox.clear()
             self.keeper.leave(wire)
+
+    def answered(self) -> list[Wire]:
+        """The connections on which the reply to a call is under way."""
+        wires = self.keeper.wires.values() if self.keeper is not None else ()
+        return [wire for wire in wires if wire.receiver is not None and wire.inbox]
 
     def newest_page(self) -> Any:
         found = []
@@ -750,7 +759,6 @@ class Box:
         """The newest page that a process has."""
         if self.keeper is not None:
             return self.keeper.written.book
-        pieces = Pieces()
         if page := self.newest_page():
-            pieces.follow(page)
-        return pieces.book
+            self._pieces.follow(page)
+        return self._pieces.book

@@ -66,6 +66,9 @@ class Day:
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
         self.crowded |= len(self.ranks) > 1
+        # How often a use begins in another. Those who hold much then wait for one another.
+        self.nests = self.random.choice((0.15, 0.15, 0.7))
+        self.sizes = SIZES if self.nests < 0.5 else SIZES[1:4]
         self.precious = self.random.choice((0.2, 0.5) if self.disk.budget else (0.0, 0.0, 0.1))
         self.over = False  # nobody asks for anything more
         self.asking: dict[object, Call] = {}  # the calls that have not returned
@@ -90,6 +93,8 @@ class Day:
         god = box.process("the operator")
         for _ in range(min(self.random.randint(1, 4), self.limits.kernels)):
             self._open_kernel()
+        for card in self._cards() if box.driver and self.random.random() < 0.5 else ():
+            box.driver.take(card, self.random.randint(0, 3) << 30)
         machine.start(self._faults, (), god, "faults")
         try:
             end = machine.now + self.seconds
@@ -260,7 +265,7 @@ class Day:
         name = f"m{next(self.box.numbers)}"
         random = self.random
         most = self.box.cap or 8 << 30  # what one card may hold for a user is enough for each model
-        sizes = [size for size in SIZES if parse_bytes(size) <= most]
+        sizes = [size for size in self.sizes if parse_bytes(size) <= most]
         options: dict[str, Any] = {"size": random.choice(sizes)}
         if random.random() < 0.3:
             options["shadow"] = True
@@ -308,7 +313,7 @@ class Day:
 
     def use(self, kernel: Kernel, token: object, depth: int = 0) -> None:
         name, random = self._a_model(kernel), self.random
-        seconds = random.choice((None, 0, 0.5, 5.0, 30.0))
+        seconds = random.choice((None, 30.0) if depth else (None, 0, 0.5, 5.0, 30.0))
         wish = random.choice(self.ranks) if random.random() < 0.1 else None
         self._asks(token, kernel, f"use({name}, timeout={seconds})")
         with kernel.rt.use(name, timeout=seconds, importance=wish) as model:
@@ -317,7 +322,7 @@ class Day:
             self.box.note(f"{kernel.process} uses {name}")
             long = random.random() < 0.03  # longer than others let a request that it blocks pass
             self.machine.pause(None, random.expovariate(0.02 if long else 1.0))
-            if random.random() < 0.15 and depth < 2:
+            if random.random() < self.nests and depth < 2:
                 self.use(kernel, token, depth + 1)
             if any(share.device == HOST for share in model.place[0]):
                 raise AssertionError(f"{name} is used, and lies at {model.place[0]}")
@@ -407,6 +412,8 @@ class Day:
                 continue
             fault = random.choice(self.limits.faults or FAULTS)
             box.met[fault] += 1
+            if fault in ("keeper", "cut") and random.random() < 0.5:
+                self.machine.pause(box.answered, 1.0)  # a reply is lost with the connection
             if fault == "keeper":
                 box.kill_keeper(torn=random.random() < 0.5)
             elif fault == "kernel" and len(box.kernels) > 1:
@@ -418,7 +425,16 @@ class Day:
             elif fault == "stop keeper" and box.keeper is not None:
                 self._stop(box.keeper.process)
             elif fault == "stop kernel":
-                self._stop(random.choice(box.kernels).process)
+                asking = {one.owner for one in box.book().tickets if one.verb != "use"}
+                asking = [one for one in box.kernels if one.me in asking]  # and reads no answer
+                self._stop(random.choice(asking or box.kernels).process)
+            elif fault == "no keeper" and all(one.rt is not None for one in box.kernels):
+                asked = lambda: any(one.verb != "use" for one in box.book().tickets)  # noqa: E731
+                self.machine.pause(asked, 5.0)  # an answer cannot be written
+                box.no_keeper_until = self.machine.now + random.uniform(1.0, 15.0)
+                box.kill_keeper()
+                box.troubled_until = box.no_keeper_until + 2.0
+                self.machine.pause(None, box.no_keeper_until - self.machine.now)
             elif fault == "close" and len(box.kernels) > 1:
                 self._close(random.choice(box.kernels))
             elif fault == "cut":
@@ -549,4 +565,6 @@ FAULTS = (
     "no thread",
     "fork",
     "fork",
+    "stranger",
+    "no keeper",
 )

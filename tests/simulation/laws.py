@@ -63,6 +63,7 @@ class Laws:
         self._could: dict[str, float] = {}  # since when what must happen could have happened
         self._looked_at = 0.0
         self._jumped_at = 0.0
+        self._stay: set[str] = set()  # the dead that nobody has removed at rest
         self._totals: dict[str, int] = {}
         self._before = box.book()
         self._written: Any = None  # the page at the last step
@@ -216,7 +217,12 @@ class Laws:
             or any(lease.phase is Phase.ARRIVING for lease in book.leases())
         ):
             return False
-        return not driver.late and world.now > max(driver.grew.values()) + GROWN_SECONDS
+        if driver.late or world.now <= max(driver.grew.values()) + GROWN_SECONDS:
+            return False
+        after = self._measured(
+            book, world
+        ).samples  # what has left since the measurement is not free in it
+        return all(one.free_bytes == after[card].free_bytes for card, one in world.samples.items())
 
     def _measured(self, book: Any, world: Any) -> Any:
         """The `world` once the driver has measured the `book`."""
@@ -377,6 +383,8 @@ class Laws:
             lease = self.box.book().lease(ticket.owner, ticket.name)
             if lease is None or lease.key != ticket.key or lease.phase is not Phase.ARRIVING:
                 continue
+            if not admission.is_part(lease):
+                self._broken(f"{ticket.key} waits, and all that it waits for is granted")
             rest = lease.bytes_on(HOST) - sum(share.bytes for share in lease.target)
             if ticket.need_bytes < rest:
                 self._broken(f"{ticket.key} does not wait for the {show_bytes(rest)} that it lacks")
@@ -419,8 +427,16 @@ class Laws:
                     self._broken(f"{lease.id} leaves for others, and is in use")
                 if for_others and was.importance < asked.get(lease.id, 0):
                     self._broken(f"{lease.id} leaves for a request of less importance")
-                if (was.keep and lease.keep) or lease.id in self.box.kept:
+                if (was.keep and lease.keep) or self._is_pinned(lease):
                     self._broken(f"{lease.id} leaves for {lease.key}, and is kept")
+
+    def _is_pinned(self, lease: Any) -> bool:
+        """Whether a user has pinned it, and no other user has unpinned it since."""
+        for kernel in self.box.kernels if lease.id in self.box.kept else ():
+            resident = kernel.rt._session.residents.get(lease.name) if kernel.rt else None
+            if kernel.owns(lease.id) and resident is not None:
+                return resident.spec.keep
+        return False
 
     def _storm(self, before: Any, book: Any) -> None:
         """Requests that wait do not wake one another for ever."""
@@ -601,8 +617,12 @@ class Laws:
         found = [f"the request {one.key} is in the book" for one in book.tickets]
         found += [f"{one} is drained" for one in book.drained]
         living = {kernel.me: kernel for kernel in box.kernels if not kernel.closed}
+        # An owner without leases has perhaps no monitor, and then it removes the dead at its first request only.
+        removes = any(book.sections[id].leases for id in living if id in book.sections)
+        self._stay = set() if removes else book.sections.keys() - living.keys()
         found += [
-            f"the book has {id}, which has ended" for id in book.sections.keys() - living.keys()
+            f"the book has {id}, which has ended"
+            for id in book.sections.keys() - living.keys() - self._stay
         ]
         if box.keeper is not None and box.keeper.core._queue:
             found.append("the keeper has a queue")
@@ -671,7 +691,7 @@ class Laws:
         """What is left over although all runtimes are closed; empty if nothing is."""
         left = [one.name for one in self.box.machine.threads if one.process is not self._keeper()]
         found = [f"threads: {left}"] if left else []
-        found += [f"the book has {id}" for id in self.box.book().sections]
+        found += [f"the book has {id}" for id in self.box.book().sections.keys() - self._stay]
         return "; ".join([*found, *self._unequal(), *self._lost_files([])])
 
     def _keeper(self) -> Any:
