@@ -536,7 +536,7 @@ class Box:
         self.kernels: list[Kernel] = []
         self.met: Counter[str] = Counter()  # how often each message, act, fault and error was met
         self._memories: list[Writer] = []
-        self._pieces = Pieces()  # of the newest page, while no keeper runs
+        self._left = Pieces()  # of the newest page, which the last keeper has left
         self._pids = FIRST_PID
         self._ids: dict[int, Process] = {}
         self.stopped: set[Process] = set()
@@ -610,6 +610,8 @@ class Box:
                 half = (self.keeper.core.known.revision + 1) % 2 * MOST_BYTES
                 self.keeper.memory._memory[half : half + 64] = self.machine.random.randbytes(64)
             self.keeper = None
+            if page := self.newest_page():
+                self._left.follow(page)
 
     def cut(self) -> None:
         """Cuts one connection, with all messages that are under way."""
@@ -759,6 +761,4 @@ class Box:
         """The newest page that a process has."""
         if self.keeper is not None:
             return self.keeper.written.book
-        if page := self.newest_page():
-            self._pieces.follow(page)
-        return self._pieces.book
+        return self._left.book

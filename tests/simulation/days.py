@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
 from gpu_runtime.facts import HOST, parse_importance
+from gpu_runtime.owner import maintenance
 from gpu_runtime.scheduler import admission
 from gpu_runtime.units import parse_bytes
 
@@ -67,7 +68,7 @@ class Day:
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
         self.crowded |= len(self.ranks) > 1
         # How often a use begins in another. Those who hold much then wait for one another.
-        self.nests = self.random.choice((0.15, 0.15, 0.7))
+        self.nests = self.random.choice((0.15, 0.7))
         self.sizes = SIZES if self.nests < 0.5 else SIZES[1:4]
         self.precious = self.random.choice((0.2, 0.5) if self.disk.budget else (0.0, 0.0, 0.1))
         self.over = False  # nobody asks for anything more
@@ -433,7 +434,8 @@ class Day:
                 self.machine.pause(asked, 5.0)  # an answer cannot be written
                 box.no_keeper_until = self.machine.now + random.uniform(1.0, 15.0)
                 box.kill_keeper()
-                box.troubled_until = box.no_keeper_until + 2.0
+                # Work that failed in a thread of its own begins again at the next look.
+                box.troubled_until = box.no_keeper_until + 2.0 + maintenance.POLL_SECONDS
                 self.machine.pause(None, box.no_keeper_until - self.machine.now)
             elif fault == "close" and len(box.kernels) > 1:
                 self._close(random.choice(box.kernels))
