@@ -18,7 +18,7 @@ from gpu_runtime.owner.resident import Place
 from gpu_runtime.scheduler import admission, recall, transitions
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.feasibility import deadlocked
-from gpu_runtime.scheduler.queue import FAIR_STEPS, Context, awake, requests_ahead
+from gpu_runtime.scheduler.queue import FAIR_SECONDS, Context, requests_ahead
 from gpu_runtime.units import GIB, show_bytes
 
 from .box import NO_THREAD, Box, Kernel
@@ -179,10 +179,10 @@ class Laws:
         others = [
             one
             for one in book.tickets
-            if one.verb == "use" and one.key != request.key and awake(one, world)
+            if one.verb == "use" and one.key != request.key and rules.awake(one, now)
         ]
         for one in others:
-            enough = max(FAIR_STEPS * rules.ageing_seconds, rules.most_wait(one.seconds))
+            enough = max(FAIR_SECONDS, rules.most_wait(one.seconds))
             if one.arrived < request.arrived and now - one.arrived >= enough:
                 if one not in requests_ahead(book, request, world):
                     self._broken(f"{request.key} is ahead of {one.key}, which came long before")
@@ -197,7 +197,7 @@ class Laws:
             what = "passes requests that are blocked for long"
         elif isinstance(verdict, Wait) and not (verdict.steps or verdict.asked):
             for one in blocked:
-                then = then if one in late else then.without_ticket(one.key)
+                then = then if one in late else then.with_ticket(replace(one, need=()))
             what = "waits behind requests that are blocked"
         if then is not book:
             self.box.met["order judged"] += 1
