@@ -15,7 +15,7 @@ from gpu_runtime.facts import HOST, Drop, Grant, Move, Phase, Refuse, Sample, Sh
 from gpu_runtime.ledgers.keeper import ledger as clients
 from gpu_runtime.owner import acquire, failures, maintenance, requests
 from gpu_runtime.owner.resident import Place
-from gpu_runtime.scheduler import admission, recall, transitions
+from gpu_runtime.scheduler import admission, caps, recall, transitions
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.feasibility import deadlocked
 from gpu_runtime.scheduler.queue import FAIR_SECONDS, Context, requests_ahead
@@ -138,7 +138,8 @@ class Laws:
                 self._broken(f"{step.lease} is dropped for {request.key}, and RAM has room for it")
         for one in context.blocking:  # what they have recalled leaves in any case
             going = _recalled(one) | going
-        capped = {id for id in context.recalled if id.partition("/")[0] in context.cap_owners}
+        users = caps.owners_of(book, world.rules.cap) if world.rules.cap else ()
+        capped = {id for id in context.recalled if id.partition("/")[0] in users}
         if capped or not self._is_seen(book, world):
             return  # what others recall of this user counts against the cap until it has left
 
