@@ -7,16 +7,19 @@ import itertools
 import math
 import operator
 import os
+import sys
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from gpu_runtime import Runtime, threads
+from gpu_runtime import Runtime as Runtime
+from gpu_runtime import threads
 from gpu_runtime.backends import fake
 from gpu_runtime.backends.fake import FakeModel
-from gpu_runtime.devices import allocators
+from gpu_runtime.devices import allocators as allocators
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.errors import UnknownModel
@@ -26,13 +29,16 @@ from gpu_runtime.ledgers.keeper import core, ledger
 from gpu_runtime.ledgers.keeper.wire import MOST_BYTES, Reader, Torn, Writer
 from gpu_runtime.ledgers.liveness import Sight, describe_self
 from gpu_runtime.ledgers.pieces import Pieces, encode
-from gpu_runtime.owner import acquire, lifetime, release, requests
+from gpu_runtime.owner import acquire as acquire
+from gpu_runtime.owner import lifetime, release, requests
 
+from . import disk
 from .disk import Stowing
 from .machine import Lock, Machine, Thread
 
 FIRST_PID = 1 << 23  # no process of the real machine has such a pid
 NOTICED_SECONDS = 0.01  # from the death of a process until the keeper knows of it
+REFUSED = "the keeper speaks version"
 NO_THREAD = "can't start new thread"  # as Python says it
 begin, pid_here = _thread.start_new_thread, os.getpid
 
@@ -233,7 +239,7 @@ class KeeperLedger(ledger.KeeperLedger):
         return Sight.STOPPED if found is Sight.ALIVE and is_stopped else found
 
     def _start(self) -> str:
-        Box.active.start_keeper()
+        Box.active.start_keeper(sys.modules[__name__])
         return ""
 
     def _end_hanging(self, wire: Any) -> None:
@@ -251,12 +257,13 @@ class KeeperServer:
 
     def __init__(self, box: "Box", process: Process) -> None:
         self.box, self.process, self.core = box, process, core.Keeper()
+        self.protocol = core.PROTOCOL
         self.thread: Thread | None = None
         self.wires: dict[int, Wire] = {}
         self.inbox: dict[int, deque[tuple[float, bytes]]] = {}
         self.owners: dict[str, Process] = {}
         self._greeted: dict[int, str] = {}
-        self._next, self._published, self.written = 0, 0, self.core.known
+        self._next, self._published, self.written = 0, 0, box.sides[0].Pieces()
         page = box.newest_page()
         self.memory = Writer("simulated")
         if page is not None:
@@ -326,6 +333,10 @@ class KeeperServer:
             if isinstance(message, core.Leave):
                 self.owners.pop(self._greeted.get(number, ""), None)
             return
+        if message.protocol != self.protocol:
+            why = f"{REFUSED} {self.protocol} of the protocol"
+            self._post(wire, core.Refused(message.number, why))
+            return
         seen = replace(message.owner, pid=wire.opened_by.pid, started=1)
         owner = self.core.identity(message, seen)
         self._greeted[number] = owner.id
@@ -339,7 +350,17 @@ class KeeperServer:
     def publish(self) -> None:
         if self.core.known.revision != self._published:
             self.memory.write(self.core.known.revision, self.core.pieces)
-            self._published, self.written = self.core.known.revision, copy.copy(self.core.known)
+            self._published, self.written = self.core.known.revision, self._as_seen()
+
+    def _as_seen(self) -> Any:
+        """The book, as the laws see it."""
+        kind = self.box.sides[0]
+        if isinstance(self.core.known, kind.Pieces):
+            return copy.copy(self.core.known)
+        pieces, reader = copy.copy(self.written), kind.Reader(self.memory.descriptor)
+        pieces.follow(reader.page())
+        reader.close()
+        return pieces
 
     def _send(self, answers: core.Answers) -> None:
         if answers:
@@ -405,7 +426,8 @@ class Cards(Probe):
         return kind(device.id, device.total_bytes)
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
-        return Box.active.driver.samples(fresh)
+        found = Box.active.driver.samples(fresh)
+        return {card: Sample(**asdict(one)) for card, one in found.items()}
 
     def bound(self, device: str, fraction: float) -> bool:
         return True
@@ -492,8 +514,9 @@ def _taken_at(sample: Sample) -> float:
 class Kernel:
     """A notebook's kernel: a process with a runtime."""
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
+    def __init__(self, process: Process, side: Any) -> None:
+        """`side` is the module with the ends of the version that this kernel has."""
+        self.process, self.side = process, side
         self.rt: Any = None
         self.closed = False
         self.models: list[str] = []
@@ -507,7 +530,7 @@ class Kernel:
         if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
             self._seen = seen
             self._held = {
-                device: allocators.release(
+                device: self.side.allocators.release(
                     memory._state, frozenset([note.key for note in memory._freed])
                 ).requested
                 for device, memory in memories.items()
@@ -529,8 +552,13 @@ class Box:
 
     active: "Box"
 
-    def __init__(self, machine: Machine, devices: str, trace: Callable[[str], None]) -> None:
-        """On one day in five the cards are measured, and on as many the user ann has a cap."""
+    def __init__(
+        self, machine: Machine, devices: str, trace: Callable[[str], None], later: Any
+    ) -> None:
+        """On one day in five the cards are measured, and on as many the user ann has a cap.
+
+        On one day in six, owners and keepers have two versions: this one, and the one of the module `later`.
+        """
         self.machine, self.devices, self._trace = machine, devices, trace
         self.keeper: KeeperServer | None = None
         self.kernels: list[Kernel] = []
@@ -550,13 +578,9 @@ class Box:
         self.no_keeper_until = 0.0  # as when the system has no memory for a process
         self.hung = ""  # a process that has just ended a keeper that did not answer
         self.wall = 1.7e9  # the wall clock is so far ahead of the other
-        Box.active = self
-        ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
-        notify._Waiter = Waiter  # type: ignore[misc]
-        lifetime.open_ledger = KeeperLedger
-        threads._set_async_error = machine.raise_in
-        fake.FakeBackend = Weightless  # type: ignore[misc]
-        release.ram_left = lambda: math.inf  # of the real machine
+        self.sides = [sys.modules[__name__], *(later,) * (machine.random.random() < 1 / 6)]
+        for side in self.sides:
+            side.use(self, disk.Disk.active)
         self.limits = {one.id: int(one.total_bytes) for one in open_probe(devices).devices}
         random = machine.random
         late = random.choice((0.0, 0.0, 0.5, 3.0))
@@ -578,9 +602,9 @@ class Box:
         """The processes that are stopped, or can start no thread."""
         return self.stopped | {one for one in self._ids.values() if one.starts_no_thread}
 
-    def process(self, name: str, user: str = "ann") -> Process:
+    def process(self, name: str) -> Process:
         self._pids += 1
-        made = self._ids[self._pids] = Process(name, self._pids, user)
+        made = self._ids[self._pids] = Process(name, self._pids)
         return made
 
     def delay(self) -> float:
@@ -589,16 +613,27 @@ class Box:
 
     # -- keepers
 
-    def start_keeper(self) -> None:
+    def start_keeper(self, side: Any) -> None:
+        """Starts a keeper of a client's version; seldom, where there are two, one of another protocol."""
         if self.keeper is not None and not self.keeper.process.killed:
             return
         if self.machine.now < self.no_keeper_until:
             return
         process = self.process(f"keeper {len(self._memories) + 1}")
-        self.keeper = KeeperServer(self, process)
-        self._memories.append(self.keeper.memory)
-        self.keeper.thread = self.machine.start(self.keeper.serve, (), process, "serve")
-        self.note(f"{process} starts at revision {self.keeper.core.known.revision}")
+        self.keeper = server = side.KeeperServer(self, process)
+        self._memories.append(server.memory)
+        server.thread = self.machine.start(server.serve, (), process, "serve")
+        self.note(f"{process} ({side.core.VERSION}) starts at {server.core.known.revision}")
+        if len(self.sides) > 1 and self.machine.random.random() < 0.2:
+            server.protocol += 1
+            self.troubled_until = math.inf
+            self.machine.start(self._replace, (), process, "replace")
+
+    def _replace(self) -> None:
+        """Ends a keeper of another protocol some time later. In its thread, which ends with it."""
+        self.machine.pause(None, self.machine.random.expovariate(0.1))
+        self.kill_keeper()
+        self.machine.pause(None, None)
 
     def kill_keeper(self, torn: bool = False) -> None:
         """Kills the keeper; if `torn`, while it writes the next page."""
@@ -667,19 +702,22 @@ class Box:
 
     def start_kernel(self, **settings: Any) -> Kernel:
         """A new kernel, whose runtime is opened in a thread of its own."""
-        kernel = Kernel(self.process(f"kernel {self._pids - FIRST_PID}"))
+        side = self.machine.random.choice(self.sides)
+        kernel = Kernel(self.process(f"kernel {self._pids - FIRST_PID}"), side)
         if self.cap and self._pids % 2:
             kernel.process.user = "bob"  # who has no cap
         self.kernels.append(kernel)
 
         def work() -> None:
-            rt = Runtime(
+            opens = partial(
+                side.Runtime,
                 devices=self.devices, ledger="keeper:///simulated", catalog="drill",
-                probe=self._probe(),
+                probe=self._probe(side),
                 gpu_config_file=f"/proc/self/fd/{self._config}",
                 clock=lambda: self.machine.now, wall=lambda: self.wall + self.machine.now,
                 gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0, **settings,
             )  # fmt: skip
+            rt = self._again(opens)
             self._ready(kernel, rt)
 
         self.machine.start(work, (), kernel.process, "open")
@@ -691,7 +729,9 @@ class Box:
         The parent's threads are anywhere meanwhile. Nothing that they held is the child's: not the bytes of a card, and
         the pages in RAM are the parent's too. The child first does what was registered for a fork.
         """
-        kernel = Kernel(self.process(f"kernel {self._pids - FIRST_PID}", parent.process.user))
+        process, side = self.process(f"kernel {self._pids - FIRST_PID}"), parent.side
+        process.user = parent.process.user
+        kernel = Kernel(process, side)
         self.kernels.append(kernel)
         rt = copy.copy(parent.rt)
         inherited = rt._opened = copy.copy(rt._opened)
@@ -701,13 +741,13 @@ class Box:
         bell = client._bell = copy.copy(client._bell)
         for one in (client, bell):
             one._wire = one._wire and one._wire.inherited(kernel.process)
-        rt.probe = self._probe() or open_probe(self.devices)
+        rt.probe = self._probe(side) or side.open_probe(self.devices)
 
         def work() -> None:
             client.close_in_child()
             rt._forked()
             for name in list(inherited.blocks):  # which its parent was in
-                acquire._end_block(inherited, name)
+                side.acquire._end_block(inherited, name)
             for forbidden in (client.read, client.give_sign, lambda: client.wait(0), client.close):
                 with contextlib.suppress(ledger.LedgerUnavailable):
                     forbidden()
@@ -735,12 +775,23 @@ class Box:
         for wire in list(child.wires):
             wire.close()
 
-    def _probe(self) -> Any:
-        return Cards(self.devices) if self.driver else None
+    def _probe(self, side: Any) -> Any:
+        return side.Cards(self.devices) if self.driver else None
+
+    def _again(self, opens: Callable[[], Any]) -> Any:
+        """What `opens` returns, once no keeper of another protocol refuses it."""
+        while True:
+            try:
+                return opens()
+            except ledger.LedgerUnavailable as error:
+                if REFUSED not in str(error):
+                    raise
+                self.note(f"{self.machine.current.process}: {error}")  # type: ignore[union-attr]
+                self.machine.pause(None, 5.0)
 
     def _ready(self, kernel: Kernel, rt: Any) -> None:
         # Who looks seldom refreshes its request seldom, and is not stopped.
-        session = rt._session
+        session = self._again(lambda: rt._session)
         seldom = max(session.rules.refresh_seconds, 2 * requests.POLL_SECONDS)
         session.rules = replace(session.rules, refresh_seconds=seldom)
         kernel.rt = rt
@@ -762,3 +813,15 @@ class Box:
         if self.keeper is not None:
             return self.keeper.written.book
         return self._left.book
+
+
+def use(box: Box, there: disk.Disk) -> None:
+    """Lets the product use the ends of this module."""
+    Box.active = box
+    disk.use(there)
+    ledger._Wire, ledger._KeeperBell = Wire, KeeperBell  # type: ignore[misc,assignment]
+    notify._Waiter = Waiter  # type: ignore[misc]
+    lifetime.open_ledger = KeeperLedger
+    threads._set_async_error = box.machine.raise_in
+    fake.FakeBackend = Weightless  # type: ignore[misc]
+    release.ram_left = lambda: math.inf  # of the real machine

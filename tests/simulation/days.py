@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from gpu_runtime.errors import GpuError, LoadFailed, OutOfMemory
 from gpu_runtime.facts import HOST, parse_importance
-from gpu_runtime.owner import maintenance
+from gpu_runtime.ledgers.keeper import core
+from gpu_runtime.owner import acquire, maintenance, requests
 from gpu_runtime.scheduler import admission
 from gpu_runtime.units import parse_bytes
 
 from .box import NO_THREAD, Box, Kernel
 from .disk import Disk, file_of
+from .later import later_box, same_figures
 from .laws import Laws
 from .machine import Machine, Stuck
 
@@ -51,7 +53,7 @@ class Day:
         self.limits = limits
         self.lines: list[str] = []
         self.disk = Disk(self.machine, self.machine.random.choice((0, 0, 6, 24)))
-        self.box = Box(self.machine, self._devices(), trace or self.lines.append)
+        self.box = Box(self.machine, self._devices(), trace or self.lines.append, later_box)
         small = self.machine.random.random() < 0.1  # a page that is soon full
         admission.MOST_LEASES, admission.MOST_WAITING = (8, 12) if small else MOST
         self.random = self.machine.random
@@ -64,6 +66,7 @@ class Day:
             self.pace = PACES[0]
         self.seconds = seconds * self.pace / PACES[0]
         self.laws = Laws(self.box, slow=self.pace > PACES[0])
+        same_figures(acquire, admission, maintenance, requests)
         # An important model that is idle stays for ever, and a request of less importance waits for ever.
         self.ranks = self.random.choice((("normal",), ("normal",), ("normal", "high", "low")))
         self.crowded |= len(self.ranks) > 1
@@ -103,6 +106,8 @@ class Day:
             if wrong := self._wrong():
                 return wrong
             self.over = True
+            if box.keeper is not None and box.keeper.protocol != core.PROTOCOL:
+                box.kill_keeper()
             box.slow = 0.0
             self.disk.recover()
             for kernel in box.kernels:
@@ -221,7 +226,7 @@ class Day:
             gpu_policy=random.choice(("lru", "cost_aware", "keep_score")),
             **self.disk.settings,
         )
-        self.box.note(f"{kernel.process} opens")
+        self.box.note(f"{kernel.process} opens ({kernel.side.core.VERSION})")
         self._users(kernel)
         return kernel
 

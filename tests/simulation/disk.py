@@ -55,9 +55,6 @@ class Disk:
         self._made = 0
         self.recover()
         Disk.active = self
-        disk.directory = self._directory
-        disk.os = SimpleNamespace(statvfs=self._statvfs, path=os.path)  # type: ignore[assignment]
-        disk.trim_heap = lambda: None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -92,12 +89,12 @@ class Disk:
     def bytes(self) -> int:
         return sum(one.size for one in self.files())
 
-    def _directory(self, session: Any) -> Path:
+    def directory(self, session: Any) -> Path:
         if self.error:
             raise BadSetting("GPU_PARK_DIR", f"{DIRECTORY}", os.strerror(self.error))
         return DIRECTORY
 
-    def _statvfs(self, path: Path) -> Any:
+    def statvfs(self, path: Path) -> Any:
         if self.error:
             raise OSError(self.error, os.strerror(self.error))
         total = 2 * self.budget * GIB  # no other law keeps the budget
@@ -109,7 +106,7 @@ class Disk:
     def new_file(self, size: int) -> File:
         if self.error:
             raise OSError(self.error, os.strerror(self.error))
-        if self._statvfs(DIRECTORY).f_bavail * BLOCK < size:
+        if self.statvfs(DIRECTORY).f_bavail * BLOCK < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._made += 1
         assert self.machine.current is not None
@@ -124,6 +121,14 @@ class Disk:
             part = min(GIB, size - done)
             self.machine.pause(None, part * SECONDS_PER_BYTE * self.slowness)
         return self.machine.now - began
+
+
+def use(active: Disk) -> None:
+    """Lets the product use this disk."""
+    Disk.active = active
+    disk.directory = active.directory
+    disk.os = SimpleNamespace(statvfs=active.statvfs, path=os.path)  # type: ignore[assignment]
+    disk.trim_heap = lambda: None
 
 
 class Stowing(FakeBackend):

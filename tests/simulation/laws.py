@@ -510,6 +510,8 @@ class Laws:
         for kernel in self.box.kernels:
             if kernel.rt is None or kernel.closed or kernel.process in self.box.hindered:
                 continue
+            if kernel.side is not self.box.sides[0]:  # its facts are of another version
+                continue
             session = kernel.rt._session
             if _moves(kernel) or kernel.me not in book.sections:
                 continue
@@ -564,7 +566,7 @@ class Laws:
             owner, _, name = ticket.name.partition("/")
             if ticket.verb in ("use", "evict", "shed") or owner not in running:
                 continue
-            if _moves(running[owner]):
+            if _moves(running[owner]) or not running[owner].rt._session.monitor_started:
                 continue
             if any(event.answers == ticket.key for event in book.events):
                 continue
