@@ -497,10 +497,10 @@ def placement(session: Session, resident: Resident, for_wish: bool = False) -> P
     rules = replace(rules, **resident.spec.placement)
     if for_wish:
         rules = replace(rules, spared=session.wished.get(resident.spec.name, 0))
-    return _bound_to(resident.must_return_to(), rules)
+    return bound_to(resident.must_return_to(), rules)
 
 
-def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
+def bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
     """Returns the `rules`, changed to take from each card exactly the bytes in `cards`.
 
     `cards` maps ids of cards to bytes. Memory that left several cards for host memory returns to

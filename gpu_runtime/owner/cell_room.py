@@ -180,13 +180,26 @@ class CellRoom:
             return ""
         name = "room for a cell"  # a process has at most one
         began, before = session.clock(), self._of_others(more)
+        wanted_lease = Lease(session.me, name, kind="block", movable=False)
+        exact = PlacementRules(tuple(more), margin_bytes=0)
+        rules, footprint = (
+            acquire.bound_to(more, exact),
+            Footprint.of(sum(more.values()), "measured"),
+        )
+
+        def is_over() -> bool:
+            """Whether the kernel's memory has left its card, so that the room is not needed now."""
+            return resident is not None and resident.place is not Place.HERE
+
         key = session.new_key(f"lease {name}")
         granted, why = False, ""
         try:
-            for lease in self._grants(name, key, more, resident):
+            for verdict in acquire.grants(
+                session, key, wanted_lease, footprint, rules, self.patience_seconds, is_over
+            ):
                 granted = True
                 if resident is None:
-                    session.blocks[name] = (lease, pin)
+                    session.blocks[name] = (acquire.settled(verdict.lease, session.clock()), pin)
                     self._block = name
                 elif resident.enter(pin):
                     resident.claim(wanted)
@@ -229,33 +242,6 @@ class CellRoom:
             if lease.owner != session.me and lease.all_on_device
             if any(lease.bytes_on(card) for card in cards)
         }
-
-    def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
-        """Waits for the grant of the bytes `more` of each card, and yields the lease on them.
-
-        If the kernel's memory leaves its card before the grant, nothing is yielded.
-        """
-        session = self._session
-        wanted = Lease(session.me, name, kind="block", movable=False)
-        rules = PlacementRules(
-            devices=tuple(more),
-            layout="proportional" if len(more) > 1 else "single",
-            least_cards=len(more),
-            most_cards=len(more),
-            card_bytes=dict(more) if len(more) > 1 else {},
-            margin_bytes=0,
-            overhead=0.0,
-            factor=0.0,
-        )
-        footprint = Footprint.of(sum(more.values()), "measured")
-
-        def is_over() -> bool:
-            return resident is not None and resident.place is not Place.HERE
-
-        for verdict in acquire.grants(
-            session, key, wanted, footprint, rules, self.patience_seconds, is_over
-        ):
-            yield acquire.settled(verdict.lease, session.clock())
 
     @property
     def patience_seconds(self) -> float:

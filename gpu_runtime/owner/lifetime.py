@@ -19,7 +19,7 @@ from ..catalog.files import Catalogued
 from ..devices.probe import Probe, check_index
 from ..devices.sampler_client import Sampling
 from ..errors import GpuError, LedgerUnavailable
-from ..facts import Book, Lease, Owner, World
+from ..facts import Book, Lease, World
 from ..ledgers import host_config, open_ledger
 from ..ledgers.access import default_url, journals_in, shared_url, slug_of
 from ..notebook import notebook_path
@@ -124,26 +124,23 @@ def close(session: Session) -> None:
 
 def _leave(session: Session, leases: list[Lease]) -> None:
     """Removes the owner's section of the book, with the `leases` that it had, and closes the ledger."""
+    because = f"{session.owner.label} released it when it closed."
+
+    def leave(page: list[Lease], is_last: bool, book: Book, world: World) -> tuple[Book, None]:
+        """The book with events of the leases in `page`; after the last page without this owner."""
+        book = release.note_released(book, page, world, because)
+        return (transitions.resign(book, session.me) if is_last else book), None
+
     try:
         if session.me in session.ledger.read().sections:
             *earlier, last = release.released_in_pages(leases)
             for page in earlier:
-                session.decide(partial(_release, session.owner, page))
-            session.decide(partial(_resign, session.owner, last))
+                session.decide(partial(leave, page, False))
+            session.decide(partial(leave, last, True))
     except GpuError as error:  # the next owner that checks finds this one dead
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
-
-
-def _release(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
-    because = f"{owner.label} released it when it closed."
-    return release.note_released(book, leases, world, because), None
-
-
-def _resign(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
-    book, _ = _release(owner, leases, book, world)
-    return transitions.resign(book, owner.id), None
 
 
 def closed_error(session: Session) -> LedgerUnavailable:
