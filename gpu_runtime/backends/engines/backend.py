@@ -135,7 +135,7 @@ class Server(RestartedEngine):
         """The prefix of /chat/completions, with host and port; empty before the first start."""
         if self.order is None:
             return ""
-        return f"http://127.0.0.1:{self.order.port}{self.recipe.BASE}"
+        return f"http://127.0.0.1:{self.order.port}/v1"
 
     @property
     def headers(self) -> dict[str, str]:

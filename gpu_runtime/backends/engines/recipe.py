@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...facts import ENGINES, Evidence, ModelSpec, Shares
-from ..formats.sources import AbsentBackend
+from ..formats import sources
 
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
@@ -82,10 +82,14 @@ class Recipe:
     """How one engine is started for a lease, and how requests reach it. Each engine has a subclass."""
 
     INHERITS_SOCKET = False  # whether the server can listen on a socket that it inherits
-    BASE = "/v1"  # the prefix of /chat/completions
     LAYOUT: str  # the default layout; "balanced" for tensor parallelism
     KEYED = True  # whether the server rejects requests without the key
+    # The cards on which a server can give its bytes back, and take them again, without ending: the
+    # beginning of their ids. A model with the option `sleep=False` does not use it.
+    SLEEPS_ON: str | None = None
     MEASURED_ASLEEP = False  # whether the RAM of its processes is what it takes while it sleeps
+    OWN_TEMPLATE = False  # whether requests may set switches of the model's own chat template
+    LISTS_FIELDS = False  # whether its OpenAPI document lists the fields that it reads
 
     def health_path(self, spec: ModelSpec) -> str:
         """A path that needs no key, at which the server answers 200 once it is ready.
@@ -100,7 +104,7 @@ class Recipe:
         The size includes the context, for which the engine reserves memory when it starts, if its
         length is known.
         """
-        found = AbsentBackend(spec.backend).evidence(spec)
+        found = sources.AbsentBackend(spec.backend).evidence(spec)
         all_fields = {**found.config, **(found.config.get("text_config") or {})}
         supported = all_fields.get("max_position_embeddings")
         usual = min(supported, USUAL_CONTEXT) if isinstance(supported, int) else 0
@@ -133,7 +137,7 @@ class Recipe:
         A request sets switches, such as one for thinking, in its field `chat_template_kwargs`.
         Empty if the server of `order` ignores this field; None if the template is not known here.
         """
-        return ""
+        return sources.template(order.source, order.spec.name) if self.OWN_TEMPLATE else ""
 
     def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
         """Does the work that remains once the server of `order` is ready, such as a load.
@@ -144,9 +148,9 @@ class Recipe:
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
         """The fields that the server reads, as far as they can be found out with `send`.
 
-        A server ignores other fields without an error.
+        A server ignores other fields without an error, or only logs them.
         """
-        return {}
+        return fields_in_openapi(send) if self.LISTS_FIELDS else {}
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
         """Why the model is not on the cards of `order` as ordered, for an error; empty if it is.
@@ -156,11 +160,8 @@ class Recipe:
         return ""
 
     def sleeps(self, device: str) -> bool:
-        """Whether a server on the card `device` can give its bytes back, and take them again, without ending.
-
-        A model with the option `sleep=False` does not use it.
-        """
-        return False
+        """Whether a server on the card `device` can sleep; see SLEEPS_ON."""
+        return self.SLEEPS_ON is not None and device.startswith(self.SLEEPS_ON)
 
     def sleep(self, turn: Turn) -> str:
         """Puts the server to sleep: its weights go to host memory, its cache is lost.

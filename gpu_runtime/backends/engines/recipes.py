@@ -281,24 +281,12 @@ def _own_flags(
     return words
 
 
-class _OfCards(Recipe):
-    """What vLLM and SGLang have in common."""
+class Vllm(Recipe):
+    """Starts `vllm serve`."""
 
     LAYOUT = "balanced"  # tensor parallelism: equal parts
-
-    def sleeps(self, device: str) -> bool:
-        return device.startswith("cuda")
-
-    def template(self, order: LaunchOrder) -> str | None:
-        return sources.template(order.source, order.spec.name)
-
-    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
-        """The fields in the server's own OpenAPI document. vLLM only logs a field that it does not know."""
-        return fields_in_openapi(send)
-
-
-class Vllm(_OfCards):
-    """Starts `vllm serve`."""
+    SLEEPS_ON = "cuda"
+    OWN_TEMPLATE = LISTS_FIELDS = True
 
     def missing(self) -> str:
         if shutil.which("vllm"):
@@ -374,8 +362,12 @@ _SGLANG_FLAGS = {
 }
 
 
-class Sglang(_OfCards):
+class Sglang(Recipe):
     """Starts SGLang's server."""
+
+    LAYOUT = "balanced"  # tensor parallelism: equal parts
+    SLEEPS_ON = "cuda"
+    OWN_TEMPLATE = LISTS_FIELDS = True
 
     def missing(self) -> str:
         if importlib.util.find_spec("sglang"):
@@ -599,6 +591,7 @@ class Program(Recipe):
     """Starts the command of the model."""
 
     LAYOUT = "single"
+    SLEEPS_ON = ""  # on each card: the model's own fields decide it (`ModelSpec.may_sleep`)
     MEASURED_ASLEEP = True
 
     def missing(self) -> str:
@@ -610,10 +603,6 @@ class Program(Recipe):
     def command(self, order: LaunchOrder) -> Command:
         words = (*filled(order, order.spec.options["command"]), *user_arguments(order))
         return Command(words, {"GPU_ENGINE_KEY": order.key})
-
-    def sleeps(self, device: str) -> bool:
-        """True, since each model's own fields decide it (`ModelSpec.may_sleep`)."""
-        return True
 
     def sleep(self, turn: Turn) -> str:
         return _told_program(turn, "sleep") or _until_asleep(turn, True)
