@@ -7,7 +7,8 @@ card nothing is allocated.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..devices.probe import Probe
@@ -100,7 +101,7 @@ class FakeBackend(Backend):
                 for done in (0, total // 2, total):
                     progress(done, total)
 
-        _free(self._settle(model, shares, arrive))
+        self._hold(model, shares, 0, arrive)
         if shadow:
             with contextlib.suppress(OutOfMemory):  # the host is full: then there is no copy
                 model.shadow = (self.probe.place(HOST).allocate(total),)
@@ -114,53 +115,41 @@ class FakeBackend(Backend):
         return -(-sum(share.bytes for share in model.place[0]) // model.pieces)
 
     def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
-        """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
+        """Allocates what `shares` lack, calls the hook of `model` with "move", then frees the rest.
 
-        If the host has a full copy of the model already, a move to the host allocates nothing. On a
-        move from the host to a card, `shadow` keeps the bytes on the host as a copy. If only some
-        pieces move, only the bytes that are missing on their new device are allocated.
+        On a move from the host to a card, `shadow` keeps the bytes on the host as a copy.
         """
-        in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
-        if model.pieces and any(one[1].device == HOST for one in in_parts):
-            self._shift(model, shares, shadow)
-            return
-        to_host = all(share.device == HOST for share in shares)
-        from_host = all(share.device == HOST for share in model.place[0])
-        if to_host and model.shadow_bytes != sum(share.bytes for share in shares):
-            self.free_shadow(model)
-        ready = model.shadow if to_host else ()
-        kept = self._settle(model, shares, lambda: model.hook and model.hook("move"), ready)
-        if shadow and from_host and not to_host:
-            model.shadow = kept
-        else:
-            _free(kept)
-            if to_host:
-                model.shadow = ()
+        copy = _copy_after(model, shares, shadow)
+        self._hold(model, shares, copy, lambda: model.hook and model.hook("move"))
 
-    def _shift(self, model: FakeModel, shares: Shares, shadow: bool) -> None:
-        """Moves some pieces of `model`, so that it holds `shares`. Only the missing bytes are allocated."""
+    def _hold(self, model: FakeModel, shares: Shares, copy: int, arrive: Callable[[], Any]) -> None:
+        """Makes `model` hold `shares`, and `copy` bytes of a copy in host memory.
+
+        Only the bytes that are missing on a device are allocated before `arrive` is called. It calls
+        the hook and reports the progress. If it raises an error, nothing changes.
+        """
         old, blocks = model.place
-        before = {share.device: share.bytes for share in old}
-        after = {share.device: share.bytes for share in shares}
-        copy = _copy_after(model, before, after, shadow)
-        held = {**before, HOST: before.get(HOST, 0) + model.shadow_bytes}
-        wanted = {**after, HOST: after.get(HOST, 0) + copy}
+        held = Counter({share.device: share.bytes for share in old})
+        held[HOST] += model.shadow_bytes
+        wanted = Counter({share.device: share.bytes for share in shares})
+        wanted[HOST] += copy
         more: list[Block] = []
         try:
-            for device, size in wanted.items():
-                missing = size - held.get(device, 0)
-                if missing > 0:
-                    more.append(self.probe.place(device).allocate(missing))
-            if model.hook:
-                model.hook("move")
+            for device, size in (wanted - held).items():
+                more.append(self.probe.place(device).allocate(size))
+            arrive()
+            if not (blocks or model.shadow):  # a load
+                model.place = shares, tuple(more)
+                return
             # `force` ignores the capacity. This is safe, because the new blocks have no more bytes
             # than the blocks that are freed here.
             _free((*blocks, *model.shadow, *more))
-            kept = [self.probe.place(one).allocate(after[one], force=True) for one in after]
+            kept = [self.probe.place(one.device).allocate(one.bytes, force=True) for one in shares]
             host = self.probe.place(HOST)
             model.shadow = (host.allocate(copy, force=True),) if copy else ()
             model.place = shares, tuple(kept)
         except BaseException:
+            # A notebook keeps its last traceback, and with it this frame. So free the blocks now.
             if model.place[0] is not shares:
                 _free(more)
             raise
@@ -185,43 +174,17 @@ class FakeBackend(Backend):
         """Always True, because a fake `model` has no weights."""
         return True
 
-    def _settle(
-        self,
-        model: FakeModel,
-        shares: Shares,
-        arrive: Callable[[], Any],
-        ready: tuple[Block, ...] = (),
-    ) -> tuple[Block, ...]:
-        """Allocates `shares`, calls `arrive`, then makes these shares the place of `model`.
 
-        `arrive` calls the hook and reports the progress. If it raises an error, nothing changes.
-        Returns the blocks of the old place, which the caller frees. If `ready` has blocks, they
-        already hold the bytes of `shares`, and nothing is allocated.
-        """
-        held: list[Block] = list(ready)
-        try:
-            for share in () if ready else shares:
-                held.append(self.probe.place(share.device).allocate(share.bytes))
-            arrive()
-            (_, old), model.place = model.place, (shares, tuple(held))
-        except BaseException:
-            # A notebook keeps its last traceback, and with it this frame and `held`. So free the
-            # blocks now.
-            if model.place[0] is not shares and not ready:
-                _free(held)
-            raise
-        return old
+def _copy_after(model: FakeModel, shares: Shares, keep: bool) -> int:
+    """The bytes of the copy in host memory after `model` has moved to `shares`.
 
-
-def _copy_after(
-    model: FakeModel, before: Mapping[str, int], after: Mapping[str, int], keep: bool
-) -> int:
-    """The bytes of the copy in host memory after some pieces of `model` have moved.
-
-    `before` and `after` are the bytes on each device. With `keep`, pieces that return to the card
-    leave their bytes in host memory as a copy. If the copy has all bytes of the card, a piece that
-    goes to the host uses its part of the copy. If all pieces go to the host, no copy is left.
+    With `keep`, pieces that return to the card leave their bytes in host memory as a copy. If the
+    copy has all bytes of the card, a piece that goes to the host uses its part of the copy. If all
+    pieces go to the host, no copy is left.
     """
+    before, after = (
+        {share.device: share.bytes for share in some} for some in (model.place[0], shares)
+    )
     copy = model.shadow_bytes
     going = after.get(HOST, 0) - before.get(HOST, 0)
     if going < 0:

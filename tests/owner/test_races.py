@@ -75,13 +75,13 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
     """The frames of the traceback that the notebook keeps refer to the bytes."""
     rt = fakes(runtime(monitor=False), m="3GiB")
     backend = rt._session.residents["m"].backend
-    settle = backend._settle
+    hold = backend._hold
 
-    def settle_and_stop(*args):
-        settle(*args)
+    def hold_and_stop(*args):
+        hold(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend, "_settle", settle_and_stop)
+    monkeypatch.setattr(backend, "_hold", hold_and_stop)
     with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
         pass
     assert rt.probe.used() == {"sim:0": 0, "host": 0}
@@ -93,14 +93,14 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
     rt = loaded(runtime(monitor=False), m="3GiB")
     resident = rt._session.residents["m"]
     release.evict(rt._session, resident, "for this test", drop=True)
-    settle = resident.backend._settle
+    hold = resident.backend._hold
 
-    def settle_and_stop(*args):
-        settle(*args)
+    def hold_and_stop(*args):
+        hold(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
-        patch.setattr(resident.backend, "_settle", settle_and_stop)
+        patch.setattr(resident.backend, "_hold", hold_and_stop)
         with rt.use("m"):
             pass
     assert rt.probe.used() == {"sim:0": 0, "host": 0}
