@@ -76,7 +76,6 @@ class Kernel:
         self._session = session
         self._stillness = stillness
         self._room = CellRoom(session)
-        self.reading = Reading(session, self._begin_turn)
         self._cell = ""  # the text of the last cell
         self._handle: Any = None
         self._running: list[Anchor] = []  # one for each cell that runs; they pin the lease
@@ -88,6 +87,7 @@ class Kernel:
         self._quota_told = 0.0  # the part of the week's card-hours that the notebook showed last
         self._shown_beyond = 0  # the bytes above the cap that the notebook showed last
         self._park_again_at = 0.0
+        self._return_again_at = 0.0  # after a message for which the memory did not return
         self._may_leave = session.settings.gpu_park != "never"
         self.story: OutOfMemoryStory | None = None  # of the last out-of-memory error
         self._here = threading.local()  # a subshell runs its cells in a thread of its own
@@ -353,6 +353,35 @@ class Kernel:
             if id in ticket.recalls or any(share.device in cards for share in ticket.need):
                 return True
         return False
+
+    def hold(self, seconds: float = 0.0) -> Anchor | None:
+        """Brings the memory back for a message that may read it.
+
+        It stays on its cards for as long as the caller keeps the returned object. The result is None
+        if the kernel has no lease, or if its memory did not return in time: in `seconds`, or for a
+        message in WAIT_SECONDS. After such a failure of a message, no return is tried for other
+        messages for PAUSE_SECONDS.
+        """
+        resident = self.resident
+        if resident is None:
+            return None
+        anchors = [new_anchor()]  # empty once this method has ended: see pins.py
+        pin = weakref.ref(anchors[0])
+        if resident.enter(pin):
+            return anchors.pop()
+        clock = self._session.clock
+        if clock() < self._return_again_at and not seconds:
+            return None
+        try:
+            bring_back(self._session, resident, pin, seconds or WAIT_SECONDS)
+        except Exception as error:  # the message is handled in any case
+            log.debug("a message is handled while the kernel's memory is away: %s", error)
+            self._return_again_at = clock() + PAUSE_SECONDS
+            anchors.clear()
+            return None
+        self._return_again_at = 0.0
+        self._begin_turn()
+        return anchors.pop()
 
     # -- counting
 
@@ -1020,41 +1049,3 @@ def bring_back(
         except StillInUse:  # a thread prevented the return: try again after a pause
             time.sleep(AGAIN_SECONDS)
     return acquire.obtain(session, resident, anchor, timeout=timeout)
-
-
-class Reading:
-    """Brings the memory of one kernel back for messages that may read it."""
-
-    def __init__(self, session: Session, returned: Callable[[], None]) -> None:
-        """Serves the kernel of `session`. Calls `returned` after each return of the memory."""
-        self._session = session
-        self._returned = returned
-        self._again_at = 0.0
-
-    def hold(self, seconds: float = 0.0) -> Anchor | None:
-        """Keeps the memory on its cards for as long as the caller keeps the returned object.
-
-        The result is None if the kernel has no lease, or if its memory did not return in time: in
-        `seconds`, or for a message in WAIT_SECONDS. After such a failure of a message, no return is
-        tried for other messages for PAUSE_SECONDS.
-        """
-        resident = self._session.residents.get(KERNEL)
-        if not isinstance(resident, KernelResident):
-            return None
-        anchors = [new_anchor()]  # empty once this method has ended: see pins.py
-        pin = weakref.ref(anchors[0])
-        if resident.enter(pin):
-            return anchors.pop()
-        clock = self._session.clock
-        if clock() < self._again_at and not seconds:
-            return None
-        try:
-            bring_back(self._session, resident, pin, seconds or WAIT_SECONDS)
-        except Exception as error:  # the message is handled in any case
-            log.debug("a message is handled while the kernel's memory is away: %s", error)
-            self._again_at = clock() + PAUSE_SECONDS
-            anchors.clear()
-            return None
-        self._again_at = 0.0
-        self._returned()
-        return anchors.pop()

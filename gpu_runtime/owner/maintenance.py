@@ -24,7 +24,7 @@ from ..units import show_bytes
 from . import disk, holdings, kernel, operations, release, requests
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
-from .session import NEAR_SECONDS, POLL_SECONDS, Session
+from .session import POLL_SECONDS, Session
 
 log = logging.getLogger("gpu_runtime")
 
@@ -99,13 +99,9 @@ def rest(session: Session, seconds: float) -> None:
 
     If another owner waits for a device, the sleep also ends when a use of a model ends there.
     """
-    watched = _needed_by_others(session)
     until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        if session.ledger.wait(min(NEAR_SECONDS, left) if watched else left):
-            return
-        if any(not resident.pins for resident in watched):
-            return
+    needed = _needed_by_others(session)
+    requests.wait_for_change(session, needed, lambda: until - time.monotonic())
 
 
 def _needed_by_others(session: Session) -> list[Resident]:

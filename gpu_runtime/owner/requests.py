@@ -6,7 +6,7 @@ The requests are those of `recall.ASKS`; `restore` is preload under another name
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -33,6 +33,7 @@ from ..ledgers.liveness import Sight
 from ..scheduler import caps, recall
 from ..scheduler.recall import Ask, foreign
 from ..units import show_bytes
+from .resident import Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 # An owner that runs answers within this time whether a lease is in use. Without an answer, the pins
@@ -185,15 +186,24 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
     residents = list(session.residents.values())
     blocking = [one for one in residents if one.lease.id in verdict.blockers]
     ours = [one for one in blocking if one.pins]
-    step = NEAR_SECONDS if ours else POLL_SECONDS
     others: list[Owner] = []
     if not session.ledger.names_the_dead:  # else a keeper notifies, once it has noted the death
         sections = session.ledger.read().sections
         others = [section.owner for id, section in sections.items() if id != session.me]
-    while (left := until - session.clock()) > 0:
-        if session.ledger.wait(min(step, left), others):
+    wait_for_change(session, ours, lambda: until - session.clock(), others)
+
+
+def wait_for_change(
+    session: Session,
+    used: list[Resident],
+    seconds_left: Callable[[], float],
+    others: Iterable[Owner] = (),
+) -> None:
+    """Waits until a notification comes, one of `others` dies, a use of a model in `used` ends, or no time is left."""
+    while (left := seconds_left()) > 0:
+        if session.ledger.wait(min(NEAR_SECONDS, left) if used else left, others):
             return
-        if any(not resident.pins for resident in ours):
+        if any(not resident.pins for resident in used):
             return
 
 

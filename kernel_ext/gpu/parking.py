@@ -253,13 +253,13 @@ class Parking:
 
     @hook
     def _hold(self) -> Any:
-        """Brings parked memory back to the card, until the returned object is dropped; see `Reading.hold`."""
+        """Brings parked memory back to the card, until the returned object is dropped; see `Kernel.hold`."""
         lease = self._lease
         if lease is None:
             return None
         try:
             with self._waiting():
-                return lease.reading.hold()
+                return lease.hold()
         except KeyboardInterrupt:  # raised from a hook, it would end the kernel
             return None
 
@@ -286,7 +286,7 @@ class Parking:
         seconds, held = self._exit_seconds(), []
         with self._waiting():
             # The signal may have interrupted this thread in code that holds a lock. So another thread waits for it.
-            threads.start(lambda: held.append(self._lease.reading.hold(seconds))).wait(seconds + 1)
+            threads.start(lambda: held.append(self._lease.hold(seconds))).wait(seconds + 1)
         self._restore_handlers()
         try:
             return function(*args)
@@ -297,7 +297,7 @@ class Parking:
         """Called at the end of the process, before the user's exit functions."""
         if self._bytes_are_away():
             with self._waiting():
-                self._held = self._lease.reading.hold(self._exit_seconds())
+                self._held = self._lease.hold(self._exit_seconds())
 
     def _exit_seconds(self) -> float:
         return float(self._runtime.settings.gpu_return_at_exit)

@@ -31,7 +31,7 @@ class Lease:
 
     def __init__(self) -> None:
         self.story: list[str] = []
-        self.reading, self.refusal, self.away = self, None, False
+        self.refusal, self.away = None, False
         self.raises: type[BaseException] | None = None
         self.looks_at_cap = 0
         self.cap_is_enforced, self.runs_above_cap = False, False

@@ -28,7 +28,7 @@ def test_the_memory_returns_and_stays_until_the_message_was_handled(parked, here
     rt, kernel, kept = parked
     if here:
         cell(kernel)
-    held = kernel.reading.hold()
+    held = kernel.hold()
     assert set(own(rt)) == {"sim:0"} and float(kept.sum()) == 8 * FLOATS
     with pytest.raises(GpuError):
         rt.park()
@@ -44,7 +44,7 @@ def test_a_message_that_reads_is_no_use(parked, clock):
     ended = clock()
     clock.advance(600)
     for _ in range(2):
-        held = kernel.reading.hold()
+        held = kernel.hold()
         rt.status()
         del held
         rt.status()
@@ -65,9 +65,9 @@ def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, cloc
 
     with monkeypatch.context() as patch:
         patch.setattr(acquire, "obtain", obtain)
-        assert kernel.reading.hold() is None and kernel.reading.hold() is None
+        assert kernel.hold() is None and kernel.hold() is None
         clock.advance(PAUSE_SECONDS + 1)
-        assert kernel.reading.hold() is None
+        assert kernel.hold() is None
     assert waits == [WAIT_SECONDS] * 2
     assert kernel.refusal is None, "the next cell waits as usual"
     assert "came back from RAM" in cell(kernel)
@@ -75,7 +75,7 @@ def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, cloc
 
 def test_a_kernel_without_a_lease_has_nothing_to_bring_back(started):
     _, kernel = started()
-    assert kernel.reading.hold() is None
+    assert kernel.hold() is None
 
 
 @pytest.mark.parametrize("by", ["a message", "a cell"])
@@ -91,7 +91,7 @@ def test_a_return_that_failed_at_first_keeps_no_pin(parked, monkeypatch, by):
         if by == "a cell":
             assert "came back from RAM" in cell(kernel)
         else:
-            held = kernel.reading.hold()
+            held = kernel.hold()
             assert set(own(rt)) == {"sim:0"}
             del held
         assert next(failures, None) is None

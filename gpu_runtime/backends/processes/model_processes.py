@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from ... import threads
 from ...devices.probe import Probe
-from ...devices.process_memory import Block
 from ...errors import EngineDied
 from ...facts import HOST, Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
@@ -246,19 +245,14 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         return process, start
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
-        held: list[Block] = []
         left = model.shares
+        held = [self.probe.place(share.device).allocate(share.bytes) for share in shares]
         try:
-            for share in shares:
-                held.append(self.probe.place(share.device).allocate(share.bytes))
             model.shares = model.engine.move(shares)
-        except BaseException:
+            held, model.blocks = model.blocks, held
+        finally:  # the blocks of the old place, or after a failure those of the new one
             for block in held:
                 block.free()
-            raise
-        before, model.blocks = model.blocks, held
-        for block in before:
-            block.free()
         if all(share.device == HOST for share in shares):
             model.kept = self._on_cards(model.pids, left)  # its CUDA context
 
