@@ -168,16 +168,15 @@ class AuditedBackend(FakeBackend):
         super().__init__(*args)
         self._account = account
 
-    def _settle(self, model: FakeModel, shares: Shares, *rest: Any) -> Any:
+    def _hold(self, model: FakeModel, shares: Shares, *rest: Any) -> None:
         old = model.place[0]
         self._account.add(shares)
         try:
-            kept = super()._settle(model, shares, *rest)
+            super()._hold(model, shares, *rest)
         except BaseException:
             self._account.add(shares, -1)
             raise
         self._account.add(old, -1)
-        return kept
 
     def drop(self, model: FakeModel) -> None:
         old = model.place[0]
