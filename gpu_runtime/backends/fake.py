@@ -128,26 +128,30 @@ class FakeBackend(Backend):
         Only the bytes that are missing on a device are allocated before `arrive` is called. It calls
         the hook and reports the progress. If it raises an error, nothing changes.
         """
-        old, blocks = model.place
-        held = Counter({share.device: share.bytes for share in old})
-        held[HOST] += model.shadow_bytes
-        wanted = Counter({share.device: share.bytes for share in shares})
-        wanted[HOST] += copy
+        goal = [(share.device, share.bytes) for share in shares] + [(HOST, copy)] * bool(copy)
+        missing = Counter[str]()
+        for device, size in goal:
+            missing[device] += size
+        missing -= _sizes((*model.place[1], *model.shadow))
         more: list[Block] = []
         try:
-            for device, size in (wanted - held).items():
+            for device, size in missing.items():
                 more.append(self.probe.place(device).allocate(size))
             arrive()
-            if not (blocks or model.shadow):  # a load
-                model.place = shares, tuple(more)
-                return
+            have, kept = [*model.place[1], *model.shadow, *more], list[Block | None]()
+            for one in goal:
+                same = (block for block in have if (block.memory.device, block.size) == one)
+                if (block := next(same, None)) is not None:
+                    have.remove(block)
+                kept.append(block)
             # `force` ignores the capacity. This is safe, because the new blocks have no more bytes
             # than the blocks that are freed here.
-            _free((*blocks, *model.shadow, *more))
-            kept = [self.probe.place(one.device).allocate(one.bytes, force=True) for one in shares]
-            host = self.probe.place(HOST)
-            model.shadow = (host.allocate(copy, force=True),) if copy else ()
-            model.place = shares, tuple(kept)
+            _free(have)
+            made = tuple(
+                block or self.probe.place(device).allocate(size, force=True)
+                for block, (device, size) in zip(kept, goal, strict=True)
+            )
+            model.place, model.shadow = (shares, made[: len(shares)]), made[len(shares) :]
         except BaseException:
             # A notebook keeps its last traceback, and with it this frame. So free the blocks now.
             if model.place[0] is not shares:
@@ -182,17 +186,21 @@ def _copy_after(model: FakeModel, shares: Shares, keep: bool) -> int:
     copy has all bytes of the card, a piece that goes to the host uses its part of the copy. If all
     pieces go to the host, no copy is left.
     """
-    before, after = (
-        {share.device: share.bytes for share in some} for some in (model.place[0], shares)
-    )
-    copy = model.shadow_bytes
-    going = after.get(HOST, 0) - before.get(HOST, 0)
+    before, copy = _sizes(model.place[1]), model.shadow_bytes
+    going = sum([share.bytes for share in shares if share.device == HOST]) - before[HOST]
     if going < 0:
         return copy - going if keep else copy
-    on_card = sum(before.values()) - before.get(HOST, 0)
+    on_card = sum(before.values()) - before[HOST]
     if copy >= on_card or going >= on_card:
         return max(0, copy - going) if going < on_card else 0
     return copy
+
+
+def _sizes(blocks: Iterable[Block]) -> Counter[str]:
+    sizes = Counter[str]()
+    for block in blocks:
+        sizes[block.memory.device] += block.size
+    return sizes
 
 
 def _free(blocks: Iterable[Block]) -> None:
