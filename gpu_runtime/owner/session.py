@@ -114,6 +114,7 @@ class Session:
         helper process that writes it on simulated devices.
         """
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
+        self.me = ledger.owner.id  # this owner's id in the book
         self.clock, self.wall = clock, wall
         self.catalogue, self.activity = catalogue, activity
         self.machine = Machine() if machine is None else machine
@@ -167,11 +168,6 @@ class Session:
         self.checked_at, self.opened_at = clock(), time.monotonic()
         self.changed_at = clock()  # when a tick last found a use, or something to publish
         self._announced = False  # whether the book has had a section of this owner
-
-    @property
-    def me(self) -> str:
-        """This owner's id in the book."""
-        return self.ledger.owner.id
 
     @property
     def owner(self) -> Owner:

@@ -208,7 +208,7 @@ _NO_PIECE = Piece.of(0, b"")
 TOO_DEEP = f"fields of a later version are nested more than {DEEPEST} levels deep"
 
 
-def _has_deep_fields(content: msgspec.Raw, read: Part | Shared) -> bool:
+def _has_deep_fields(content: msgspec.Raw, read: Part) -> bool:
     """Whether `content`, which was `read`, has more, and this more is nested too deep to be skipped.
 
     A reader deep in calls of its own can skip fewer levels than the keeper.
@@ -583,10 +583,11 @@ class Keeper:
         for id in (*removed, *([me] if mine.section is None and not mine.tickets else ())):
             parts.pop(id, None)
         facts = bytes(put.shared) if put.shared != NOTHING else b""
+        sent = (put.shared, *put.events) if facts else put.events
         if put.events:
             facts = with_events(facts or self.pieces[SHARED].content, put.events)
         shared = decode_shared(facts) if facts else known.shared
-        if facts and _has_deep_fields(msgspec.Raw(facts), shared):
+        if any(map(is_deep, map(decode, sent))):
             raise ValueError(TOO_DEEP)
         state = known.state
         if put.queue is not None or removed:
