@@ -64,7 +64,6 @@ class Process:
         self.killed = False
         self.wires: list[Wire] = []  # its ends of sockets
         self.starts_no_thread = False  # as when the system has no memory for one
-        self.failures: list[BaseException] = []
 
     def __repr__(self) -> str:
         return self.name

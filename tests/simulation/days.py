@@ -210,10 +210,8 @@ class Day:
             self._done.append(f"{kernel.process} cannot use {name} at quiet: {error}")
 
     def _wrong(self) -> str:
-        for process in self.box._ids.values():
-            for error in process.failures:
-                lines = traceback.format_exception(error)
-                return f"{process}: {''.join(lines)}"
+        for process, error in self.machine.failures:
+            return f"{process}: {''.join(traceback.format_exception(error))}"
         return self.laws.problem
 
     # -- users

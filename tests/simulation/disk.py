@@ -52,7 +52,7 @@ class Disk:
         self.machine, self.budget = machine, budget
         self.hooks: set[Any] = set()  # of the models that may move there
         self._files: weakref.WeakSet[File] = weakref.WeakSet()
-        self._made = 0
+        self.made = 0  # files
         self.recover()
         Disk.active = self
 
@@ -108,9 +108,9 @@ class Disk:
             raise OSError(self.error, os.strerror(self.error))
         if self.statvfs(DIRECTORY).f_bavail * BLOCK < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._made += 1
+        self.made += 1
         assert self.machine.current is not None
-        file = File(self._made, self.machine.current.process, size)
+        file = File(self.made, self.machine.current.process, size)
         self._files.add(file)
         return file
 

@@ -24,7 +24,7 @@ from gpu_runtime.units import GIB, show_bytes
 from .box import NO_THREAD, Box, Kernel
 from .disk import Disk, file_of
 
-LOOK_SECONDS = 0.25  # how often the waiting requests are decided again
+LOOK_SECONDS = 0.5  # how often the waiting requests are decided again
 # What can be granted is granted within this time, and what others need leaves. With slow messages it takes longer.
 GRANTED_SECONDS, SLOWLY_SECONDS = 2.5, 8.0
 # How often a waiting request and a monitor look by themselves. Most days it is seldom: a wake-up that was lost shows.
@@ -61,13 +61,12 @@ class Laws:
         self.box, self.problem = box, ""
         self._asked: dict[str, tuple[Kernel, Any, Any, Any]] = {}  # by key: the newest decision
         self._could: dict[str, float] = {}  # since when what must happen could have happened
-        self._looked_at = 0.0
-        self._jumped_at = 0.0
+        self._looked_at, self._made, self._jumped_at = 0.0, 0, 0.0
         self._stay: set[str] = set()  # the dead that nobody has removed at rest
         self._totals: dict[str, int] = {}
         self._before = box.book()
         self._written: Any = None  # the page at the last step
-        self._held: dict[Any, dict[str, int]] = {}  # by process: the bytes at its last step
+        self._held: dict[Any, Any] = {}  # by process: its bytes and its section at its last step
         self._first: dict[
             str, tuple[Any, ...]
         ] = {}  # by key: what was decided last, and the verdict
@@ -86,11 +85,11 @@ class Laws:
         clients.refuse_unlawful = self._refuse_unlawful
         maintenance.carry_out_order = self._carry_out_order
         Log.broken = self._broken
-        looks = LOOKS_SECONDS[-1] if slow else box.machine.random.choice(LOOKS_SECONDS)
+        looks = 60.0 if slow else box.machine.random.choice(LOOKS_SECONDS)
         looks = 1.0 if box.driver else looks  # what a driver tells rings no bell
         requests.POLL_SECONDS = maintenance.POLL_SECONDS = looks
         if slow:  # who waits for a use of its own process looks often
-            requests.NEAR_SECONDS = maintenance.NEAR_SECONDS = acquire.NEAR_SECONDS = 0.5
+            requests.NEAR_SECONDS = maintenance.NEAR_SECONDS = acquire.NEAR_SECONDS = 2.0
         maintenance.DOZE_SECONDS = 300.0 if slow else max(12.0, 2 * looks)
         maintenance.TICKS_A_SECOND = 6 if looks == 1 else 1e-3
 
@@ -158,7 +157,10 @@ class Laws:
                 continue  # it may leave for its bytes in host memory
             leaves = sum(share.bytes for share in going[id])
             less = (leaves or lease.card_bytes) - lease.piece_bytes
-            if lease.piece_bytes and less > 0 and (leaves or host_left > 0):
+            in_parts = (
+                lease.piece_bytes and ticket and len(ticket.need) == 1
+            )  # else whole leases leave
+            if in_parts and less > 0 and (leaves or host_left > 0):
                 fewer[id] = (Share(HOST, less),)
             if ticket and enough_on(fewer) == {share.device for share in ticket.need}:
                 self._broken(f"{id} leaves for {request.key} in vain: {going}")
@@ -317,8 +319,10 @@ class Laws:
             stepped = self.box.machine.stepped
             self._bytes([one for one in self.box.kernels if one.process is stepped])
         disk = Disk.active
-        if disk.budget and disk.bytes() > disk.budget * GIB:
-            self._broken(f"{show_bytes(disk.bytes())} are on a disk of {disk.budget} GiB")
+        if disk.made != self._made:
+            self._made = disk.made
+            if disk.bytes() > disk.budget * GIB:
+                self._broken(f"{show_bytes(disk.bytes())} are on a disk of {disk.budget} GiB")
         if self.box.machine.now >= self._looked_at + LOOK_SECONDS:
             self._looked_at = self.box.machine.now
             self._wakes()
@@ -340,8 +344,12 @@ class Laws:
                     f"{card} refuses memory that was granted, and other programs took none"
                 )
         for kernel in kernels:
-            held, claims = kernel.held(), self._claims(kernel)
-            before, self._held[kernel.process] = self._held.get(kernel.process), held
+            held, section = kernel.held(), self.box.book().sections.get(kernel.me)
+            before, known = self._held.get(kernel.process, (None, None))
+            if held is before and section is known:
+                continue
+            self._held[kernel.process] = held, section
+            claims = section.claims() if section is not None else {}
             if driver and driver.late and held is not before:
                 driver.follow()
             for device, size in held.items():
@@ -475,6 +483,7 @@ class Laws:
 
     def _grantable(self, book: Any) -> Iterator[str]:
         box, now = self.box, self.box.machine.now
+        wishes = book.sections, _wishes(book)
         for ticket in book.tickets:
             asked = self._asked.get(ticket.key)
             if ticket.verb != "use" or asked is None:
@@ -491,8 +500,8 @@ class Laws:
             # What only time has brought about rings no bell: who waits looks by itself. So it counts
             # only if it could be granted at the time of its last decision too.
             known = self._first.get(ticket.key, ())
-            if len(known) != 3 or known[0] is not book or known[1] is not asked:
-                known = book, asked, admit(book, request, world, rank)[1]
+            if len(known) != 3 or known[0] != wishes or known[1] is not asked:
+                known = wishes, asked, admit(book, request, world, rank)[1]
                 self._first[ticket.key] = known
             today = replace(world, now=now, wall=world.wall + now - world.now)
             told = known[2]

@@ -21,7 +21,10 @@ import greenlet
 _start, _ident = _thread.start_new_thread, _thread.get_ident
 _main_thread = threading.main_thread()
 _numbers = itertools.count(1)
-SWITCH = 0.15  # how often a thread that could go on lets another one run
+SWITCHES = (
+    0.02,
+    0.15,
+)  # how often a thread that could go on lets another one run: rarely on half of the days
 MOST_STEPS = 20_000  # at one moment of the clock
 BEGAN = 1000.0  # the clock at the start, in seconds
 
@@ -52,6 +55,8 @@ class Machine:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.switches = self.random.choice(SWITCHES)
+        self.failures: list[tuple[Any, BaseException]] = []  # what ended a thread, and its process
         self.now = BEGAN
         self.threads: list[Thread] = []
         self.current: Thread | None = None
@@ -74,7 +79,7 @@ class Machine:
             except SystemExit:
                 pass
             except BaseException as error:  # noqa: BLE001 - the run fails with it
-                process.failures.append(error)
+                self.failures.append((process, error))
             thread.ended = True
 
         thread.greenlet = greenlet.greenlet(run, self._home)
@@ -98,7 +103,7 @@ class Machine:
     def switch(self) -> None:
         """Lets another thread run, if the seed chooses so."""
         thread = self.current
-        if thread is not None and self.random.random() < SWITCH:
+        if thread is not None and self.random.random() < self.switches:
             self.pause(None, 0)
 
     # -- called by the main thread
