@@ -217,6 +217,7 @@ def _obtain_governed(
     with_load: bool,
 ) -> None:
     began = session.clock()
+    session.start_monitor()  # where the system had no thread for it when the model was registered
     _end_if_stranded(session, resident)
     deadline = began + timeout if with_load and timeout is not None else None
     attempts, spec = 0, resident.spec

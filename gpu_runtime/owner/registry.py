@@ -221,10 +221,8 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
     with session.lock:
         if resident.spec.name in session.residents:
             raise AlreadyRegistered(resident.spec.name)
-        first = not session.residents
         session.residents[resident.spec.name] = resident
-    if first:
-        session.start_monitor()
+    session.start_monitor()
     session.look_ahead.start()
     session.announce(resident.spec.name)  # from now on other owners can request it by name
     return resident.spec

@@ -298,10 +298,10 @@ def test_what_no_thread_could_be_started_for_begins_later(runtime, shared_book, 
         maintenance.tick(a._session)
         watched = runtime(monitor=True)
         with pytest.raises(RuntimeError):
-            watched._session.start_monitor()
+            fakes(watched, n="1GiB")
     maintenance.tick(a._session)
     until(lambda: a.here("m"))
-    watched._session.start_monitor()
+    watched.preload("n")
     assert watched._session.monitor._running
 
 
