@@ -6,7 +6,12 @@ from collections import Counter
 from importlib.machinery import PathFinder, SourceFileLoader
 from typing import Any
 
-MODULES = ("gpu_runtime.scheduler.admission", "gpu_runtime.scheduler.victims")
+# What decides: `admit` and whom it evicts, why it refuses, what other owners request, and the keeper.
+DECIDING = ("admission", "victims", "feasibility", "caps", "recall")
+MODULES = (
+    *[f"gpu_runtime.scheduler.{name}" for name in DECIDING],
+    "gpu_runtime.ledgers.keeper.core",
+)
 # The days have no such thing, so these branches are not met. Each is a part of a line, and the reason.
 UNMET: dict[str, str] = {}
 
