@@ -268,7 +268,7 @@ def _check_devices(session: Session, now: float) -> None:
 def relieve(session: Session) -> None:
     """Evicts idle models of this process, as the table of pressure levels requires."""
     me, rank = session.me, session.rank
-    book, world = session.ledger.read(), session.world()
+    book, world = session.look()
     is_known = books.measure(book, world) is book
     if is_known and not relief.relieve(book, me, world, rank, "")[1]:
         return
