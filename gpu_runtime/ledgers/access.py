@@ -31,6 +31,7 @@ directory makes this file (`gpu ledger init`). The file's group is the group tha
 from __future__ import annotations
 
 import errno
+import grp
 import itertools
 import os
 import re
@@ -283,8 +284,6 @@ def group_name(ledger: Path) -> str:
 
 
 def _group_name(gid: int) -> str:
-    import grp
-
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:  # a group without a name, as in containers

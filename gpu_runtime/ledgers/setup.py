@@ -34,6 +34,7 @@ from .access import (
     access_to,
     cannot_write,
     file_system_of,
+    group_name,
     is_network,
     owners_in,
     owners_of_version_0_2,
@@ -428,9 +429,8 @@ def _require_free(place: Path, gid: int, group: str) -> None:
         return
     mark = place / MARK
     if mark.exists():
-        other = mark.stat().st_gid
-        if other != gid:
-            raise _bad(place, f"shared by {group}; it is shared by {_group_name(other)} already")
+        if mark.stat().st_gid != gid:
+            raise _bad(place, f"shared by {group}; it is shared by {group_name(place)} already")
     elif any(place.iterdir()):
         raise _bad(
             place,
@@ -440,13 +440,6 @@ def _require_free(place: Path, gid: int, group: str) -> None:
 
 def _bad(place: Path, expected: str) -> BadSetting:
     return BadSetting("DIR", str(place), expected)
-
-
-def _group_name(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:  # a group without a name
-        return f"group {gid}"
 
 
 def _write_configuration(file: Path, url: str, known: host_config.Machine) -> None:

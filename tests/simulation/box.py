@@ -116,9 +116,9 @@ class Wire:
             raise ledger._Lost("it ended")
         self.keeper.deliver(self, encode(message))
 
-    def receive(self, number: int, seconds: float) -> Any:
+    def receive(self, number: int) -> Any:
         machine = Box.active.machine
-        deadline = machine.now + seconds
+        deadline = machine.now + ledger.HANGING_SECONDS
         while True:
             while self.readable():
                 _, content = self.inbox.popleft()
@@ -128,7 +128,7 @@ class Wire:
             if not self.is_open():
                 raise ledger._Lost("it ended")
             if machine.now >= deadline:
-                raise ledger._Lost(f"no answer within {seconds:g} s")
+                raise ledger._Lost("no answer")
             times = [deadline, *(at for at, _ in list(self.inbox)[:1])]
             self.receiver = machine.current
             machine.pause(lambda: self.readable() or not self.is_open(), min(times) - machine.now)

@@ -92,9 +92,9 @@ class _Wire:
         except OSError as error:
             raise _Lost(str(error)) from error
 
-    def receive(self, number: int, seconds: float) -> Any:
-        """The reply to the request `number`. Raises _Lost, also after `seconds`."""
-        deadline = time.monotonic() + seconds
+    def receive(self, number: int) -> Any:
+        """The reply to the request `number`. Raises _Lost, also after HANGING_SECONDS."""
+        deadline = time.monotonic() + HANGING_SECONDS
         while True:
             for content in frames_in(self._received):
                 reply = core.decode_reply(content)
@@ -108,7 +108,7 @@ class _Wire:
                     content, self.descriptors, *_ = socket.recv_fds(self.socket, 1 << 16, 1)
                     self._heard = True
             except TimeoutError:
-                raise _Lost(f"no answer within {seconds:g} s") from None
+                raise _Lost(f"no answer within {HANGING_SECONDS:g} s") from None
             except OSError as error:
                 raise _Lost(str(error)) from error
             if not content:
@@ -119,7 +119,7 @@ class _Wire:
         """Whether the keeper still has the other end."""
         if self.socket.fileno() < 0:
             return False
-        poll = select.poll()
+        poll = select.poll()  # not kept: several threads may look at once
         poll.register(self.socket, select.POLLRDHUP)
         return not poll.poll(0)
 
@@ -356,7 +356,7 @@ class KeeperLedger(Ledger):
         self._number += 1
         message = replace(message, number=self._number)
         wire.send(message)
-        while isinstance(reply := wire.receive(self._number, HANGING_SECONDS), core.Soon):
+        while isinstance(reply := wire.receive(self._number), core.Soon):
             with contextlib.suppress(Torn, *UNREADABLE):  # it is read again in the turn
                 self._follow()
         return reply
@@ -672,7 +672,7 @@ class KeeperPeek:
             self._wire.close()
         self._wire = wire = _Wire(self._directory)
         wire.send(core.Hello(1, core.PROTOCOL, VERSION, describe_self(), watch=True))
-        wire.receive(1, HANGING_SECONDS)
+        wire.receive(1)
         [descriptor] = wire.descriptors
         self._reader, self._pieces = Reader(descriptor), Pieces()
         wire.close_descriptors()

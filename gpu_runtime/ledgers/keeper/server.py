@@ -479,18 +479,14 @@ def locked(directory: Path) -> socket.socket | None:
 
 def _holder(directory: Path) -> int | None:
     """The pid of this user's keeper that has the lock of `directory`. Raises OSError."""
+    import psutil  # the keeper has no other use for it
+
     name = f"@gpu-console/{book_name(directory)}"
-    rows = map(str.split, Path("/proc/net/unix").read_text().splitlines())
-    sockets = {f"socket:[{row[6]}]" for row in rows if row[7:] == [name]}
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        place = Path(f"/proc/{process}")
-        with suppress(OSError):  # the process has ended, or is another user's
-            if SERVER.encode() not in (place / "cmdline").read_bytes().split(b"\0"):
-                continue
-            for descriptor in (place / "fd").iterdir():
-                with suppress(OSError):  # it was closed meanwhile
-                    if os.readlink(descriptor) in sockets:
-                        return int(process)
+    for found in psutil.net_connections("unix"):
+        if found.laddr == name and found.pid:  # without a pid it is another user's
+            with suppress(psutil.Error):  # the process has ended
+                if SERVER in psutil.Process(found.pid).cmdline():
+                    return found.pid
     return None
 
 

@@ -147,8 +147,6 @@ class RedisBook:
         self._wrote_last = False  # whether the page in memory was probably written last
         self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page before a write that has not succeeded yet
-        self._agreed: tuple[Any, ...] = (None, None, None)  # facts of all owners in the roster
-        self._agreed_piece = b""  # these facts, encoded
         self._server = server
         self._key, self._newest = PAGE + boot, NEWEST + boot
         # Each owners' directory has a script of its own, which differs by its first line. If this
@@ -346,12 +344,9 @@ class RedisBook:
 
     def _write_roster(self, page: Page) -> None:
         """Writes this owner's roster: its part of the `page`, and the facts that all owners share."""
-        me, agreed = self.owner_file.owner.id, _agreed(page.book)
-        if any(now is not last for now, last in zip(agreed, self._agreed, strict=True)):
-            devices, limits, drained = self._agreed = agreed
-            shared = Shared(devices=devices, limits=limits, drained=drained)
-            self._agreed_piece = encode(shared)
-        mine = {SHARED: Piece.of(page.rev, self._agreed_piece)}
+        me, (devices, limits, drained) = self.owner_file.owner.id, _agreed(page.book)
+        shared = Shared(devices=devices, limits=limits, drained=drained)
+        mine = {SHARED: Piece.of(page.rev, encode(shared))}
         if me in page.raw:
             mine[me] = page.raw[me]
         self.owner_file.write_roster(sealed(page.rev, mine), rev=page.rev, schema=SCHEMA)
