@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from ..facts import Owner
 from .liveness import end_of
@@ -80,11 +81,33 @@ class Bell:
                 self._waiters.add(waiter)
         return waiter
 
+    def _source(self) -> Source | None:
+        return None
+
     def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
         """Sleeps for at most `seconds`. Returns whether something woke this thread."""
-        woken = waiter.poll().poll(seconds * 1000)
+        poll, source = waiter.poll(), self._source()
+        if source is not None:
+            try:
+                poll.register(source, select.POLLIN)
+            except ValueError:
+                return True  # another thread closed it just now
+        woken = poll.poll(seconds * 1000)
         waiter.reset(woken)
+        # The first thread that wakes empties the source, so the polls of the other threads may miss
+        # the ring. For this reason the first thread wakes all other threads.
+        if woken and source is not None and source.drain():
+            self._wake_all_but(waiter)
         return bool(woken)
+
+
+class Source(Protocol):
+    """What other processes ring: a socket."""
+
+    def fileno(self) -> int: ...
+
+    def drain(self) -> bool:
+        """Reads all rings. Returns whether there was one."""
 
 
 class _Waiter:
@@ -213,22 +236,13 @@ class Doorbell(Bell):
             directory, self._directory = self._directory, -1
             os.close(directory)
 
-    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
-        poll = waiter.poll()
-        try:
-            poll.register(self._socket, select.POLLIN)
-        except ValueError:
-            return True  # another thread closed it just now
-        woken = poll.poll(seconds * 1000)
-        waiter.reset(woken)
-        # The first thread that wakes empties the socket, so the polls of the other threads may miss
-        # the datagram. For this reason the first thread wakes all other threads.
-        if woken and self._read_all():
-            self._wake_all_but(waiter)
-        return bool(woken)
+    def _source(self) -> Source:
+        return self
 
-    def _read_all(self) -> bool:
-        """Empties the socket. Returns whether the socket held a datagram."""
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def drain(self) -> bool:
         found = False
         while True:
             try:

@@ -33,7 +33,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.ledgers import base, open_ledger
 from gpu_runtime.ledgers.keeper.core import Ring, Sign
-from gpu_runtime.ledgers.keeper.ledger import _KeeperBell, _Lost
+from gpu_runtime.ledgers.keeper.ledger import _KeeperBell, _Lost, _Wire
 from gpu_runtime.ledgers.liveness import (
     Life,
     Sight,
@@ -474,7 +474,12 @@ def test_a_bell_whose_keeper_has_ended_opens_another_wire():
     pairs = [socket.socketpair() for _ in range(2)]
     for ours, _ in pairs:
         ours.setblocking(False)
-    opened = iter([SimpleNamespace(socket=ours, close=ours.close) for ours, _ in pairs])
+    wires = []
+    for ours, _ in pairs:
+        wires.append(_Wire.__new__(_Wire))
+        wires[-1].socket, wires[-1].descriptors = ours, []
+        wires[-1]._inode = os.fstat(ours.fileno()).st_ino
+    opened = iter(wires)
     bell = _KeeperBell(lambda: next(opened))
     pairs[0][1].close()
     assert bell.wait(PATIENCE) and pairs[0][0].fileno() < 0, "its end is a ring"

@@ -26,7 +26,6 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.liveness import OwnerFile, read_roster
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from gpu_runtime.ledgers.redis import page as redis_page
-from gpu_runtime.ledgers.redis.page import RedisBook
 from tests.clock import PATIENCE, until
 from tests.redis_server import redis_server
 
@@ -175,21 +174,6 @@ def test_commands_share_a_connection(redis, open_at):
     for _ in range(5):
         count(one)
     assert int(made()) == before + 1, "that of redis-cli"
-
-
-def test_a_second_write_in_a_row_reads_nothing(new_owner_here, monkeypatch):
-    """A second write in a row uses the page in memory, since a read costs as much as a write."""
-    ledger, other = new_owner_here(), new_owner_here()
-    read, reads = RedisBook._read, []
-    monkeypatch.setattr(RedisBook, "_read", lambda *args: reads.append(1) or read(*args))
-    put(ledger, "one")
-    reads.clear()
-    put(ledger, "one", "two")
-    assert not reads
-    put(other, "theirs")
-    reads.clear()
-    put(ledger, "one")
-    assert reads and names(other) == ["one", "theirs"]
 
 
 def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, redis):

@@ -123,6 +123,24 @@ class _Wire:
         poll.register(self.socket, select.POLLRDHUP)
         return not poll.poll(0)
 
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def drain(self) -> bool:
+        """Reads all rings. Returns whether there was one. Closes the wire if the keeper has ended."""
+        found = False
+        while True:
+            try:
+                content = self.socket.recv(4096)
+            except BlockingIOError:  # no more rings are here
+                return found
+            except OSError:  # the keeper has ended
+                content = b""
+            if not content:
+                self.close()
+                return True
+            found = True
+
     def close_descriptors(self) -> None:
         """Closes the descriptors that came with the messages."""
         descriptors, self.descriptors = self.descriptors, []
@@ -172,38 +190,17 @@ class _KeeperBell(Bell):
                         # Wakes the thread that will close it.
                         wire.socket.shutdown(socket.SHUT_RDWR)
 
-    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+    def _source(self) -> _Wire | None:
         wire = self._wire
-        if wire is None or wire.socket.fileno() < 0:
+        return wire if wire is not None and wire.fileno() >= 0 else None
+
+    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+        if self._source() is None:
             seconds = min(seconds, BELL_SECONDS)
             if self._open_again():
                 self.ring()  # the book may have changed meanwhile
                 return True
-            wire = None
-        poll = waiter.poll()
-        if wire is not None:
-            with contextlib.suppress(ValueError):  # another thread closed it just now
-                poll.register(wire.socket, select.POLLIN)
-        woken = poll.poll(seconds * 1000)
-        waiter.reset(woken)
-        if wire is not None and woken and self._drain(wire):
-            self._wake_all_but(waiter)
-        return bool(woken)
-
-    def _drain(self, wire: _Wire) -> bool:
-        """Reads all rings. Returns whether there was one. Closes the wire if the keeper has ended."""
-        found = False
-        while True:
-            try:
-                content = wire.socket.recv(4096)
-            except BlockingIOError:  # no more rings are here
-                return found
-            except OSError:  # the keeper has ended
-                content = b""
-            if not content:
-                wire.close()
-                return True
-            found = True
+        return super()._sleep(waiter, seconds)
 
     def _open_again(self) -> bool:
         if self.closed or not self._opening.acquire(blocking=False):

@@ -132,30 +132,16 @@ class RedisLedger(Ledger):
     # Reading and writing
 
     def read(self) -> Book:
-        self._require_open()
-        return self._decide_until_written(lambda book: (book, book))
+        return self.transact(lambda book: (book, book))
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        return self._decide_until_written(decide, may_glance=True)
-
-    def _decide_until_written(
-        self, decide: Callable[[Book], tuple[Book, T]], may_glance: bool = False
-    ) -> T:
-        """Repeats `decide` until the returned book is written. Returns the second returned value.
-
-        With `may_glance`, the first decision is on the book in memory, which may be out of date.
-        """
         deadline = time.monotonic() + self.patience_seconds
         races_lost = 0
         while True:
             self._require_open()
             try:
-                known = self._store.glance() if may_glance else None
-                may_glance = False
-                page = known or self._store.look()
+                page = self._store.look()
                 new, answer = decide(page.book)
-                if new is page.book and known and self._store.look() is not known:
-                    continue  # the decision was made on an older page
                 if new is not page.book:
                     self._require_lawful(page, new)
                     self._store.put(page, new)

@@ -20,9 +20,6 @@ it writes the roster and the page, so that no thread's roster overwrites the gra
 An old copy of the page may replace the page, for example from a backup. The copy is a valid page, and
 bytes that it shows as free are granted already. So the script keeps the newest revision under a key of
 its own, and refuses a page that is older.
-
-A process that wrote last decides on its own copy of the page, without a read. If another process has
-written meanwhile, the script refuses the write, and the next decisions begin with a read.
 """
 
 from __future__ import annotations
@@ -144,7 +141,6 @@ class RedisBook:
         self._connection: Any = None  # an open connection, or None
         self._page: Page | None = None  # as last read or written
         self._least_rev = 0  # the newest revision seen: a book below it is an old copy
-        self._wrote_last = False  # whether the page in memory was probably written last
         self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page before a write that has not succeeded yet
         self._server = server
@@ -157,16 +153,6 @@ class RedisBook:
         # Whether the page was compared with the rosters since the Redis started.
         self._vetted = False
         self._told_at = float("-inf")  # the time when this owner last marked the page as seen
-
-    def glance(self) -> Page | None:
-        """The page in memory; None if another process may have written since, or a write is unfinished.
-
-        A decision on the page in memory saves a third of the cost of a write. If there is a newer
-        page after all, the write fails. Without a write, only `look` notices the newer page.
-        """
-        with self._lock:
-            doubtful = self._roster_doubtful or self._unfinished or self._connection is None
-            return self._page if self._wrote_last and not doubtful else None
 
     def look(self) -> Page:
         """The current page. Raises LostRace, DamagedBook, LedgerUnavailable."""
@@ -182,8 +168,7 @@ class RedisBook:
             if self._page is None or self._connection is None or not self._vetted:
                 self._open()
             assert self._page is not None  # `_open` has read one
-            page = self._read(self._page)
-            self._wrote_last, self._page = page is self._page, page
+            self._page = page = self._read(self._page)
             if self._unfinished is not None and self._unfinished.name != page.name:
                 page = self._take_back(page, self._unfinished)
             if self._roster_doubtful:
@@ -640,10 +625,8 @@ class RedisBook:
         if what == b"closed":
             raise GrantsClosed(float(seconds[0]))
         if what != b"written":
-            self._wrote_last = False
             raise LostRace
         self._page, self._least_rev = after, after.rev
-        self._wrote_last = True
         if part_changed:
             self._roster_doubtful = not is_kept
             self._unfinished = None if is_kept else self._page
