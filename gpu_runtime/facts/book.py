@@ -998,6 +998,15 @@ class Book(Value):
         section = self.sections.get(owner_id)
         return section.owner if section else None
 
+    def title(self, lease: Lease) -> str:
+        """The name of `lease` for people; see `lease_title`."""
+        return lease_title(lease, self.owner(lease.owner))
+
+    def label(self, owner_id: str) -> str:
+        """The label of the owner with the id `owner_id`, or this id if the owner has no section."""
+        owner = self.owner(owner_id)
+        return owner.label if owner else owner_id
+
     def owner_ids(self) -> set[str]:
         """The ids of the owners of all sections and tickets."""
         return self.sections.keys() | {ticket.owner for ticket in self.tickets}

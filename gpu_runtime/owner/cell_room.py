@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import GpuError
-from ..facts import KERNEL, Footprint, Lease, PlacementRules, Shares, lease_title
+from ..facts import KERNEL, Footprint, Lease, PlacementRules, Shares
 from ..notebook import cell_key, notebook_path, variables
 from ..telemetry.measurements import Measurements, cells_of_this_user
 from ..units import MIB, show_bytes, show_seconds
@@ -237,7 +237,7 @@ class CellRoom:
         session = self._session
         book = session.ledger.read()
         return {
-            lease.id: lease_title(lease, book.owner(lease.owner))
+            lease.id: book.title(lease)
             for lease in book.leases()
             if lease.owner != session.me and lease.all_on_device
             if any(lease.bytes_on(card) for card in cards)

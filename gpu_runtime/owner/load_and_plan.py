@@ -49,7 +49,6 @@ from ..facts import (
     PlanLevel,
     Replayed,
     Request,
-    lease_title,
 )
 from ..safe_text import MOST_QUOTED, printable, quoted
 from ..scheduler import placement
@@ -262,7 +261,7 @@ def plan(
     if found.level in (PlanLevel.ROOM, PlanLevel.EVICT):
         loads = recorded_events(session, MOST_LOADS, found.name, ("loaded",))
         found = replace(found, because=f"{found.because} {interference(loads)}".rstrip())
-    title = lease_title(subject.wanted, book.owner(subject.wanted.owner))
+    title = book.title(subject.wanted)
     return replace(found, name=title, obstacle=subject.obstacle, command=typing)
 
 

@@ -219,7 +219,7 @@ class Telling:
             why = freed.stay.get(lease.id) or why
             size = lease.bytes_on(card)
             staying_bytes += size if why else 0
-            what = f"{lease_title(lease, book.owner(lease.owner))} ({show_bytes(size)})"
+            what = f"{book.title(lease)} ({show_bytes(size)})"
             words.append(f"{what} stays: {why}" if why else f"{what} leaves if the cell needs it")
         view = next(one for one in views(book, world) if one.device.id == card)
         unleased = (view.measured_bytes or 0) - view.claimed_bytes

@@ -54,7 +54,6 @@ from ..facts import (
     Wait,
     World,
     bytes_label,
-    lease_title,
     one_memory,
     where,
 )
@@ -171,7 +170,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
         return None
     giver, moves = turn
     size = show_bytes(lease.own_bytes)
-    title = lease_title(request.lease, book.owner(lease.owner))
+    title = book.title(request.lease)
     head = f"{title} needs {size}; {card} has {show_bytes(max(0, free))} free."
     need = (Share(card, lease.bytes_on(HOST) - (0 if giver else moves)),)
     leaves = (one for one in context.leases if one.phase is Phase.LEAVING and one.bytes_on(card))
@@ -180,7 +179,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     if context.blocking or busy:
         why = "Another request is ahead"
         if busy:
-            holder = lease_title(busy, book.owner(busy.owner))
+            holder = book.title(busy)
             why = f"{holder} {leaves_in_words(book, busy) if busy is leaving else 'is in use'}"
         blockers = (busy.id,) if busy else ()
         return _enqueue(book, request, world, Wait(f"{head} {why}.", blockers=blockers), ())
@@ -190,7 +189,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
         else:
             book = book.without_ticket(request.key)
         return grant_part(book, request, world, (Share(card, moves),), moves, head)
-    holder = lease_title(giver, book.owner(giver.owner))
+    holder = book.title(giver)
     because = f"{head} {show_bytes(moves)} of {holder} leave for it, piece by piece."
     if giver.owner != lease.owner:
         wait = Wait(because, recalls={giver.id: moves})
@@ -249,7 +248,7 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
 
     # 1. The lease is settled on its device already.
     if lease and lease.phase is Phase.SETTLED and (lease.all_on_device or lease.kind == "block"):
-        title = lease_title(lease, book.owner(lease.owner))
+        title = book.title(lease)
         because = f"{title} is on {lease.where} already"
         return book.without_ticket(request.key), Grant(lease, (), because)
 
@@ -311,7 +310,7 @@ def _wait_for_arrival_or_end(
     book: Book, request: Request, world: World, lease: Lease
 ) -> tuple[Book, Verdict]:
     going = "is arriving" if lease.phase is Phase.ARRIVING else leaves_in_words(book, lease)
-    title = lease_title(lease, book.owner(lease.owner))
+    title = book.title(lease)
     return _enqueue(book, request, world, Wait(f"{title} {going}"), ())
 
 
@@ -424,7 +423,7 @@ def _grant(
         importance=wanted.importance,
         keep_alive=wanted.keep_alive,
     )
-    title = lease_title(lease, book.owner(lease.owner))
+    title = book.title(lease)
     because = f"{title} needs {show_bytes(size)}; {chosen.because}."
     device = chosen.shares[0].device
     book = book.without_ticket(request.key).with_lease(lease)
@@ -738,8 +737,7 @@ def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
         return None
     idle = f"{victim.name} (idle {show_seconds(victim.idle_seconds(world.now))})"
     if victim.owner != request.lease.owner:
-        owner = book.owner(victim.owner)
-        label = owner.label if owner else victim.owner
+        label = book.label(victim.owner)
         return book, Wait(f"{head}; {label} is asked to unload {idle}.", recalls={victim.id: 0})
     because = f"{head}; {request.lease.name} needs its entry."
     step = Drop(victim.id, victim.shares, because)
@@ -984,7 +982,7 @@ def _leases_in_the_way(context: Context, candidates: tuple[Candidate, ...]) -> _
         if lease.shares:
             held = bytes_label(lease)
         words = _in_words(lease, why, context)
-        title = lease_title(lease, book.owner(lease.owner))
+        title = book.title(lease)
         sentences.append(f"{title} ({held}) {words}")
     return _InTheWay(blockers, sentences, retry, leased)
 

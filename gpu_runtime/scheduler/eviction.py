@@ -39,7 +39,6 @@ from ..facts import (
     World,
     away_word,
     is_engine,
-    lease_title,
     one_memory,
     where,
 )
@@ -613,7 +612,7 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
     free = sum([max(0, context.room_now[card]) for card in cards])
     at, has = where(way.candidate.shares), "has" if len(cards) == 1 else "have"
     size = show_bytes(request.footprint.bytes)
-    name = lease_title(request.lease, book.owner(request.lease.owner))
+    name = book.title(request.lease)
     head = f"{name} needs {size}; {at} {has} {show_bytes(free)} free."
     if not way.leaving:
         return book, _wait_for_what_left(context, cards, head)
@@ -647,7 +646,7 @@ def _wait_for_what_left(context: Context, cards: list[str], head: str) -> Wait:
     book, world = context.book, context.world
     for card in cards:
         if (lease := context.leaving.get(card)) is not None:
-            title = lease_title(lease, book.owner(lease.owner))
+            title = book.title(lease)
             return Wait(f"{head} {title} {leaves_in_words(book, lease)}.")
     for ghost in book.ghosts:
         if ghost.device in cards:
@@ -695,19 +694,17 @@ class _Eviction:
             free = f"move {show_bytes(lease.stow_bytes)} of {what} from RAM to its disk"
         if lease.owner != self.request.lease.owner:
             self.recalled_shadows.append(lease.id)
-            self.sentences.append(f"{self._owner(lease)} is asked to {free}.")
+            self.sentences.append(f"{self.book.label(lease.owner)} is asked to {free}.")
             return
         if not lease.shadow_bytes and lease.stowing:  # else the step is decided again until it ends
-            self.sentences.append(f"{self._owner(lease)} has begun to {free}.")
+            self.sentences.append(f"{self.book.label(lease.owner)} has begun to {free}.")
             return
         because = f"{self.request.called} needs room on {self.at}."
         self.steps.append(shed_step(lease, because))
         done = f"{copy[0].upper()}{copy[1:]} is freed."
-        self.sentences.append(done if lease.shadow_bytes else f"{self._owner(lease)} is to {free}.")
-
-    def _title(self, lease: Lease) -> str:
-        """The name of `lease` for people; the notebook's name for a kernel's own memory."""
-        return lease_title(lease, self.book.owner(lease.owner))
+        self.sentences.append(
+            done if lease.shadow_bytes else f"{self.book.label(lease.owner)} is to {free}."
+        )
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
         """Drops `lease` from host memory; recalls it if the requester does not own it."""
@@ -716,10 +713,10 @@ class _Eviction:
         if lease.owner != self.request.lease.owner:
             self.recalled[lease.id] = 0
             self.sentences.append(
-                f"{self._owner(lease)} is asked to unload {self._title(lease)} from RAM."
+                f"{self.book.label(lease.owner)} is asked to unload {self.book.title(lease)} from RAM."
             )
             return
-        name = self._title(self.request.lease)
+        name = self.book.title(self.request.lease)
         if lease.id == self.request.lease.id:
             because = f"RAM has no room for {name} beside the models that leave {self.at}."
             done = "is unloaded from RAM, and loaded again then"
@@ -727,7 +724,7 @@ class _Eviction:
             because = f"RAM is full; {name} needs room on {self.at}."
             done = "is unloaded from RAM"
         self._leave(Drop(lease.id, lease.shares, because))
-        self.sentences.append(f"{self._title(lease)} {done}.")
+        self.sentences.append(f"{self.book.title(lease)} {done}.")
 
     def evict(self, lease: Lease) -> None:
         """Moves or drops `lease`, which is on a card; recalls it if the requester does not own it.
@@ -735,7 +732,7 @@ class _Eviction:
         If host memory is too full for `lease`, and room can be made there, this call only makes
         that room. A later decision evicts `lease`.
         """
-        name, title = self._title(self.request.lease), self._title(lease)
+        name, title = self.book.title(self.request.lease), self.book.title(lease)
         size = show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))
         because = f"{name} needs {size} on {self.at}; {title} was idle for {idle}."
@@ -818,9 +815,9 @@ class _Eviction:
 
     def _recall(self, lease: Lease, described: str) -> None:
         self.recalled[lease.id] = lease.leaving_bytes if lease.target else 0
-        owner, evict = self._owner(lease), f"evict {described}"
+        owner, evict = self.book.label(lease.owner), f"evict {described}"
         if lease.kind == "kernel":  # its title is the name of its owner
-            evict = f"move its memory{described.removeprefix(self._title(lease))} to RAM"
+            evict = f"move its memory{described.removeprefix(self.book.title(lease))} to RAM"
         if lease.id in self.context.silent:
             ticket = self.book.ticket(self.request.key)
             since = show_seconds(self.world.now - ticket.recalled_since) if ticket else ""
@@ -833,7 +830,3 @@ class _Eviction:
     def _leave(self, step: Move | Drop) -> None:
         self.book = mark_leaving(self.book, step, self.request.key)
         self.steps.append(step)
-
-    def _owner(self, lease: Lease) -> str:
-        owner = self.book.owner(lease.owner)
-        return owner.label if owner else lease.owner

@@ -28,7 +28,6 @@ from ..facts import (
     Share,
     Ticket,
     World,
-    lease_title,
     where,
 )
 from ..units import show_bytes
@@ -80,7 +79,7 @@ def stuck_leases(book: Book, request: Request, world: World) -> Stuck:
     titles: dict[str, str] = {}
     for lease in book.leases():
         if lease.kind == "kernel":
-            titles[lease.id] = lease_title(lease, book.owner(lease.owner))
+            titles[lease.id] = book.title(lease)
         if lease.droppable and not lease.keep and not request.held:
             continue
         why = permanent_reason_to_stay(lease, world, held=request.held)

@@ -51,9 +51,9 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
         return None
     if footprint.pieces:
         return pieces_in_proportion(_sums(footprint.pieces, footprint.bytes), free)
+    # No part is above the free bytes of its card, since `size` is at most `total`.
     ends = [size * until // total for until in accumulate(free)]
     parts = [end - start for start, end in pairwise([0, *ends])]
-    _move_excess(parts, free)
     # Every card gets at least one byte, however small the model is.
     while 0 in parts and max(parts) > 1:
         largest = parts.index(max(parts))
@@ -61,23 +61,6 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
         parts[largest] -= 1
         parts[empty] += 1
     return tuple(parts)
-
-
-def _move_excess(parts: list[int], free: Sequence[int]) -> None:
-    """Moves bytes from parts that are too large for their card to cards that have room.
-
-    After rounding, a part may be one byte too large. In this case another card has room for the
-    byte.
-    """
-    over = 0
-    for index, most in enumerate(free):
-        if parts[index] > most:
-            over += parts[index] - most
-            parts[index] = most
-    for index, most in enumerate(free):
-        more = min(over, most - parts[index])
-        parts[index] += more
-        over -= more
 
 
 def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:

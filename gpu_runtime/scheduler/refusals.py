@@ -180,8 +180,8 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
     `why` is the result of `reason_to_stay`. `me` is the id of the requesting owner. `book` gives
     the name of the lease's owner, and `world` the time.
     """
-    holder = _holder(book, me, lease)
-    title = lease_title(lease, book.owner(lease.owner))
+    holder = THIS_PROCESS if lease.owner == me else book.label(lease.owner)
+    title = book.title(lease)
     facts: dict[str, Any] = dict(name=lease.name, lease=lease.id, owner=holder)
     if why == "in use":
         since = world.now - lease.pinned_since if lease.pinned_since else 0.0
@@ -208,13 +208,6 @@ def _end_of_use(book: Book, lease: Lease) -> str:
         "It can leave when that block has ended. An output that keeps its graph is a use too: delete it, "
         "or call backward() and step()."
     )
-
-
-def _holder(book: Book, me: str, lease: Lease) -> str:
-    if lease.owner == me:
-        return THIS_PROCESS
-    owner = book.owner(lease.owner)
-    return owner.label if owner else lease.owner
 
 
 # -- failures --------------------------------------------------------------------------------------

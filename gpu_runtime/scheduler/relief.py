@@ -59,12 +59,12 @@ from .victims import (
     eviction_order,
     eviction_step,
     held_shadows,
+    host_room_for,
     mark_leaving,
     needs_host_room,
     part_of,
     reason_to_stay,
     shed_step,
-    shed_steps,
 )
 
 FULL = (Level.HIGH, Level.CRITICAL)
@@ -250,9 +250,9 @@ def _departure(
     """
     step = eviction_step(lease, host_room, world, drop=drop, because=because, reason=reason)
     if not drop and not isinstance(step, Move):
-        sheds = shed_steps(book, lease, host_room, world, rank, because, reason)
-        if sheds:
-            return sheds
+        found = host_room_for(book, lease, host_room, world, rank, owner=lease.owner)
+        if found and found[0]:
+            return tuple([shed_step(other, because, reason) for other in found[0]])
     return (step,) if step else ()
 
 

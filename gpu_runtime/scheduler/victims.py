@@ -721,18 +721,6 @@ def shed_step(lease: Lease, because: str, reason: str = "request", by: str = "")
     return Shed(lease.id, (Share(HOST, lease.shed_bytes),), because, reason, by)
 
 
-def shed_steps(
-    book: Book, lease: Lease, host_room: int, world: World, rank: Policy, because: str, reason: str
-) -> tuple[Shed, ...]:
-    """The steps that free shadows of the lease's owner so that `lease` fits into host memory.
-
-    The result is empty if no shadow needs to be freed, or if freeing all shadows is not enough.
-    `because` and `reason` are put into the steps.
-    """
-    found = host_room_for(book, lease, host_room, world, rank, owner=lease.owner)
-    return tuple([shed_step(other, because, reason) for other in found[0]]) if found else ()
-
-
 # -- how a shadow begins and ends ------------------------------------------------------------------
 
 
