@@ -1263,7 +1263,7 @@ def away_word(lease: Lease) -> str:
         return ""
     if lease.on_disk:
         return "on disk"
-    if lease.kind == "kernel":
+    if lease.kind == KERNEL:
         return "parked"
     return ASLEEP if is_engine(lease) else "in RAM"
 
@@ -1363,7 +1363,7 @@ def lease_title(lease: Lease, owner: Owner | None) -> str:
 
 
 # The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
-EVICTED = ("model", "kernel")
+EVICTED = ("model", KERNEL)
 # How a reason begins that keeps a notebook's memory for a moment only. Any other reason ends by an act of its user.
 PASSING = ("a cell runs", "a thread runs", "the kernel was used meanwhile")
 

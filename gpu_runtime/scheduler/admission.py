@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from ..facts import (
     HOST,
+    KERNEL,
     MOST_ENTRIES,
     Book,
     Candidate,
@@ -226,7 +227,7 @@ def _as_it_was(
     lease = book.lease(request.lease.owner, request.lease.name)
     if lease is None or not lease.must_return or lease.phase is not Phase.SETTLED:
         return
-    if lease.kind == "kernel" and request.footprint.bytes > lease.own_bytes:
+    if lease.kind == KERNEL and request.footprint.bytes > lease.own_bytes:
         return
     cap = world.rules.cap
     if refusal.kind == "cap":
@@ -563,7 +564,7 @@ def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
     """
     size = sum([share.bytes for share in target])
     copied = not (lease.shadow_bytes or lease.copy)
-    if not copied or not lease.piece_bytes or lease.kind == "kernel":
+    if not copied or not lease.piece_bytes or lease.kind == KERNEL:
         return 0
     if not least_bytes:
         return 0
@@ -605,7 +606,7 @@ def returning_part(context: Context, need: Shares) -> int:
     lease, request = context.old, context.request
     if not request.stage_bytes or not request.wait:
         return 0
-    if lease is None or lease.phase is not Phase.SETTLED or lease.kind == "kernel":
+    if lease is None or lease.phase is not Phase.SETTLED or lease.kind == KERNEL:
         return 0
     if not lease.piece_bytes or len(need) != 1:
         return 0
@@ -908,7 +909,7 @@ def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> W
     world, ahead = context.world, len(context.ahead)
     if context.is_twin:
         wanted = context.request.lease
-        words = "the notebook's memory" if wanted.kind == "kernel" else wanted.name
+        words = "the notebook's memory" if wanted.kind == KERNEL else wanted.name
         because = f"Another thread of this process is waiting for {words} already"
         return Wait(because, ahead=ahead)
     nearest = candidates[0].shares
@@ -1021,7 +1022,7 @@ def reserved_ahead(context: Context, shares: Shares) -> str:
     if not first:
         return ""
     more = len(first) - 1
-    name = "a notebook" if first[0].name == "kernel" else first[0].name
+    name = "a notebook" if first[0].name == KERNEL else first[0].name
     waiting = f"{name} and {more} more, which are" if more else f"{name}, which is"
     return f"{show_bytes(reserved)} is reserved for {waiting} ahead in the queue"
 
@@ -1081,7 +1082,7 @@ def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:
         return ""
-    by = f" by {owner.label}" if lease.kind != "kernel" else ""
+    by = f" by {owner.label}" if lease.kind != KERNEL else ""
     if lease.pinned_since:
         by += f" for {show_seconds(world.now - lease.pinned_since)}"
     return by

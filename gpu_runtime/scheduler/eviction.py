@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from ..facts import (
     ASLEEP,
     HOST,
+    KERNEL,
     Book,
     Candidate,
     Drop,
@@ -423,7 +424,7 @@ def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
     own_code = request.lease.kind == "block"
     found = []
     for lease in context.leases:
-        if own_code and lease.kind == "kernel" and lease.owner == asker:
+        if own_code and lease.kind == KERNEL and lease.owner == asker:
             continue  # the block runs in this kernel, and needs what the kernel holds
         if reason_to_stay(lease, world, asker=asker, importance=importance):
             continue
@@ -540,7 +541,7 @@ def _leaver(lease: Lease, world: World, frees: Shares, what: str = "") -> Leaver
         return Leaver(lease.id, what, frees, 0.0, True, 0.0)
     returns = would_go_to_host(lease, world)
     kind = "engine" if is_engine(lease) else "model"
-    if lease.kind == "kernel":
+    if lease.kind == KERNEL:
         kind = "notebook"
     seconds = cost_of_leaving(lease, world)
     if lease.residue and lease.residue == lease.shares:
@@ -690,7 +691,7 @@ class _Eviction:
         copy = f"the copy of {lease.name} in RAM"
         free = f"free {copy}"
         if not lease.shadow_bytes:
-            what = "its parked memory" if lease.kind == "kernel" else lease.name
+            what = "its parked memory" if lease.kind == KERNEL else lease.name
             free = f"move {show_bytes(lease.stow_bytes)} of {what} from RAM to its disk"
         if lease.owner != self.request.lease.owner:
             self.recalled_shadows.append(lease.id)
@@ -816,7 +817,7 @@ class _Eviction:
     def _recall(self, lease: Lease, described: str) -> None:
         self.recalled[lease.id] = lease.leaving_bytes if lease.target else 0
         owner, evict = self.book.label(lease.owner), f"evict {described}"
-        if lease.kind == "kernel":  # its title is the name of its owner
+        if lease.kind == KERNEL:  # its title is the name of its owner
             evict = f"move its memory{described.removeprefix(self.book.title(lease))} to RAM"
         if lease.id in self.context.silent:
             ticket = self.book.ticket(self.request.key)

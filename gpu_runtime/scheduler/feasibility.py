@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ..facts import (
     HOST,
+    KERNEL,
     Book,
     Candidate,
     Device,
@@ -78,7 +79,7 @@ def stuck_leases(book: Book, request: Request, world: World) -> Stuck:
     precious: dict[str, list[Lease]] = {}
     titles: dict[str, str] = {}
     for lease in book.leases():
-        if lease.kind == "kernel":
+        if lease.kind == KERNEL:
             titles[lease.id] = book.title(lease)
         if lease.droppable and not lease.keep and not request.held:
             continue
@@ -134,7 +135,7 @@ def _is_needless(staying: tuple[Lease, ...], host_bytes: int) -> bool:
     If the leases have pieces, the host may rather take pieces of another lease.
     """
     fits = any([lease.card_bytes <= host_bytes for lease in staying])
-    return fits and not any([lease.piece_bytes for lease in staying if lease.kind != "kernel"])
+    return fits and not any([lease.piece_bytes for lease in staying if lease.kind != KERNEL])
 
 
 def less_pieces(staying: tuple[Lease, ...], host_bytes: int) -> Iterator[tuple[Lease, ...]]:

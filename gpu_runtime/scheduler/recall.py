@@ -22,6 +22,7 @@ from ..attribution import attributed
 from ..facts import (
     DISK,
     HOST,
+    KERNEL,
     MOST_ENTRIES,
     PASSING,
     Asker,
@@ -274,7 +275,7 @@ def refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Re
     holding = f"{lease_title(lease, owner)} ({bytes_label(lease)})"
     holders = (lease.id,)
     if why == "in use":
-        by = "" if lease.kind == "kernel" else f" by {owner.label}"
+        by = "" if lease.kind == KERNEL else f" by {owner.label}"
         because = f"{holding} is in use{by}"
         if lease.pinned_since:
             because += f" for {show_seconds(world.now - lease.pinned_since)}"
@@ -290,7 +291,7 @@ def refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Re
     if why == MOVE_FAILED:
         reason = why_not_moved(book, lease)
         because = f"{holding} could not be moved{reason}"
-        if lease.kind != "kernel" or not reason or reason[2:].startswith(PASSING):
+        if lease.kind != KERNEL or not reason or reason[2:].startswith(PASSING):
             wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
             because += f". Request it again in {wait}"
         return Refuse(because, kind="failed", holders=holders)
@@ -328,7 +329,7 @@ def wish(verb: str, name: str) -> str:
         return f"to free its copy of {name} in RAM"
     if verb == "cancel":
         return f"to end its wait for {name}"
-    if name == "kernel" and verb in OWN_MEMORY:
+    if name == KERNEL and verb in OWN_MEMORY:
         return OWN_MEMORY[verb]
     return f"to {verb} {name}".rstrip()
 
@@ -509,7 +510,7 @@ def _steps_for(
         return _unload_from_host(lease, ticket, who, by)
     going = lease if person else lease.leaving(ticket.recalls[lease.id])
     drop = person and DISK in ticket.places
-    own = "its own memory" if ticket.name == "kernel" else ticket.name
+    own = "its own memory" if ticket.name == KERNEL else ticket.name
     needs = own if own.startswith("room for") else f"room for {own}"
     because = f"{who} asked to evict it." if person else f"{who} needs {needs}."
     reason = "evict" if person else "recall"

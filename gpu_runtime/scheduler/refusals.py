@@ -92,7 +92,7 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
     """The advice after a refusal of `name` for lack of room: what to type."""
     first_holder = next(iter(verdict.holders), "").partition("/")[2]
     if verdict.kind == "nested":
-        if first_holder == "kernel":
+        if first_holder == KERNEL:
             return "Free what this notebook itself holds:  %gpu who      or end the cell, and wait"
         return f"Leave the block of {first_holder} first: the two do not fit at the same time."
     if verdict.kind == "kept":
@@ -102,7 +102,7 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
     if verdict.kind == "precious":
         if advice := advice_on_fixed(verdict.because, first_holder):
             return advice
-        if first_holder == "kernel":
+        if first_holder == KERNEL:
             return "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, or free it in its notebook:  %gpu free"
         return (
             "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, "
@@ -152,7 +152,7 @@ def wait_ended(name: str, by: str, because: str, waited_seconds: float) -> WaitE
     `by` names the person or process that ended the wait. `because` is what the request waited for,
     as a sentence; it may be empty.
     """
-    what = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
+    what = "this notebook's own memory" if name == KERNEL else name.partition("#")[0]
     reason = f": {because.rstrip('.')}" if because else ""
     return WaitEnded(
         f"{by} ended the wait for {what} after {show_seconds(waited_seconds)}{reason}.\n"
@@ -185,7 +185,7 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
     facts: dict[str, Any] = dict(name=lease.name, lease=lease.id, owner=holder)
     if why == "in use":
         since = world.now - lease.pinned_since if lease.pinned_since else 0.0
-        use = "runs a cell" if lease.kind == "kernel" else f"is in use by {holder}"
+        use = "runs a cell" if lease.kind == KERNEL else f"is in use by {holder}"
         return StillInUse(
             f"{title} ({show_bytes(lease.bytes)}, {lease.where}) {use} for {show_seconds(since)}.\n"
             f"  {_end_of_use(book, lease)}",

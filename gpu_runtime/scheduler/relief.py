@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from ..facts import (
     ENGINES,
     HOST,
+    KERNEL,
     Book,
     Device,
     DeviceView,
@@ -192,7 +193,7 @@ def overfull(book: Book, owner: str, cards: Iterable[str]) -> bool:
 
 
 def _is_idle_kernel(lease: Lease, world: World) -> bool:
-    if lease.kind != "kernel" or lease.idle_seconds(world.now) < KERNEL_IDLE_SECONDS:
+    if lease.kind != KERNEL or lease.idle_seconds(world.now) < KERNEL_IDLE_SECONDS:
         return False
     why = reason_to_stay(lease, world, asker=lease.owner, importance=lease.importance)
     return not why

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, World
+from ..facts import HOST, KERNEL, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, World
 from .capacity import room
 
 MOST_FIRST = 8  # ways to cut leases that are tried
@@ -256,7 +256,7 @@ def part_of(lease: Lease, need: int) -> Lease:
     memory there.
     """
     piece = lease.piece_bytes
-    if not piece or lease.kind == "kernel" or not _on_one_card(lease):
+    if not piece or lease.kind == KERNEL or not _on_one_card(lease):
         return lease
     own = lease.card_bytes
     if lease.filled:  # its working memory is freed without a copy
@@ -281,7 +281,7 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
     able = [
         one
         for one in leases
-        if 0 < one.piece_bytes <= host_bytes and one.kind != "kernel" and _on_one_card(one)
+        if 0 < one.piece_bytes <= host_bytes and one.kind != KERNEL and _on_one_card(one)
     ]
     for first in able[:MOST_FIRST]:
         left, parts = host_bytes, []
@@ -441,7 +441,7 @@ def needs_host_room(lease: Lease) -> str:
     """
     if lease.fixed:
         return f"{FIXED} ({lease.fixed})"
-    if lease.kind == "kernel" and not lease.movable:
+    if lease.kind == KERNEL and not lease.movable:
         return EXEMPT
     if not lease.movable:
         return FIXED
@@ -473,7 +473,7 @@ def leaves_in_words(book: Book, lease: Lease) -> str:
             if event.action != "failed":
                 break
             return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
-    return "is being moved to RAM" if lease.kind == "kernel" else "is being evicted"
+    return "is being moved to RAM" if lease.kind == KERNEL else "is being evicted"
 
 
 def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
