@@ -132,26 +132,24 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def multi_card_ways(
-    context: Context,
-    idle: Sequence[Lease],
-    host_bytes: int,
-    limits: Bytes,
-    host: PartsRoom | None = None,
+    context: Context, idle: Sequence[Lease], host: PartsRoom, limits: Bytes
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """Yields the ways to place the request on several cards: a candidate, and the leases to evict.
 
     Each way is for another set of cards on which evictions can make enough room. The candidate has
     the bytes for each card. `idle` are the leases that may leave, in the order of
     `victims.eviction_order`. `context` holds the free bytes, and `limits` the budgets of the cards
-    that may be used. `host_bytes` is the host memory available for weights that exist nowhere else.
-    If `host` is given, leases may leave in part, and `host` is the host memory for these parts.
+    that may be used. `host` is the host memory for weights that exist nowhere else, and for parts.
     """
     footprint, rules = context.request.footprint, context.request.placement
     for cards in _sets(context, idle, limits):
-        room = _room(cards, context, least_room(footprint, len(cards), rules))
-        room.own_need = claimed(footprint, cards, rules, limits)
+        need, own_need = (
+            least_room(footprint, len(cards), rules),
+            claimed(footprint, cards, rules, limits),
+        )
+        room = _room(cards, context, need, own_need)
         room.holds = lambda usable: parts_on(footprint, usable, rules, limits) is not None
-        chosen = _victims(idle, room, host_bytes, rules, host)
+        chosen = _victims(idle, room, host, rules)
         if chosen is None:
             continue
         candidate = divide(footprint, room.usable(), rules, limits)
@@ -159,52 +157,36 @@ def multi_card_ways(
             yield candidate, chosen
 
 
-def one_card_victims(
-    share: Share, context: Context, idle: Sequence[Lease], host_bytes: int, host: PartsRoom | None
-) -> tuple[Lease, ...] | None:
-    """The leases to evict for the `share` on one card; None if no set of leases is enough.
+def _room(cards: Iterable[str], context: Context, need: int = 0, own_need: int = 0) -> Room:
+    """The bytes that the request may use on the `cards`, once all decided steps are done.
 
-    All other parameters are as in `multi_card_ways`.
+    It needs `need` of them, and claims `own_need` of its owner's own limit.
     """
-    room = _room([share.device], context, share.bytes)
-    room.own_need = share.bytes
-    if room.cap_left:
-        room.holds = lambda usable: usable[share.device] >= share.bytes
-    return _victims(idle, room, host_bytes, context.request.placement, host)
-
-
-def _room(cards: Iterable[str], context: Context, need: int = 0) -> Room:
-    """The bytes that the request may use on the `cards`, once all decided steps are done."""
     room = Room({card: context.room_later[card] for card in cards}, need=need)
     if context.cap_left_later:
         room.cap_left = {card: context.cap_left_later[card] for card in room.free}
         room.cap_owners = owners_of(context.book, context.world.rules.cap)
     if context.own_left_later is not None:
-        room.owner, room.own_left = context.request.lease.owner, context.own_left_later
+        room.owner, room.own_need = context.request.lease.owner, own_need
+        room.own_left = context.own_left_later
     return room
 
 
 def _victims(
-    idle: Sequence[Lease],
-    room: Room,
-    host_bytes: int,
-    rules: PlacementRules,
-    host: PartsRoom | None,
+    idle: Sequence[Lease], room: Room, host: PartsRoom, rules: PlacementRules
 ) -> tuple[Lease, ...] | None:
     """The leases in `idle` to evict; None if all of `idle` together cannot make the room.
 
-    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. If
-    `host` is given, a lease that does not fit may leave in part. After the call, the returned
-    leases have left the `room`.
+    Weights that exist nowhere else leave only if they fit into the `host` memory, or in part as far
+    as they fit. After the call, the returned leases have left the `room`.
     """
     search = _fewest if rules.policy == "fewest-evictions" else first_enough
     chosen = search(idle, room, host)
-    if chosen is None or precious_bytes(chosen) <= host_bytes:
+    if chosen is None or precious_bytes(chosen) <= host.most:
         return chosen
     room.all_go(chosen, -1)
     useful = list(filter(room.gains, idle))
-    pools = _that_the_host_can_take(useful, host_bytes, host is not None)
-    for pool in islice(pools, MOST_POOLS):
+    for pool in islice(_that_the_host_can_take(useful, host), MOST_POOLS):
         chosen = search(pool, room, host)
         if chosen is not None:
             return chosen
@@ -212,7 +194,7 @@ def _victims(
     return None
 
 
-def _fewest(pool: Sequence[Lease], room: Room, host: PartsRoom | None) -> tuple[Lease, ...] | None:
+def _fewest(pool: Sequence[Lease], room: Room, host: PartsRoom) -> tuple[Lease, ...] | None:
     """As `first_enough`, but the leases of the `pool` that free most are taken first.
 
     Then each lease is exchanged for the smallest one that is enough in its place. No important lease
@@ -237,26 +219,20 @@ def _fewest(pool: Sequence[Lease], room: Room, host: PartsRoom | None) -> tuple[
     return first_enough([lease for lease in pool if lease.id in chosen], room, host)
 
 
-def _that_the_host_can_take(
-    pool: Sequence[Lease], host_bytes: int, may_cut: bool
-) -> Iterator[list[Lease]]:
-    """Yields the `pool` without leases that can neither be dropped nor fit into `host_bytes`.
+def _that_the_host_can_take(pool: Sequence[Lease], host: PartsRoom) -> Iterator[list[Lease]]:
+    """Yields the `pool` without leases that can neither be dropped nor fit into the `host` memory.
 
     Each result has other leases that fit: the largest set of them, then none, which leaves most room
-    for parts, then the other sets. If `may_cut` is true, further results have parts of the leases that
-    do not fit.
+    for parts, then the other sets. Further results have parts of the leases that do not fit, if they
+    may be cut.
     """
     precious = [lease for lease in pool if not lease.droppable]
-    tried = (
-        largest_fitting_set(precious, host_bytes),
-        (),
-        *(sets_that_fit_in(precious, host_bytes) or ()),
-    )
-    for saved in tried:
+    others = sets_that_fit_in(precious, host.most) or ()
+    for saved in (largest_fitting_set(precious, host.most), (), *others):
         staying = [lease for lease in precious if lease not in saved]
         yield [lease for lease in pool if lease not in staying]
-        left = host_bytes - precious_bytes(saved)
-        for parts in parts_within(staying, left) if may_cut else ():
+        left = host.most - precious_bytes(saved)
+        for parts in parts_within(staying, left) if host.may_cut else ():
             cut = {part.id: part for part in parts}
             fitting = [lease for lease in pool if lease not in staying or lease.id in cut]
             yield [cut.get(lease.id, lease) for lease in fitting]
@@ -374,9 +350,10 @@ def _cheapest(
         host_later += sum([lease.bytes_on(HOST) for lease in _warm(context, wanted)])
         if own_shadows == "freed":
             idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
-    host = PartsRoom(host_now, host_later) if _may_cut(idle, world) else None
+    in_pieces = world.rules.offload and any([lease.piece_bytes for lease in idle])
+    host = PartsRoom(host_now, host_later, in_pieces and not one_memory(world.devices))
     found: list[Way] = []
-    for candidate, leaving in _ways(context, candidates, idle, host_later, host):
+    for candidate, leaving in _ways(context, candidates, idle, host):
         found.append(_priced(candidate, leaving, len(found), context, rank))
     found.sort()
     for best in found:
@@ -404,12 +381,6 @@ def _idle(
             _ended(one, one.freed_by(())) if one.residue and one.droppable else one for one in able
         ]
     return eviction_order(able, world, rank)
-
-
-def _may_cut(idle: Iterable[Lease], world: World) -> bool:
-    """Whether some of the `idle` leases may leave in part."""
-    in_pieces = world.rules.offload and any([lease.piece_bytes for lease in idle])
-    return in_pieces and not one_memory(world.devices)
 
 
 def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
@@ -563,22 +534,29 @@ def _ways(
     context: Context,
     candidates: tuple[Candidate, ...],
     idle: list[Lease],
-    host_bytes: int,
-    host: PartsRoom | None,
+    host: PartsRoom,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """Every card or set of cards on which room can be made, each with the leases to evict."""
+    rules = context.request.placement
     idle_on = _by_device(idle) if candidates else {}
     for candidate in candidates:
         [share] = context.missing(candidate.shares)
         pool = idle_on.get(share.device, [])
         if context.own_left_later is not None:
             pool = idle  # what leaves other cards counts too
-        leaving = one_card_victims(share, context, pool, host_bytes, host)
+        room = _room([share.device], context, share.bytes, share.bytes)
+        if room.cap_left:
+            room.holds = partial(_fits, share)
+        leaving = _victims(pool, room, host, rules)
         if leaving is not None:
             yield candidate, leaving
-    if may_split(context.request.placement):
+    if may_split(rules):
         limits = _limits_of_open_cards(context.book, context.world)
-        yield from multi_card_ways(context, idle, host_bytes, limits, host)
+        yield from multi_card_ways(context, idle, host, limits)
+
+
+def _fits(share: Share, usable: Bytes) -> bool:
+    return usable[share.device] >= share.bytes
 
 
 def _by_device(leases: Iterable[Lease]) -> dict[str, list[Lease]]:

@@ -147,12 +147,25 @@ class Room:
             self.let_go(lease, times)
 
 
+class PartsRoom(NamedTuple):
+    """The bytes of host memory that leases may take, and whether parts of leases may leave."""
+
+    free: int
+    # The room for weights that exist nowhere else: `free`, and the bytes that shadows and unloaded
+    # leases give up for such weights.
+    most: int
+    may_cut: bool = True
+
+
+NO_PARTS = PartsRoom(0, 0, may_cut=False)
+
+
 def first_enough(
-    order: Iterable[Lease], room: Room, host: PartsRoom | None = None
+    order: Iterable[Lease], room: Room, host: PartsRoom = NO_PARTS
 ) -> tuple[Lease, ...] | None:
     """The first leases of `order` that make the `room` enough, without those that need not leave.
 
-    If `host` is given, a lease may leave in part, and `host` is the host memory for such parts.
+    A lease may leave in part if `host`, the host memory for such parts, allows that.
     After the call, the returned leases have left the room. The result is None if all leases
     together are too few; then all of them have left the room.
     """
@@ -166,11 +179,11 @@ def first_enough(
     else:  # all have left
         if not room.enough():
             return None
-    return _without_needless(taken, room, host or PartsRoom(0, 0), may_cut=host is not None)
+    return _without_needless(taken, room, host)
 
 
 def _without_needless(
-    taken: Sequence[tuple[Lease, int]], room: Room, host: PartsRoom, *, may_cut: bool
+    taken: Sequence[tuple[Lease, int]], room: Room, host: PartsRoom
 ) -> tuple[Lease, ...]:
     """The leases that must leave, each with only the pieces that must leave.
 
@@ -178,7 +191,7 @@ def _without_needless(
     last leases are worth most, so they are put back first. A lease leaves as a whole if host memory
     cannot take its pieces.
     """
-    precious = precious_bytes([lease for lease, _ in taken]) if may_cut else 0
+    precious = precious_bytes([lease for lease, _ in taken]) if host.may_cut else 0
     free, most = host.free - precious, host.most - precious
     leaving: list[Lease] = []
     for lease, freed in reversed(taken):
@@ -188,7 +201,7 @@ def _without_needless(
         if missing <= 0 and room.enough():
             used = 0
         else:
-            if may_cut and lease.piece_bytes:
+            if host.may_cut and lease.piece_bytes:
                 part = _smallest_part(lease, room)
                 size = part.offload_bytes
                 if part.target and size <= (free if lease.droppable else most + reserved):
@@ -223,15 +236,6 @@ def _smallest_part(lease: Lease, room: Room) -> Lease:
 
 
 # -- leases that leave in part ---------------------------------------------------------------------
-
-
-class PartsRoom(NamedTuple):
-    """The bytes of host memory that parts of leases may take."""
-
-    free: int
-    # The room for weights that exist nowhere else: `free`, and the bytes that shadows and unloaded
-    # leases give up for such weights.
-    most: int
 
 
 def precious_bytes(leases: Iterable[Lease]) -> int:
