@@ -255,7 +255,9 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
 
     # 2. The lease is on its way in or out.
     if lease and lease.phase is not Phase.SETTLED:
-        return _wait_for_arrival_or_end(book, request, world, lease)
+        is_arriving = lease.phase is Phase.ARRIVING
+        going = "is arriving" if is_arriving else leaves_in_words(book, lease)
+        return _enqueue(book, request, world, Wait(f"{book.title(lease)} {going}"), ())
 
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
@@ -269,8 +271,13 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
     # 4. It fits into the free bytes.
     context = Context(book, request, world, never)
     candidates = candidates_for(context, out)
-    possible = without_hopeless(candidates, never)
-    measured = not_on(context.blind, possible)
+    possible = tuple(
+        [c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never]
+    )
+    measured = possible
+    if context.blind:
+        sees = context.blind.keys().isdisjoint
+        measured = tuple([c for c in possible if sees([share.device for share in c.shares])])
     if measured and measured[0].fits:
         return _take_free_room(context, rank, measured[0], candidates)
 
@@ -307,14 +314,6 @@ def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | 
     return Wait(because, steps)
 
 
-def _wait_for_arrival_or_end(
-    book: Book, request: Request, world: World, lease: Lease
-) -> tuple[Book, Verdict]:
-    going = "is arriving" if lease.phase is Phase.ARRIVING else leaves_in_words(book, lease)
-    title = book.title(lease)
-    return _enqueue(book, request, world, Wait(f"{title} {going}"), ())
-
-
 def _as_measured(request: Request, lease: Lease) -> Request:
     """The request with the measured size of the weights, taken from the model's `lease`."""
     parts = [Part("weights", lease.bytes, "measured")]
@@ -339,9 +338,11 @@ def _evict(
     if way is None:
         return None
     emptier, wait = make_room(context, rank, way)
-    need = context.missing(way.candidate.shares)
+    need = rest = context.missing(way.candidate.shares)
     part = 0 if way.leaving else returning_part(context, need)
-    queued, verdict = _enqueue(emptier, request, world, wait, room_without(need, part))
+    if part:
+        rest = (Share(need[0].device, need[0].bytes - part),)
+    queued, verdict = _enqueue(emptier, request, world, wait, rest)
     if part and isinstance(verdict, Wait):
         return grant_part(queued, request, world, need, part, wait.because)
     return queued, verdict
@@ -658,14 +659,6 @@ def is_part(lease: Lease) -> bool:
     return coming < lease.bytes_on(HOST)
 
 
-def room_without(need: Shares, part: int) -> Shares:
-    """The room `need`, less the bytes of the `part` of the model that returns now."""
-    if not part:
-        return need
-    [share] = need
-    return (Share(share.device, share.bytes - part),)
-
-
 def grant_part(
     book: Book, request: Request, world: World, need: Shares, part: int, because: str
 ) -> tuple[Book, Grant]:
@@ -867,22 +860,6 @@ def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple
     return tuple(found)
 
 
-def without_hopeless(
-    candidates: tuple[Candidate, ...], never: Container[str]
-) -> tuple[Candidate, ...]:
-    """The candidates, less the single cards that can never hold the request."""
-    return tuple(
-        [one for one in candidates if len(one.shares) > 1 or one.shares[0].device not in never]
-    )
-
-
-def not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The candidates that use none of the given `cards`."""
-    if not cards:
-        return candidates
-    return tuple([c for c in candidates if not any(share.device in cards for share in c.shares)])
-
-
 def waiting_candidates(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
     """The division over several cards that the request waits for; empty if none can ever fit."""
     found = best_division(book, request, world)
@@ -1045,7 +1022,9 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
     `why` is the result of `reason_to_stay`.
     """
     book, wanted, world = context.book, context.request.lease, context.world
-    in_use = _in_use_words(lease, why)
+    in_use = {"in use": "is in use", "a block of code": "is held by running code"}.get(why)
+    if lease.phase is Phase.ARRIVING and lease.kind == "model":
+        in_use = "is being loaded"
     if in_use:
         return in_use + _by(book, lease, wanted.owner, world)
     if why == "just used":
@@ -1068,13 +1047,6 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
         return TOO_FEW
     why = needs_host_room(lease)
     return why if why == EXEMPT or FIXED in why else f"{why} now"
-
-
-def _in_use_words(lease: Lease, why: str) -> str:
-    """The end of a sentence: how the lease is used now. Empty if the lease is idle."""
-    if lease.phase is Phase.ARRIVING and lease.kind == "model":
-        return "is being loaded"
-    return {"in use": "is in use", "a block of code": "is held by running code"}.get(why, "")
 
 
 def _by(book: Book, lease: Lease, asker: str, world: World) -> str:

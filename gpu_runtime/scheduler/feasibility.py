@@ -245,36 +245,21 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
             continue
         limit = limits[card.id]
         size = claim(request.footprint, rules, limit)
-        if rules.card_bytes and size > rules.card_bytes.get(card.id, 0):
-            refusals[card.id] = _above_card_bytes(request, card, size)
-        elif size > limit:
-            refusals[card.id] = _above_limit(request, card, size, limit)
+        most = rules.card_bytes.get(card.id, 0) if rules.card_bytes else limit
+        if size > min(most, limit):
+            needs = f"{request.called} needs {show_bytes(size)}"
+            if size > most and rules.card_bytes:
+                because = f"{needs}, and may take {show_bytes(most)} of {card.id}"
+            else:
+                most = limit
+                largest = f"the largest budget is {show_bytes(limit)} ({card.id})"
+                because = f"{needs} on one device; {largest}"
+            refusals[card.id] = Refuse(because, need_bytes=size, budget_bytes=most, device=card.id)
         elif card.id in stuck.leases or card.id in stuck.precious:
             refusal = _beside_stuck(request, card, size, limit, stuck)
             if refusal:
                 refusals[card.id] = refusal
     return refusals
-
-
-def _above_card_bytes(request: Request, card: Device, size: int) -> Refuse:
-    most = request.placement.card_bytes.get(card.id, 0)
-    name = request.called
-    return Refuse(
-        f"{name} needs {show_bytes(size)}, and may take {show_bytes(most)} of {card.id}",
-        need_bytes=size,
-        budget_bytes=most,
-        device=card.id,
-    )
-
-
-def _above_limit(request: Request, card: Device, size: int, limit: int) -> Refuse:
-    return Refuse(
-        f"{request.called} needs {show_bytes(size)} on one device; the largest budget is "
-        f"{show_bytes(limit)} ({card.id})",
-        need_bytes=size,
-        budget_bytes=limit,
-        device=card.id,
-    )
 
 
 def _beside_stuck(
@@ -354,13 +339,10 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
         found = next(divisions(footprint, room, rules, limits), None)
         if found and footprint.bytes <= sum(room.values()) - stuck.least_excess(remaining, limits):
             return found
-    if any(divisions(footprint, _capped(limits, allowed), rules, limits)):
+    capped = {card: min(limit, allowed.get(card, limit)) for card, limit in limits.items()}
+    if any(divisions(footprint, capped, rules, limits)):
         return _held_up(request, limits, room, stuck)
     return _too_small(request, world, limits, room, capped=bool(allowed))
-
-
-def _capped(limits: Bytes, allowed: Bytes) -> dict[str, int]:
-    return {card: min(limit, allowed.get(card, limit)) for card, limit in limits.items()}
 
 
 def _cards_in_words(limits: Bytes) -> str:
