@@ -52,7 +52,7 @@ class Stuck(NamedTuple):
     leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave, with the reason
     precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
     host_bytes: int  # host memory that the precious leases may use
-    titles: dict[str, str]  # lease id -> the name of its notebook, for leases of notebooks
+    book: Book
 
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
         """Bytes on this `card` of the leases that cannot leave, and of the leases `remaining`."""
@@ -77,10 +77,7 @@ def stuck_leases(book: Book, request: Request, world: World) -> Stuck:
     """The leases that cannot leave their card, or may have to stay, while this `request` waits."""
     leases: dict[str, list[tuple[Lease, str]]] = {}
     precious: dict[str, list[Lease]] = {}
-    titles: dict[str, str] = {}
     for lease in book.leases():
-        if lease.kind == KERNEL:
-            titles[lease.id] = book.title(lease)
         if lease.droppable and not lease.keep and not request.held:
             continue
         why = permanent_reason_to_stay(lease, world, held=request.held)
@@ -95,36 +92,39 @@ def stuck_leases(book: Book, request: Request, world: World) -> Stuck:
     # Without a key, the request is an assumption: until it is made, its lease may move to the disk.
     wanted = request.lease.id if request.key else ""
     host_bytes = host_bytes_to_be_had(book, world, wanted) if precious else 0
-    return Stuck(leases, precious, host_bytes, titles)
+    return Stuck(leases, precious, host_bytes, book)
 
 
 def sets_that_stay(
-    stuck: Stuck, too_many: Iterable[tuple[Lease, ...]] = ((),)
+    precious_on: Mapping[str, Iterable[Lease]],
+    host_bytes: int,
+    too_many: Iterable[tuple[Lease, ...]] = ((),),
 ) -> Iterator[tuple[Lease, ...]]:
     """Yields sets of precious leases that may have to stay on their cards, sets of few leases first.
 
+    `precious_on` has the precious leases of each card, and the host has room for `host_bytes` of them.
     For each set, the host has room for the precious leases outside the set. If it also has room for
     pieces of the leases in the set, their `shares` are only the bytes that stay. If the host has
-    room for all precious leases in `stuck`, the only result is an empty set: then these leases are
+    room for all precious leases, the only result is an empty set: then these leases are
     no reason to refuse the request. If there are too many sets to try, the results are the sets in
     `too_many`.
     """
     by_id = {}
-    for leases in stuck.precious.values():
+    for leases in precious_on.values():
         for lease in leases:
             by_id[lease.id] = lease
     precious = list(by_id.values())
     total = sum(lease.card_bytes for lease in precious)
-    if total <= stuck.host_bytes:
+    if total <= host_bytes:
         yield ()
         return
-    sets = sets_that_fit_in(precious, stuck.host_bytes)
+    sets = sets_that_fit_in(precious, host_bytes)
     if sets is None:
         yield from too_many
         return
     for leaving in sets:
         staying = tuple([one for one in precious if one not in leaving])
-        left = stuck.host_bytes - precious_bytes(leaving)
+        left = host_bytes - precious_bytes(leaving)
         if not _is_needless(staying, left):
             yield from less_pieces(staying, left)
 
@@ -276,7 +276,8 @@ def _beside_stuck(
             left -= remain_bytes
     if size <= left:
         return None
-    return _stuck_refusal(request, card, size, limit, stuck, all_stuck.titles)
+    head = f"{request.called} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}"
+    return _refusal_beside(request, head, stuck, all_stuck.book, size, limit, card.id)
 
 
 def _least_that_remains(card: str, precious: list[Lease], host_bytes: int, enough: int) -> int:
@@ -291,31 +292,11 @@ def _least_that_remains(card: str, precious: list[Lease], host_bytes: int, enoug
         return least
     # A lease on several cards frees less of this card, and pieces may leave: other sets may be better.
     if_too_many = less_pieces(remain, host_bytes - sum([lease.card_bytes for lease in saved]))
-    for staying in sets_that_stay(Stuck({}, {card: precious}, host_bytes, {}), if_too_many):
+    for staying in sets_that_stay({card: precious}, host_bytes, if_too_many):
         least = min(least, sum([lease.bytes_on(card) for lease in staying]))
         if least <= enough:
             break
     return least
-
-
-def _stuck_refusal(
-    request: Request,
-    card: Device,
-    size: int,
-    limit: int,
-    stuck: Sequence[tuple[Lease, str]],
-    titles: Mapping[str, str],
-) -> Refuse:
-    leases = [lease for lease, _ in stuck]
-    return Refuse(
-        f"{request.called} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and "
-        f"{_holders_in_words(stuck, titles)}",
-        _kind(leases, request),
-        need_bytes=size,
-        budget_bytes=limit,
-        device=card.id,
-        holders=tuple(lease.id for lease in leases),
-    )
 
 
 # -- several cards ---------------------------------------------------------------------------------
@@ -331,7 +312,7 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
     out, all_limits = drained(book, world), limits_of(book, world)
     limits = {card: all_limits[card] for card in _cards(request, world) if card not in out}
     allowed = caps.at_most(book, world)
-    for remaining in sets_that_stay(stuck):
+    for remaining in sets_that_stay(stuck.precious, stuck.host_bytes):
         room = {}
         for card, limit in limits.items():
             left = limit - stuck.bytes_on(card, remaining)
@@ -359,14 +340,10 @@ def _held_up(request: Request, limits: Bytes, room: Bytes, stuck: Stuck) -> Refu
     for card in limits:
         for lease in stuck.precious.get(card, ()):
             holders.setdefault(lease.id, (lease, TOO_MANY))
-    return Refuse(
-        f"{name} needs {show_bytes(size)}, over several cards; {_cards_in_words(limits)} could give {_sizes(room)}, "
-        f"and {_holders_in_words(holders.values(), stuck.titles)}",
-        _kind([lease for lease, _ in holders.values()], request),
-        need_bytes=size,
-        budget_bytes=max(0, sum(room.values())),
-        holders=tuple(holders),
-    )
+    could_give = f"{_cards_in_words(limits)} could give {_sizes(room)}"
+    head = f"{name} needs {show_bytes(size)}, over several cards; {could_give}"
+    budget_bytes = max(0, sum(room.values()))
+    return _refusal_beside(request, head, [*holders.values()], stuck.book, size, budget_bytes)
 
 
 def _too_small(
@@ -424,26 +401,40 @@ def _cards(request: Request, world: World) -> list[str]:
     return [card for card in cards if card in allowed] if allowed else cards
 
 
-def _holders_in_words(stuck: Iterable[tuple[Lease, str]], titles: Mapping[str, str]) -> str:
-    found = list(stuck)
-    if sum(why == TOO_MANY for _, why in found) == 1:
-        found = [(lease, f"{NO_ROOM} it" if why == TOO_MANY else why) for lease, why in found]
-    return "; ".join(
-        f"{titles.get(lease.id, lease.name)} ({show_bytes(lease.bytes)}) {why}"
-        for lease, why in found
-    )
+def _refusal_beside(
+    request: Request,
+    head: str,
+    stuck: Sequence[tuple[Lease, str]],
+    book: Book,
+    size: int,
+    budget_bytes: int,
+    device: str = "",
+) -> Refuse:
+    """The refusal because of the leases `stuck`, which cannot leave, each with the reason.
 
-
-def _kind(stuck: Sequence[Lease], request: Request) -> str:
-    """The kind of the refusal, which selects the advice to the user.
-
-    The kind is "nested" if the requesting thread itself pins one of the leases in the way. It is
-    "kept" if one of these leases is kept, because a user can unpin this lease. Otherwise it is
+    Its kind selects the advice to the user. It is "nested" if the requesting thread itself pins one of
+    the leases. It is "kept" if one of them is kept, because a user can unpin it. Otherwise it is
     "precious": the weights of these leases exist nowhere else, and the host cannot take them.
     """
-    if any(lease.id in request.held for lease in stuck):
-        return "nested"
-    return "kept" if any(lease.keep for lease in stuck) else "precious"
+    ids = [lease.id for lease, _ in stuck]
+    kind = "kept" if any([lease.keep for lease, _ in stuck]) else "precious"
+    if any([id in request.held for id in ids]):
+        kind = "nested"
+    alone = sum([why == TOO_MANY for _, why in stuck]) == 1
+    holders = []
+    for lease, why in stuck:
+        if alone and why == TOO_MANY:
+            why = f"{NO_ROOM} it"
+        holders.append(f"{book.title(lease)} ({show_bytes(lease.bytes)}) {why}")
+    because = f"{head}, and {'; '.join(holders)}"
+    return Refuse(
+        because,
+        kind,
+        need_bytes=size,
+        budget_bytes=budget_bytes,
+        device=device,
+        holders=tuple(ids),
+    )
 
 
 def _sizes(room: Bytes) -> str:
@@ -560,7 +551,7 @@ def _least_own_bytes(book: Book, request: Request, world: World, size: int, enou
     all_limits = limits_of(book, world)
     limits = {card: all_limits[card] for card in _cards(request, world)}
     found = []
-    for remaining in sets_that_stay(stuck):
+    for remaining in sets_that_stay(stuck.precious, stuck.host_bytes):
         if not remaining:
             return size
         room = {}
