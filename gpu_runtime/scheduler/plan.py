@@ -358,7 +358,7 @@ def load_ahead(
     steps = []
     for step in verdict.steps:
         step = replace(step, because=f"{room_for} {step.lease.partition('/')[2]}.")
-        book = mark_leaving(book, step, request.key)  # type: ignore[arg-type]
+        book = mark_leaving(book, step, request.key)
         steps.append(step)
     return book, Wait(verdict.because, tuple(steps))
 

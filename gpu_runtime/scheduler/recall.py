@@ -400,8 +400,7 @@ def obey(
                 book = _decline(book, lease, ticket, world, asker)
             for step in found:
                 host_room -= copied_bytes(lease, step)
-                if not isinstance(step, Shed):
-                    book = mark_leaving(book, step, key)
+                book = mark_leaving(book, step, key)
                 steps.append(step)
     return book, tuple(steps), tuple(orders)
 

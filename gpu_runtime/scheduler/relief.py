@@ -109,9 +109,7 @@ def relieve(
             if relief(at, rules) is None:
                 break
             for step in _steps(book, lease, at, view, freed, host_room, world, rank):
-                steps.append(step)
-                if isinstance(step, Shed):
-                    continue  # other leases leave first; this lease leaves at a later call
+                steps.append(step)  # a Shed frees host memory: this lease leaves at a later call
                 host_room -= copied_bytes(lease, step)
                 freed += sum(share.bytes for share in step.source if share.device == view.device.id)
                 book = mark_leaving(book, step, key)
@@ -383,9 +381,7 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
         for step in _departure(book, lease, host_room, world, lru, f"{cards[card]}.", "drain"):
-            steps.append(step)
-            if isinstance(step, Shed):
-                continue  # this lease leaves at a later call
+            steps.append(step)  # a Shed frees host memory: this lease leaves at a later call
             host_room -= copied_bytes(lease, step)
             book = mark_leaving(book, step, key)
     return book, tuple(steps)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, KERNEL, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, World
+from ..facts import HOST, KERNEL, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, Step, World
 from .capacity import room
 
 MOST_FIRST = 8  # ways to cut leases that are tried
@@ -480,12 +480,14 @@ def leaves_in_words(book: Book, lease: Lease) -> str:
     return "is being moved to RAM" if lease.kind == KERNEL else "is being evicted"
 
 
-def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
-    """The `book` with the lease of the `step` marked as leaving.
+def mark_leaving(book: Book, step: Step, key: str) -> Book:
+    """The `book` with the lease of the `step` marked as leaving; the same book if only its shadow goes.
 
     The lease's bytes count on the old and the new device until the step is done. `key` identifies
     the decision.
     """
+    if isinstance(step, Shed):
+        return book
     lease = book.find(step.lease)
     assert lease is not None, f"{step.lease} is to leave, but is not in the book"
     target = step.shares if isinstance(step, Move) else ()
