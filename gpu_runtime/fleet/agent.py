@@ -127,18 +127,14 @@ class HostAgent:
             self._removed = tuple(known.difference(found.names))
             self._wished = found.names
             self.rt._set_wished(wishes.marks(found, self.host))
-            self._drain_if_wished(self.host in found.drained)
+            is_drained = self.host in found.drained
+            if is_drained != self._drained:
+                for view in self.rt.status().devices:
+                    if not view.device.is_host:
+                        self.rt.drain(view.device.id, undo=not is_drained, timeout=0.0)
+                self._drained = is_drained
             self._revision = found.revision
             return found
-
-    def _drain_if_wished(self, wished: bool) -> None:
-        """Drains this host's cards if `wished`, else opens them again."""
-        if wished == self._drained:
-            return
-        for view in self.rt.status().devices:
-            if not view.device.is_host:
-                self.rt.drain(view.device.id, undo=not wished, timeout=0.0)
-        self._drained = wished
 
     def offer(self, name: str, revision: int, for_wish: bool = False) -> Offer:
         """What this host offers for the model `name`: a plan, or the reason why it cannot take the model.
@@ -187,7 +183,11 @@ class HostAgent:
         """The free room of this host, and whether this host has the model `name`."""
         self.learn(revision)
         book, world = self.rt._session.look()
-        need, may_split = self._need(name)
+        try:
+            spec = self.rt.spec(name)
+            need, may_split = spec.size or 0, spec.layout != "single"
+        except GpuError:  # this host does not know the model
+            need, may_split = 0, True
         return room_of(
             self.host,
             book,
@@ -197,14 +197,6 @@ class HostAgent:
             name=name,
             owner=self.rt._session.me,
         )
-
-    def _need(self, name: str) -> tuple[int, bool]:
-        """The declared bytes of the model `name` (0: not known here), and whether it may use several cards."""
-        try:
-            spec = self.rt.spec(name)
-        except GpuError:  # this host does not know the model
-            return 0, True
-        return spec.size or 0, spec.layout != "single"
 
     def holdings(self) -> dict[str, tuple[str, int]]:
         """The models that this agent has on a device or in host memory, each with its device and bytes."""
@@ -324,14 +316,11 @@ class HostAgent:
                 if len(self.holds) and (count := self.holds.release_jobs(cluster.ended_jobs())):
                     log.info("%s: ended %d uses of clients that have ended", self.host, count)
                 if turn % NODE_TURNS == 0 and cluster.is_given_up():
-                    self._end()
+                    # This process was frozen, and its clients use other hosts already.
+                    log.warning("%s was declared dead, and ends", self.host)
+                    os._exit(1)
             except Exception as error:  # noqa: BLE001 - the head restarts: ask again
                 log.debug("the head does not answer: %s", error)
-
-    def _end(self) -> None:
-        """Ends this frozen process, whose node is declared dead: its clients use other hosts already."""
-        log.warning("%s was declared dead, and ends", self.host)
-        os._exit(1)
 
 
 # -- models that clients of the fleet use on this host, with one thread for each use (a hold)

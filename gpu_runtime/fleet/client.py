@@ -262,18 +262,18 @@ class Fleet:
         Raises AmbiguousName, UnknownModel, StillInUse, Busy.
         """
         bare, _, host = name.partition("@")
-        return FarRuntime(self, host or self._only_holder(bare)).evict(bare, timeout=timeout)
-
-    def _only_holder(self, name: str) -> str:
-        self._hosts.refresh()
-        held = self._holdings()
-        holders = [host for host, models in sorted(held.items()) if name in models]
-        if len(holders) > 1:
-            raise AmbiguousName(name, tuple(f"{name}@{host}" for host in holders))
-        if not holders:
-            names = tuple({model for models in held.values() for model in models})
-            raise UnknownModel(name, names, none="No host holds a model.", advice="See:  gpu fleet")
-        return holders[0]
+        if not host:
+            self._hosts.refresh()
+            held = self._holdings()
+            holders = [host for host, models in sorted(held.items()) if bare in models]
+            if len(holders) > 1:
+                raise AmbiguousName(bare, tuple(f"{bare}@{host}" for host in holders))
+            if not holders:
+                names = tuple({model for models in held.values() for model in models})
+                none, advice = "No host holds a model.", "See:  gpu fleet"
+                raise UnknownModel(bare, names, none=none, advice=advice)
+            [host] = holders
+        return FarRuntime(self, host).evict(bare, timeout=timeout)
 
     @checked
     def drain(self, host: str, *, undo: bool = False) -> Outcome:

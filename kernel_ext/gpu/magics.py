@@ -835,8 +835,9 @@ class NotebookNames(Namespace):
         for places in found.values():
             labels = dict.fromkeys(place.label for place in places if place.label)
             numbers = [label[4:-1] for label in labels if label.startswith("Out[")]
-            shown = sorted(
-                (label for label in labels if label[1:] not in numbers), key=_order_of_labels
+            shown = sorted(  # in the order `Out[7]`, `_7`, `_`
+                (label for label in labels if label[1:] not in numbers),
+                key=lambda label: (not label.startswith("Out"), label in _RECENT, label),
             )
             what = names.describe(_value_at(places[0]))
             cell = f"In [{numbers[0]}]" if numbers else ""
@@ -867,11 +868,6 @@ class NotebookNames(Namespace):
         result = getattr(self._shell, "last_execution_result", None)
         kept = [getattr(result, "error_in_exec", None), getattr(result, "error_before_exec", None)]
         return names.last_errors([*kept, getattr(self._shell.InteractiveTB, "evalue", None)])
-
-
-def _order_of_labels(label: str) -> tuple[bool, bool, str]:
-    """A sort key for the labels of an output, which gives the order `Out[7]`, `_7`, `_`."""
-    return not label.startswith("Out"), label in _RECENT, label
 
 
 def _value_at(reference: _Reference) -> Any:

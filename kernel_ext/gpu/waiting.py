@@ -147,14 +147,11 @@ class WaitLine:
         self._redrawing, waited = None, self._waited[1]
         self._waited = ("", 0.0)
         if waited or self._line.visible or arrival.seconds >= self._progress_seconds:
-            self._line.keep(_summary(arrival, waited))
+            from gpu_runtime.rendering import answers
 
-
-def _summary(arrival: Any, waited: float) -> str:
-    """The line that stays after the `arrival`; empty for a notebook's own memory, whose return has another line."""
-    from gpu_runtime.rendering import answers
-
-    return "" if arrival.name == answers.KERNEL else answers.summary(arrival, waited)
+            # The return of a notebook's own memory has another line.
+            is_own = arrival.name == answers.KERNEL
+            self._line.keep("" if is_own else answers.summary(arrival, waited))
 
 
 class _Redrawing:
