@@ -23,7 +23,7 @@ from gpu_runtime.devices import allocators as allocators
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.errors import UnknownModel
-from gpu_runtime.facts import HOST, Sample
+from gpu_runtime.facts import HOST, Book, Sample
 from gpu_runtime.ledgers import base, notify
 from gpu_runtime.ledgers.keeper import core, ledger
 from gpu_runtime.ledgers.keeper.wire import MOST_BYTES, Reader, Torn, Writer
@@ -35,6 +35,11 @@ from gpu_runtime.owner import lifetime, release, requests
 from . import disk
 from .disk import Stowing
 from .machine import Lock, Machine, Thread
+
+try:
+    from . import redis
+except ModuleNotFoundError:  # no day has a Redis then
+    redis = None  # type: ignore[assignment]
 
 FIRST_PID = 1 << 23  # no process of the real machine has such a pid
 NOTICED_SECONDS = 0.01  # from the death of a process until the keeper knows of it
@@ -557,6 +562,7 @@ class Box:
         """On one day in five the cards are measured, and on as many the user ann has a cap.
 
         On one day in six, owners and keepers have two versions: this one, and the one of the module `later`.
+        On one in twelve, the ledger is a Redis.
         """
         self.machine, self.devices, self._trace = machine, devices, trace
         self.keeper: KeeperServer | None = None
@@ -580,6 +586,8 @@ class Box:
         self.sides = [sys.modules[__name__], *(later,) * (machine.random.random() < 1 / 6)]
         for side in self.sides:
             side.use(self, disk.Disk.active)
+        is_redis = len(self.sides) == 1 and machine.random.random() < 0.1
+        self.redis = redis.Server(self) if is_redis and redis is not None else None
         self.limits = {one.id: int(one.total_bytes) for one in open_probe(devices).devices}
         random = machine.random
         late = random.choice((0.0, 0.0, 0.5, 3.0))
@@ -696,6 +704,8 @@ class Box:
         self.kernels.remove(kernel)
         for wire in [*kernel.process.wires]:
             wire.close()
+        if self.redis is not None:
+            self.redis.killed(kernel.process.pid)
         if self.keeper is not None:
             self.keeper.wake()
 
@@ -710,7 +720,7 @@ class Box:
         def work() -> None:
             opens = partial(
                 side.Runtime,
-                devices=self.devices, ledger="keeper:///simulated", catalog="drill",
+                devices=self.devices, ledger=self.redis.url if self.redis else "keeper:///simulated", catalog="drill",
                 probe=self._probe(side),
                 gpu_config_file=f"/proc/self/fd/{self._config}",
                 clock=lambda: self.machine.now, wall=lambda: self.wall + self.machine.now,
@@ -783,7 +793,7 @@ class Box:
             try:
                 return opens()
             except ledger.LedgerUnavailable as error:
-                if REFUSED not in str(error):
+                if REFUSED not in str(error) and self.redis is None:
                     raise
                 self.note(f"{self.machine.current.process}: {error}")  # type: ignore[union-attr]
                 self.machine.pause(None, 5.0)
@@ -809,6 +819,8 @@ class Box:
 
     def book(self) -> Any:
         """The newest page that a process has."""
+        if self.redis is not None:
+            return self.redis.book.book if self.redis.book else Book()
         if self.keeper is not None:
             return self.keeper.written.book
         return self._left.book

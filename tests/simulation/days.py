@@ -108,6 +108,8 @@ class Day:
             self.over = True
             if box.keeper is not None and box.keeper.protocol != core.PROTOCOL:
                 box.kill_keeper()
+            if box.redis is not None:
+                box.redis.slow = 0.0
             box.slow = 0.0
             self.disk.recover()
             for kernel in box.kernels:
@@ -416,6 +418,9 @@ class Day:
                 continue
             fault = random.choice(self.limits.faults or FAULTS)
             box.met[fault] += 1
+            if box.redis is not None and fault in ("keeper", "both", "stop keeper", "no keeper"):
+                box.redis.slow = random.choice((0.0, 0.0, 0.05, 0.3))
+                box.redis.die()
             if fault in ("keeper", "cut") and random.random() < 0.5:
                 self.machine.pause(box.answered, 1.0)  # a reply is lost with the connection
             if fault == "keeper":
@@ -471,7 +476,7 @@ class Day:
             elif fault == "no thread":
                 one = random.choice(box.kernels)
                 self._starts_no_thread(one, not one.process.starts_no_thread)
-            elif fault == "fork":
+            elif fault == "fork" and box.redis is None:
                 self._fork(random.choice(box.kernels))
             elif fault == "collect":
                 gc.collect()
