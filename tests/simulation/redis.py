@@ -6,6 +6,7 @@ Not simulated: forks beside a Redis, group ledgers, a directory that is deleted,
 
 import copy
 import os
+import shutil
 import tempfile
 from collections import deque
 from types import SimpleNamespace
@@ -58,6 +59,12 @@ class Server:
         lifetime.journals_in = lambda state: ()  # type: ignore[assignment,return-value]
         lifetime.record_in = lifetime.measurements_in = lambda *_: None  # type: ignore[assignment,return-value]
         lifetime.Sampling = lambda *_, **__: None  # type: ignore[assignment,misc]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        """Removes the owners' files."""
+        shutil.rmtree(self.owners, ignore_errors=True)
 
     def _wait(self) -> None:
         """A thread that is there when no owner is any more."""
