@@ -12,8 +12,7 @@ MODULES = (
     *[f"gpu_runtime.scheduler.{name}" for name in DECIDING],
     "gpu_runtime.ledgers.keeper.core",
 )
-# The days have no such thing, so these branches are not met. Each is a part of a line, and the reason.
-UNMET: dict[str, str] = {}
+MOST_UNMET = 134  # of 565, in 100 days from 20005 on; README.md says what they need
 
 met: Counter[tuple[str, int]] = Counter()
 lines: dict[tuple[str, int], str] = {}  # each branch: its first line
@@ -72,9 +71,9 @@ def install() -> None:
 
 
 def never_met() -> list[str]:
-    """The branches that no day has met, and that are not in UNMET."""
+    """The branches that no day has met."""
     found = []
     for (module, line), text in sorted(lines.items()):
-        if not met[module, line] and text not in UNMET:
+        if not met[module, line]:
             found.append(f"{module}.py:{line}: {text}")
     return found

@@ -34,6 +34,7 @@ def test_days_hold(days):
     """
     seed = seed_of_the_code() if days == DAYS else secrets.randbelow(1_000_000)
     command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--seeds", str(days)]
+    command += ["--branches"] if days == SOAK_DAYS else []
     done = subprocess.run(command, capture_output=True, text=True)  # no limit: the clock is its own
     assert done.returncode == 0, f"from seed {seed}:\n{done.stdout}\n{done.stderr[-3000:]}"
     add("keeper", simulated_days=days)
