@@ -64,8 +64,6 @@ class Laws:
         self._looked_at, self._made, self._jumped_at = 0.0, 0, 0.0
         self._stay: set[str] = set()  # the dead that nobody has removed at rest
         self._totals: dict[str, int] = {}
-        self._orders: set[str] = set()  # keys of the orders in the book
-        self._ended: set[str] = set()  # of those that have left it
         self._before = box.book()
         self._written: Any = None  # the page at the last step
         self._held: dict[Any, Any] = {}  # by process: its bytes and its section at its last step
@@ -388,13 +386,8 @@ class Laws:
         return section.claims() if section is not None else {}
 
     def _sums(self) -> None:
-        """The totals never fall, no order comes again, and who has its grant waits no more."""
+        """The totals never fall, and who has its grant waits no more."""
         self._out_of_memory()
-        orders = {one.key for one in self.box.book().tickets if one.verb != "use"}
-        for key in orders & self._ended:
-            self._broken(f"{key} has ended, and is in the book again")
-        self._ended |= self._orders - orders
-        self._orders = orders
         for ticket in self.box.book().tickets:
             lease = self.box.book().lease(ticket.owner, ticket.name)
             if lease is None or lease.key != ticket.key or lease.phase is not Phase.ARRIVING:
