@@ -27,7 +27,7 @@ from ..errors import Busy, GpuError, LoadFailed, StillInUse, first_line
 from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, Wait, World, beside
 from ..scheduler import admission, refusals
 from ..scheduler import transitions as books
-from ..scheduler.victims import shadow_kept
+from ..scheduler.victims import has_room_for_shadow
 from ..threads import Stoppable, Stopped
 from ..units import show_bytes, show_seconds
 from . import release
@@ -280,7 +280,7 @@ def _settle(
     lease = resident.lease
 
     def settle(book: Book, world: World) -> tuple[Book, bool]:
-        """The book with the measured lease, and whether host memory has room for the shadow."""
+        """The book with the measured lease, and whether it keeps its shadow."""
         book = books.arrived(
             book,
             session.me,
@@ -294,10 +294,11 @@ def _settle(
             **seconds,
         )
         book = books.publish(book, session.truth(), world)
-        return shadow_kept(book, session.me, lease.name, world)
+        return book, has_room_for_shadow(book, session.me, lease.name, world)
 
-    if not session.decide(settle, fresh=True):
-        release.free_shadow(resident)
+    # The book has the shadow until it is freed: another thread may have begun to move the model with it.
+    if not session.decide(settle, fresh=True) and release.free_shadow(resident):
+        session.publish()
 
 
 def _why_failed(error: BaseException) -> str:

@@ -762,17 +762,12 @@ def _largest(book: Book, copy: str) -> int:
     return max(sizes, default=0)
 
 
-def shadow_kept(book: Book, owner: str, name: str, world: World) -> tuple[Book, bool]:
-    """Returns the book, and whether the settled lease `name` of `owner` keeps its shadow.
-
-    If the host has no room, the lease in the returned book has no shadow.
-    """
+def has_room_for_shadow(book: Book, owner: str, name: str, world: World) -> bool:
+    """Whether the settled lease `name` of `owner` has a shadow, and the host has room for it."""
     lease = book.lease(owner, name)
     if lease is None or not lease.shadow_bytes:
-        return book, False
-    if room(book, world).get(HOST, 0) >= 0:
-        return book, True
-    return shadow_freed(book, lease.id), False
+        return False
+    return room(book, world).get(HOST, 0) >= 0
 
 
 def shadow_freed(book: Book, lease_id: str) -> Book:

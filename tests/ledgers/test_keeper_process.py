@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -391,6 +392,24 @@ def test_a_client_that_reads_nothing_is_disconnected(here):
             wire.socket.sendall(frame(core.encode(core.Fetch(number, "maps"))))
     assert count(one) == 1
     until(lambda: psutil.Process(one._wire.keeper_pid).memory_info().rss < 200 << 20)
+
+
+def test_a_ledger_opens_after_a_pause_of_the_machine_that_takes_all_its_time(here, monkeypatch):
+    """A paused machine makes the keeper's answer late, and the deadline too."""
+    greet, paused = ledger.KeeperLedger._greet, []
+
+    def greet_late(self, wire):
+        if not paused:
+            paused.append(10_000.0)
+            wire.close()
+            raise ledger._Lost("no answer")
+        return greet(self, wire)
+
+    monkeypatch.setattr(ledger.KeeperLedger, "_greet", greet_late)
+    clock = SimpleNamespace(**vars(time))
+    clock.monotonic = lambda: time.monotonic() + sum(paused)
+    monkeypatch.setattr(ledger, "time", clock)
+    assert here().read() is not None and paused
 
 
 def test_only_a_keeper_is_ended_when_it_hangs(here):

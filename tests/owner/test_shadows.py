@@ -15,7 +15,8 @@ from gpu_runtime.backends.pytorch.transformers_backend import TransformersBacken
 from gpu_runtime.devices.process_memory import held_by
 from gpu_runtime.facts import HOST
 from gpu_runtime.ledgers.liveness import Sight
-from gpu_runtime.owner import release
+from gpu_runtime.owner import arrivals, release
+from gpu_runtime.owner.resident import Place
 from gpu_runtime.units import GIB
 from tests import tiny_models
 from tests.clock import PATIENCE
@@ -95,6 +96,21 @@ def test_no_copy_is_kept_without_room(runtime):
     rt.preload("a")
     rt.preload("b")
     assert (shadows(rt), held(rt)) == ({"a": 6}, 6)
+
+
+def test_the_book_has_a_copy_until_it_is_freed(runtime, monkeypatch):
+    """A copy that has no room any more is not freed while another thread moves the model with it."""
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=1.0)
+    shadowed(rt, a="8GiB")
+    rt.preload("a")
+    resident = rt._session.residents["a"]
+    monkeypatch.setattr(arrivals, "has_room_for_shadow", lambda *given: False)
+    with monkeypatch.context() as moving:
+        moving.setattr(resident, "place", Place.MOVING)
+        arrivals._settle(rt._session, resident, "measured")
+    assert (shadows(rt), held(rt)) == ({"a": 8}, 8)
+    arrivals._settle(rt._session, resident, "measured")
+    assert (shadows(rt), held(rt)) == ({}, 0)
 
 
 def test_the_copy_is_freed_for_another_model_of_the_process(runtime):

@@ -15,10 +15,10 @@ from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.victims import (
     enough_shadows,
     eviction_step,
+    has_room_for_shadow,
     held_shadows,
     mark_leaving,
     reserve_shadow,
-    shadow_kept,
 )
 from gpu_runtime.units import GIB
 from tests.scheduler.test_laws import follow
@@ -181,7 +181,7 @@ def test_a_shadow_is_reserved_only_while_the_host_has_room(host, fits):
     page = book(arriving, limits=there.limits)
     after, reserved = reserve_shadow(page, owner(1).id, "new", 8 * GIB, there)
     assert reserved is fits and (after.find(arriving.id).shadow_bytes > 0) is fits
-    assert shadow_kept(after, owner(1).id, "new", there)[1] is fits, "the room is just enough"
+    assert has_room_for_shadow(after, owner(1).id, "new", there) is fits, "the room is just enough"
     cards = tuple(replace(one, unified=not one.is_host) for one in there.devices)
     shared = replace(there, devices=cards)
     assert not reserve_shadow(page, owner(1).id, "new", 8 * GIB, shared)[1], (
@@ -201,8 +201,7 @@ def test_no_shadow_is_reserved_or_kept_without_room():
     # There is no room if, for example, another program took the memory, or a model is larger than
     # its estimate.
     page = book(shadowed("llama", 12))
-    after, fits = shadow_kept(page, owner(1).id, "llama", THERE)
-    assert not fits and after.find(at(1, "llama")).shadow_bytes == 0
+    assert not has_room_for_shadow(page, owner(1).id, "llama", THERE)
 
 
 COPIES = st.tuples(

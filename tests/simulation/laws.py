@@ -640,6 +640,8 @@ class Laws:
         ]
         if box.keeper is not None and box.keeper.core._queue:
             found.append("the keeper has a queue")
+        if starting := [kernel.process for kernel in living.values() if kernel.rt is None]:
+            return f"{', '.join(map(str, starting))} has not started"
         for kernel in living.values():
             found += [f"{kernel.process}: {what}" for what in self._left_in(kernel)]
         found += self._unequal()

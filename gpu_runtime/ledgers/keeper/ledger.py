@@ -277,6 +277,7 @@ class KeeperLedger(Ledger):
         deadline = time.monotonic() + self.patience_seconds
         pause = 0.002
         while True:
+            is_last = time.monotonic() > deadline  # a paused machine takes all the time of a try
             try:
                 wire = _Wire(self.directory)
                 self._require_trusted(wire)
@@ -289,7 +290,7 @@ class KeeperLedger(Ledger):
                     if not isinstance(unavailable.__cause__, FileNotFoundError):
                         raise
                     why = str(unavailable.__cause__)
-                if time.monotonic() > deadline:
+                if is_last:
                     raise self._unavailable(why) from error
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
