@@ -139,8 +139,8 @@ class FakeBackend(Backend):
                 more.append(self.probe.place(device).allocate(size))
             arrive()
             have, kept = [*model.place[1], *model.shadow, *more], list[Block | None]()
-            for one in goal:
-                same = (block for block in have if (block.memory.device, block.size) == one)
+            for wanted in goal:
+                same = (block for block in have if (block.memory.device, block.size) == wanted)
                 if (block := next(same, None)) is not None:
                     have.remove(block)
                 kept.append(block)

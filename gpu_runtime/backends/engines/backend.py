@@ -655,7 +655,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     def _bytes_asleep(self, spec: ModelSpec, handle: ServerHandle) -> int:
         """The bytes of its weights, which a sleeping server has in host memory."""
         found = self.evidence(spec)
-        return found.weight_bytes or found.file_bytes or sum(one.bytes for one in handle.total)
+        return found.weight_bytes or found.file_bytes or sum(share.bytes for share in handle.total)
 
     def _measured_asleep(self, model: ServerHandle) -> int:
         """The RAM of the server's processes, if its recipe says that it counts."""

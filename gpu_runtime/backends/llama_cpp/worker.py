@@ -320,7 +320,7 @@ class _OurMethods:
         The alternatives are the `count` most probable tokens at this place, each as [bytes, logarithm].
         `logprobs` are those of all tokens. With `special`, a special token has its name as bytes.
         """
-        best = sorted((-logprobs).argpartition(count)[:count], key=lambda one: -logprobs[one])
+        best = sorted((-logprobs).argpartition(count)[:count], key=lambda number: -logprobs[number])
         top = [[self.detokenize([int(i)], special=True), float(logprobs[i])] for i in best]
         return [self.detokenize([token], special=special), float(logprobs[token]), top]
 

@@ -263,7 +263,7 @@ class EngineHandle(Generic[E, V]):
     def claims(self) -> Shares:
         """What the model claims on each card while it is awake: all but what stays while it sleeps."""
         return tuple(
-            Share(one.device, one.bytes - self.kept.get(one.device, 0)) for one in self.total
+            Share(part.device, part.bytes - self.kept.get(part.device, 0)) for part in self.total
         )
 
     @property
@@ -271,7 +271,7 @@ class EngineHandle(Generic[E, V]):
         """The part of `claims` that is in host memory while the engine sleeps."""
         size = sum(share.bytes for share in self.claims)
         part = min(self.most_asleep, size)
-        return tuple(Share(one.device, one.bytes * part // max(1, size)) for one in self.claims)
+        return tuple(Share(need.device, need.bytes * part // max(1, size)) for need in self.claims)
 
     @property
     def working_bytes(self) -> int:
@@ -369,7 +369,7 @@ class EngineBackend(Backend, Generic[H, V]):
         error ends nothing. Raises CannotGovern for other cards.
         """
         to_host, engine = all(share.device == HOST for share in shares), model.engine
-        own = {one.device for one in shares} == {one.device for one in model.total}
+        own = {share.device for share in shares} == {share.device for share in model.total}
         if not model.most_asleep or not (to_host or (engine.asleep and own)):
             name = model.value.name
             raise CannotGovern(

@@ -332,9 +332,9 @@ def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (list, tuple, set):
-        return type(value)(_each_tensor(one, change) for one in value)
+        return type(value)(_each_tensor(item, change) for item in value)
     if isinstance(value, dict) and hasattr(value, "items"):
-        changed = {key: _each_tensor(one, change) for key, one in value.items()}
+        changed = {key: _each_tensor(item, change) for key, item in value.items()}
         return changed if type(value) is dict else _same_kind(value, changed)
     return value
 

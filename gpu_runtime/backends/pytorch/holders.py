@@ -138,12 +138,12 @@ class _Walk:
     def _keys(self, objects: Iterable[Any]) -> set[int]:
         """The keys of the storages in `objects`, and of what has bytes outside of a storage."""
         found = set()
-        for one in objects:
-            kind = type(one)
+        for value in objects:
+            kind = type(value)
             if kind is torch.UntypedStorage:
-                found.add(one._cdata)
-            elif kind in self._packed or (kind is Tensor and one.layout is torch._mkldnn):
-                found.add(id(one))
+                found.add(value._cdata)
+            elif kind in self._packed or (kind is Tensor and value.layout is torch._mkldnn):
+                found.add(id(value))
         return found
 
     def follow(self, pending: list[Any]) -> None:
@@ -154,46 +154,46 @@ class _Walk:
         if pending is not self.later:
             self._given.update(map(id, pending))
         while pending:
-            one = pending.pop()
-            if id(one) in self._objects or self._is_leaf(one):
+            parent = pending.pop()
+            if id(parent) in self._objects or self._is_leaf(parent):
                 continue
-            self._objects[id(one)] = one
+            self._objects[id(parent)] = parent
             if not len(self._objects) % _LOOK_EVERY and self._limit.over:
                 self.whole = False
                 pending.clear()
                 return
-            edges = self._edges[id(one)] = []
-            for below in self._children(one):
+            edges = self._edges[id(parent)] = []
+            for below in self._children(parent):
                 edges.append(id(below))
                 (self.later if self._kinds.is_node(type(below)) else pending).append(below)
 
-    def _is_leaf(self, one: Any) -> bool:
-        kind = type(one)
-        if kind in _LEAVES or id(one) in self._shared:
+    def _is_leaf(self, value: Any) -> bool:
+        kind = type(value)
+        if kind in _LEAVES or id(value) in self._shared:
             return True
         if issubclass(kind, type):  # a class: only classes of the notebook are followed
-            return getattr(one, "__module__", "") != "__main__"
+            return getattr(value, "__module__", "") != "__main__"
         return issubclass(kind, types.ModuleType)
 
-    def _children(self, one: Any) -> list[Any]:
+    def _children(self, parent: Any) -> list[Any]:
         """The objects to which `one` refers, in Python and in C++, with an entry per reference."""
-        kind = type(one)
+        kind = type(parent)
         if kind is torch.UntypedStorage:
             return []
-        below = gc.get_referents(one)
+        below = gc.get_referents(parent)
         if (content := self._kinds.content_of(kind)) is not None:
             with contextlib.suppress(Exception):  # a future that ended with an error
-                below += content(one)
+                below += content(parent)
         if kind is types.FunctionType:  # all functions of a module share its globals: not followed
-            own = (one.__globals__, one.__builtins__)
+            own = (parent.__globals__, parent.__builtins__)
             return [child for child in below if not any(child is names for names in own)]
         if self._kinds.is_node(kind):
-            below += (child for child, _ in one.next_functions if child is not None)
-            below += saved_by(one)
+            below += (child for child, _ in parent.next_functions if child is not None)
+            below += saved_by(parent)
         elif issubclass(kind, Tensor):
             # `gc.get_referents` returns a tensor's node only in some cases; `_of_tensor` always does.
             below = [child for child in below if not self._kinds.is_node(type(child))]
-            below += _of_tensor(one)
+            below += _of_tensor(parent)
         return below
 
     def freed(self, parked: Collection[int]) -> set[int]:
@@ -209,8 +209,8 @@ class _Walk:
             for key in edges:
                 if key in references:
                     references[key] -= 1
-        for key, one in self._objects.items():
-            if type(one) is torch.UntypedStorage and one._cdata in parked:
+        for key, value in self._objects.items():
+            if type(value) is torch.UntypedStorage and value._cdata in parked:
                 references[key] -= 1
         pending = [key for key, count in references.items() if count > 0]
         staying = set(pending)
@@ -219,16 +219,16 @@ class _Walk:
                 if key not in staying:
                     staying.add(key)
                     pending.append(key)
-        return self._keys(one for key, one in self._objects.items() if key not in staying)
+        return self._keys(value for key, value in self._objects.items() if key not in staying)
 
 
 # The objects of torch's C++ code whose content Python cannot list, by class.
 _IN_CPP: dict[type, Callable[[Any], list[Any]]] = {
-    torch._C.Future: lambda one: [one.value()] if one.done() else [],
+    torch._C.Future: lambda future: [future.value()] if future.done() else [],
     torch._C.ScriptList: list,
-    torch._C.ScriptDict: lambda one: [part for item in one.items() for part in item],
+    torch._C.ScriptDict: lambda table: [part for item in table.items() for part in item],
     torch._C.ScriptFunction: constants_of,
-    torch.jit.ScriptModule: lambda one: [*one.parameters(), *one.buffers(), *constants_of(one)],
+    torch.jit.ScriptModule: lambda root: [*root.parameters(), *root.buffers(), *constants_of(root)],
 }
 
 
@@ -264,7 +264,7 @@ class _Kinds:
     def content_of(self, kind: type) -> Callable[[Any], list[Any]] | None:
         """A function that lists what objects of the class `kind` hold in C++; None for most."""
         if id(kind) not in self._content:
-            found = [one for above, one in _IN_CPP.items() if issubclass(kind, above)]
+            found = [content for above, content in _IN_CPP.items() if issubclass(kind, above)]
             self._content[id(kind)] = found[0] if found else None
         return self._content[id(kind)]
 
@@ -284,20 +284,20 @@ def _references(objects: Mapping[int, Any], graphs: Graphs, kinds: _Kinds) -> di
     """The number of references to each of `objects`, also from C++, without those of this module."""
     ours = _counts({0: object()})[0]
     counts = _counts(objects)
-    for key, one in objects.items():
-        kind = type(one)
+    for key, value in objects.items():
+        kind = type(value)
         counts[key] -= ours
         if kind is torch.UntypedStorage:
-            counts[key] += _in_cpp(torch._C._storage_Use_Count(one._cdata))
+            counts[key] += _in_cpp(torch._C._storage_Use_Count(value._cdata))
         elif issubclass(kind, Tensor):
-            counts[key] += _in_cpp(one._use_count())
+            counts[key] += _in_cpp(value._use_count())
         elif kinds.is_node(kind):
-            counts[key] = graphs.holders[one] + max(0, counts[key] - _references_to_node())
+            counts[key] = graphs.holders[value] + max(0, counts[key] - _references_to_node())
     return counts
 
 
 def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
-    return {key: sys.getrefcount(one) for key, one in objects.items()}
+    return {key: sys.getrefcount(value) for key, value in objects.items()}
 
 
 def _in_cpp(uses: int) -> int:
@@ -333,7 +333,7 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     `limit` or _STEPS_UP steps are reached, it is UNKNOWN. `ignored` are the ids of objects of the
     search itself.
     """
-    level = [one for one in (storage.storage, *storage.tensors) if one is not None]
+    level = [target for target in (storage.storage, *storage.tensors) if target is not None]
     visited = level
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level), *_running_frames()}
     for _ in range(_STEPS_UP):
@@ -342,14 +342,14 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
             return UNKNOWN
         above: list[Any] = []
         seen.add(id(above))
-        for one in gc.get_referrers(*level):
-            if id(one) in seen:
+        for holder in gc.get_referrers(*level):
+            if id(holder) in seen:
                 continue
-            seen.add(id(one))
-            named = _named(one)
+            seen.add(id(holder))
+            named = _named(holder)
             if named:
                 return named
-            above.append(one)
+            above.append(holder)
         if not above:
             return CPP if _is_held(visited) else GARBAGE
         level = above
@@ -368,18 +368,18 @@ def _running_frames() -> Iterator[int]:
 
 def _is_held(objects: list[Any]) -> bool:
     """Whether anything but listed Python objects holds one of `objects`."""
-    tensors = [one for one in objects if isinstance(one, Tensor)]
-    views_of = Counter(id(one._base) for one in tensors if one._is_view())
-    in_cpp = any(one._use_count() > 1 + views_of[id(one)] for one in tensors)
+    tensors = [tensor for tensor in objects if isinstance(tensor, Tensor)]
+    views_of = Counter(id(tensor._base) for tensor in tensors if tensor._is_view())
+    in_cpp = any(tensor._use_count() > 1 + views_of[id(tensor)] for tensor in tensors)
     return in_cpp or any(count > 0 for count in hidden_references(objects).values())
 
 
-def _named(one: Any) -> str:
+def _named(holder: Any) -> str:
     """The name of the referrer `one`; empty if it has no name."""
-    if isinstance(one, type):
-        return f"class {one.__module__}.{one.__qualname__}"
-    if isinstance(one, dict) and "__name__" in one and "__loader__" in one:
-        return f"module {one['__name__']}"
-    if type(one) is functools._lru_cache_wrapper:
-        return f"functools.cache of {one.__qualname__}"
+    if isinstance(holder, type):
+        return f"class {holder.__module__}.{holder.__qualname__}"
+    if isinstance(holder, dict) and "__name__" in holder and "__loader__" in holder:
+        return f"module {holder['__name__']}"
+    if type(holder) is functools._lru_cache_wrapper:
+        return f"functools.cache of {holder.__qualname__}"
     return ""

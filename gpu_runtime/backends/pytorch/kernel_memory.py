@@ -93,9 +93,9 @@ class _Copied:
         self._sources, self._tensors, self._rest = sources, list(tensors), rest
         self._copies: list[torch.Tensor] = []
         self._digests: list[torch.Tensor] = []
-        known = {one.device for one in keys_on_cards()}
-        self._without_keys = {one.device for one in sources} - known
-        self._on_card = any(one.device.type != "cpu" for one in sources)
+        known = {key.device for key in keys_on_cards()}
+        self._without_keys = {source.device for source in sources} - known
+        self._on_card = any(source.device.type != "cpu" for source in sources)
         self._batches = _batches(sources) if self._on_card else []
         self._start()
 
@@ -112,7 +112,7 @@ class _Copied:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        return digest(_joined([one.cpu() for one in sources]))
+        return digest(_joined([source.cpu() for source in sources]))
 
     def to(self, copies: Iterable[torch.Tensor]) -> None:
         """Records the `copies` of the sources."""
@@ -130,7 +130,7 @@ class _Copied:
         if not self._on_card:
             return self._unchanged.changed()
         pairs = zip(self._batches, self._digests, strict=True)
-        changed = [one for one, known in pairs if not torch.equal(self._digest(one), known)]
+        changed = [batch for batch, known in pairs if not torch.equal(self._digest(batch), known)]
         return [*itertools.chain.from_iterable(changed)]
 
     def again(self) -> None:
@@ -161,12 +161,12 @@ def _batches(sources: Sequence[torch.Tensor]) -> list[range]:
     """
     batches: list[range] = []
     start = size = 0
-    for number, one in enumerate(sources):
-        fits = size + one.nbytes <= BATCH_BYTES and one.device == sources[start].device
+    for number, source in enumerate(sources):
+        fits = size + source.nbytes <= BATCH_BYTES and source.device == sources[start].device
         if number > start and not fits:
             batches.append(range(start, number))
             start, size = number, 0
-        size += one.nbytes
+        size += source.nbytes
     return [*batches, range(start, len(sources))]
 
 
@@ -224,12 +224,12 @@ class KernelMemory:
     @property
     def away_bytes(self) -> int:
         """The bytes that are in host memory, or in a file, now."""
-        return sum(one.storage.nbytes() for one in self.away)
+        return sum(away.storage.nbytes() for away in self.away)
 
     @property
     def disk_bytes(self) -> int:
         """The part of `away_bytes` that is in a file."""
-        return sum(one.storage.nbytes() for one in self.away if one.stored)
+        return sum(away.storage.nbytes() for away in self.away if away.stored)
 
 
 @all_outside_modes
@@ -251,7 +251,7 @@ class KernelBackend(Backend):
         """The handle of the memory that the kernel's own code holds; `keys` and `shares` are those of
         `GovernedModels`.
         """
-        cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
+        cards = [self.probe.place(device.id) for device in self.probe.devices if not device.is_host]
         own = cards[:1] if cards[0].counted else cards
         return KernelMemory(own, stillness, GovernedModels(keys, shares))
 
@@ -300,7 +300,7 @@ class KernelBackend(Backend):
             found, _ = self._found(model, model.known)
             _set_staying(model, found)
             model.largest = _largest(found)
-            return {model.memory.device: sum(one.own_bytes for one in found if not one.stays)}
+            return {model.memory.device: sum(entry.own_bytes for entry in found if not entry.stays)}
         if model.searches:
             model.largest = _largest(self._found(model)[0])
         held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
@@ -363,7 +363,7 @@ class KernelBackend(Backend):
             return (Share(model.memory.device, model.noted.size),) if model.noted else ()
         if not model.in_parts:
             return ()
-        stays = {one.device: one.bytes for one in model.staying}
+        stays = {part.device: part.bytes for part in model.staying}
         left = {card: size - stays.get(card, 0) for card, size in self.count(model).items()}
         return tuple(Share(card, size) for card, size in left.items() if size > 0)
 
@@ -375,38 +375,38 @@ class KernelBackend(Backend):
             raise NotStill("this build of torch can put no guard in the place of its memory")
         mark = model.stillness.mark()
         here, known = self._found(model)
-        found = [one for one in here if not one.stays]
+        found = [entry for entry in here if not entry.stays]
         if here and not found:
             raise NotStill(f"all of it stays: {here[0].stays}")
         model.largest = max(model.largest, _largest(found))
         rest = 0
         if most is not None:
-            total = sum([one.storage.nbytes() for one in found])
+            total = sum([entry.storage.nbytes() for entry in found])
             found = _fitting(found, most)
             if not found:
                 raise NotStill(f"none of its tensors fits into {show_bytes(most)}")
-            rest = total - sum([one.storage.nbytes() for one in found])
-        cards = {one.storage.device for one in found}
-        used = [one.torch for one in model.memories if streams.allocated_bytes(one.torch)]
+            rest = total - sum([entry.storage.nbytes() for entry in found])
+        cards = {entry.storage.device for entry in found}
+        used = [memory.torch for memory in model.memories if streams.allocated_bytes(memory.torch)]
         homes = _homes(found, cards)
         _rest(cards)
         host = self.probe.place(HOST)
         on_card = not model.memory.counted
-        sources = _bytes([one.storage for one in found])
-        tensors = [tensor for one in found for tensor in one.tensors]
+        sources = _bytes([entry.storage for entry in found])
+        tensors = [tensor for entry in found for tensor in entry.tensors]
         copied = _Copied(sources, tensors if on_card else (), partial(_rest, cards))
         copies = st.copied(
             list(sources), [host] * len(found), host, wait=partial(_rest, cards), together=True
         )
         exchange = swap.Exchange()
         away = []
-        for one, copy, home in zip(found, copies, homes, strict=True):
+        for entry, copy, home in zip(found, copies, homes, strict=True):
             if on_card:
-                exchange.take(one.storage, SENTENCE)
+                exchange.take(entry.storage, SENTENCE)
             else:
-                exchange.put(one.storage, copy.untyped_storage(), refuses=copy)
-            away.append(Away(one.storage, copy if on_card else None, home))
-        staying = [one._replace(tensors=()) for one in here if one.stays]
+                exchange.put(entry.storage, copy.untyped_storage(), refuses=copy)
+            away.append(Away(entry.storage, copy if on_card else None, home))
+        staying = [entry._replace(tensors=()) for entry in here if entry.stays]
         copied.to(copies)
         del here, found, copies, sources, tensors
         try:
@@ -430,14 +430,14 @@ class KernelBackend(Backend):
         coming = list(model.away) if most is None else _fitting(model.away, most)
         if not coming:
             raise NotStill(f"none of its tensors fits into {show_bytes(most or 0)}")
-        keys = {one.storage._cdata for one in coming}
-        staying = tuple([one for one in model.away if one.storage._cdata not in keys])
+        keys = {away.storage._cdata for away in coming}
+        staying = tuple([away for away in model.away if away.storage._cdata not in keys])
         before = model.noted.size if model.noted else 0
-        size = sum([one.storage.nbytes() for one in coming])
+        size = sum([away.storage.nbytes() for away in coming])
         noted = None
         exchange = swap.Exchange()
         fresh: list[torch.Tensor] = []
-        cards = {one.storage.device for one in coming}
+        cards = {away.storage.device for away in coming}
         try:
             if model.memory.counted and counts:
                 noted = model.memory.allocate(size)
@@ -466,7 +466,7 @@ class KernelBackend(Backend):
     ) -> None:
         """Starts the copies of `coming` to new tensors on the cards, in `fresh`; prepares `exchange`."""
         made: dict[int, torch.Tensor] = {}
-        for places in st.places_of_equal([(one.storage.device, one.stream) for one in coming]):
+        for places in st.places_of_equal([(away.storage.device, away.stream) for away in coming]):
             device, stream = coming[places[0]].storage.device, coming[places[0]].stream
             with streams.on_stream(device, stream):
                 for i in places:
@@ -476,14 +476,14 @@ class KernelBackend(Backend):
             streams.record(blocks, device, stream, model.streams.get(device, ()))
             del blocks
         fresh += [made.pop(i) for i in range(len(coming))]
-        in_ram = [i for i, one in enumerate(coming) if not one.stored]
+        in_ram = [i for i, away in enumerate(coming) if not away.stored]
         here = iter(_bytes([coming[i].storage for i in in_ram if coming[i].copy is None]))
         sources = [next(here) if (copy := coming[i].copy) is None else copy for i in in_ram]
         if sources:
             st.copy_to([fresh[i] for i in in_ram], sources)
         self._read(coming, fresh)
-        for one, tensor in zip(coming, fresh, strict=True):
-            exchange.put(one.storage, tensor.untyped_storage())
+        for away, tensor in zip(coming, fresh, strict=True):
+            exchange.put(away.storage, tensor.untyped_storage())
 
     def _exchange(
         self,
@@ -545,9 +545,9 @@ class KernelBackend(Backend):
     def write(self, model: KernelMemory, directory: Path, *, encrypted: bool = False) -> Written:
         with model.gate:
             exchanges = model.exchanges
-            going = [one for one in model.away if one.storage.nbytes() and not one.stored]
-        contents = {one.storage._cdata: partial(_in_ram, one) for one in going}
-        sizes = [one.storage.nbytes() for one in going]
+            going = [away for away in model.away if away.storage.nbytes() and not away.stored]
+        contents = {away.storage._cdata: partial(_in_ram, away) for away in going}
+        sizes = [away.storage.nbytes() for away in going]
         return park_file.written(model, contents, sizes, exchanges, directory, encrypted=encrypted)
 
     def move_on(self, model: KernelMemory, written: Written) -> None:
@@ -557,33 +557,33 @@ class KernelBackend(Backend):
         exchange = swap.Exchange()
         away = []
         pages = written.mapped() if model.memory.counted else {}
-        for one in model.away:
-            key = one.storage._cdata
+        for parked in model.away:
+            key = parked.storage._cdata
             if key not in written.stored:
-                away.append(one)
+                away.append(parked)
                 continue
-            away.append(one._replace(copy=None, stored=written.stored[key]))
+            away.append(parked._replace(copy=None, stored=written.stored[key]))
             if key in pages:
                 content = pages[key]
-                exchange.put(one.storage, content.untyped_storage(), refuses=content)
+                exchange.put(parked.storage, content.untyped_storage(), refuses=content)
         self._exchange(model, mark, exchange, tuple(away), model.noted)
 
     def _read(self, coming: Sequence[Away], fresh: Sequence[torch.Tensor | None]) -> None:
         """Copies those of `coming` that are in files to `fresh`; for None it only compares. Raises Damaged."""
         rows = zip(coming, fresh, strict=True)
-        park_file.read([(one.storage._cdata, one.stored, to) for one, to in rows if one.stored])
+        park_file.read([(away.storage._cdata, away.stored, to) for away, to in rows if away.stored])
 
-    def _address(self, one: Away) -> int:
+    def _address(self, away: Away) -> int:
         """The address of the bytes of `one` on a simulated card. Those in a file are compared."""
-        self._read([one], [None])
-        return swap.address(one.bytes)
+        self._read([away], [None])
+        return swap.address(away.bytes)
 
-    def _content(self, one: Away) -> torch.UntypedStorage:
+    def _content(self, away: Away) -> torch.UntypedStorage:
         """The bytes of `one` in host memory. Those in a file are read and compared. Raises Damaged."""
-        if one.copy is not None:
-            return one.copy.untyped_storage()
-        content = torch.empty(one.storage.nbytes(), dtype=torch.uint8)
-        self._read([one], [content])
+        if away.copy is not None:
+            return away.copy.untyped_storage()
+        content = torch.empty(away.storage.nbytes(), dtype=torch.uint8)
+        self._read([away], [content])
         return content.untyped_storage()
 
     def drop(self, model: KernelMemory) -> None:
@@ -601,8 +601,8 @@ class KernelBackend(Backend):
         """Frees offloaded bytes to which the user's code refers no longer. Returns their number."""
         gc.collect()
         with model.gate:
-            used = tuple([one for one in model.away if _is_used(one)])
-            freed = model.away_bytes - sum([one.storage.nbytes() for one in used])
+            used = tuple([away for away in model.away if _is_used(away)])
+            freed = model.away_bytes - sum([away.storage.nbytes() for away in used])
             model.away = used
         return freed
 
@@ -615,26 +615,26 @@ class KernelBackend(Backend):
         for this time. Unless the block `saves`, no bytes in a file are read. Yields a function that
         returns a CPU tensor with the same bytes for an offloaded tensor, and any other object as it is.
         """
-        away = {one.storage._cdata: one for one in model.away}
+        away = {parked.storage._cdata: parked for parked in model.away}
         stand_ins = away
         if model.memory.counted:  # there bytes in host memory stay readable
-            stand_ins = {key: one for key, one in away.items() if one.stored}
+            stand_ins = {key: parked for key, parked in away.items() if parked.stored}
         try:
-            for key, one in away.items():
+            for key, parked in away.items():
                 # What is in a file is read and compared when `torch.save` comes to its storage.
                 if not model.memory.counted:
-                    address = one.copy.data_ptr() if one.copy is not None else key
-                    read = partial(self._content, one)
-                    vars(one.storage).update(cpu=read, data_ptr=partial(_same, address))
-                elif one.stored and saves:
-                    vars(one.storage)["data_ptr"] = partial(self._address, one)
-                elif not one.stored:
-                    vars(one.storage)["data_ptr"] = partial(_same, swap.address(one.bytes))
+                    address = parked.copy.data_ptr() if parked.copy is not None else key
+                    read = partial(self._content, parked)
+                    vars(parked.storage).update(cpu=read, data_ptr=partial(_same, address))
+                elif parked.stored and saves:
+                    vars(parked.storage)["data_ptr"] = partial(self._address, parked)
+                elif not parked.stored:
+                    vars(parked.storage)["data_ptr"] = partial(_same, swap.address(parked.bytes))
             yield partial(self._stand_in, stand_ins)
         finally:
-            for one in away.values():
+            for parked in away.values():
                 for name in ("cpu", "data_ptr"):
-                    vars(one.storage).pop(name, None)
+                    vars(parked.storage).pop(name, None)
 
     def _stand_in(self, guarded: Mapping[int, Away], value: Any) -> Any:
         """A CPU tensor with the bytes of the tensor `value`, if they are in `guarded`; else `value`."""
@@ -648,13 +648,13 @@ class KernelBackend(Backend):
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
         """The offloaded bytes of each card. Each tensor returns to the card where it was."""
-        cards = {torch.device(one.torch): one.device for one in model.memories}
+        cards = {torch.device(memory.torch): memory.device for memory in model.memories}
         sizes: dict[str, int] = {}
-        for one in model.away:
+        for away in model.away:
             card = model.memory.device
             if not model.memory.counted:
-                card = cards[one.storage.device]
-            sizes[card] = sizes.get(card, 0) + one.storage.nbytes()
+                card = cards[away.storage.device]
+            sizes[card] = sizes.get(card, 0) + away.storage.nbytes()
         return sizes
 
     def _place(self) -> Place:
@@ -668,20 +668,20 @@ class KernelBackend(Backend):
         Pages of this package, such as the copies of models in host memory, are counted where they
         were allocated. `known` is for `search`.
         """
-        keys = (one.untyped_storage()._cdata for one in every_key())
-        away = (one.storage._cdata for one in model.away)  # a guard has no content to look at
+        keys = (key.untyped_storage()._cdata for key in every_key())
+        away = (parked.storage._cdata for parked in model.away)  # a guard has no content to look at
         governed = frozenset((*model.governed.keys(), *keys, *away))
         seen = search(self._place(), governed=governed, known=known)
-        cards = {one.device for one in model.memories}
+        cards = {memory.device for memory in model.memories}
         places = [self.probe.place(device.id) for device in self.probe.devices]
         found = []
-        for one in seen.found:
-            is_ours = one.stays == FOREIGN and any(
-                place.contains(one.storage.data_ptr()) for place in places
+        for entry in seen.found:
+            is_ours = entry.stays == FOREIGN and any(
+                place.contains(entry.storage.data_ptr()) for place in places
             )
-            is_guard = one.stays == UNREADABLE and model.memory.counted
-            if one.device in cards and not (is_ours or is_guard):
-                found.append(one)
+            is_guard = entry.stays == UNREADABLE and model.memory.counted
+            if entry.device in cards and not (is_ours or is_guard):
+                found.append(entry)
         return found, seen.streams
 
 
@@ -718,7 +718,7 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
     segments = [segment for card in kinds.values() for segment in streams.segments(card)]
     if not segments:
         return [None] * len(found)
-    addresses = [one.storage.data_ptr() for one in found]
+    addresses = [entry.storage.data_ptr() for entry in found]
     if streams.private(addresses, segments) or streams.captured():
         raise NotStill("a CUDA graph holds some of its memory")
     return streams.homes(addresses, segments)
@@ -732,17 +732,17 @@ def _streams(
     for stream in known:
         if stream.device in found:
             found[stream.device].add(streams.pointer(stream))
-    for one in away:
-        if one.stream is not None:
-            found[one.storage.device].add(one.stream)
+    for parked in away:
+        if parked.stream is not None:
+            found[parked.storage.device].add(parked.stream)
     return found
 
 
 def _governed_bytes(model: KernelMemory) -> dict[str, int]:
     """The bytes on each card of the governed models, and of the keys of their digests."""
-    cards = {torch.device(one.torch): one.device for one in model.memories}
-    keys = [one for one in keys_on_cards() if one.device in cards]
-    shares = [Share(cards[one.device], one.nbytes) for one in keys]
+    cards = {torch.device(memory.torch): memory.device for memory in model.memories}
+    keys = [key for key in keys_on_cards() if key.device in cards]
+    shares = [Share(cards[key.device], key.nbytes) for key in keys]
     total: dict[str, int] = {}
     for share in (*model.governed.shares(), *shares):
         total[share.device] = total.get(share.device, 0) + share.bytes
@@ -756,16 +756,16 @@ def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """
     empty: dict[torch.device, Iterator[torch.Tensor]] = {}
     with torch.inference_mode():
-        for device in {one.device for one in storages}:
+        for device in {storage.device for storage in storages}:
             rows = torch.empty((len(storages), 0), dtype=torch.uint8, device=device)
             empty[device] = iter(rows.unbind())
-        return [next(empty[one.device]).set_(one) for one in storages]
+        return [next(empty[storage.device]).set_(storage) for storage in storages]
 
 
 def _set_staying(model: KernelMemory, found: Iterable[Found]) -> None:
     """Records what stays among the storages `found`: the bytes on each card for each reason."""
     model.staying = Staying.of(found)
-    total = sum(one.bytes for one in model.staying)
+    total = sum(part.bytes for part in model.staying)
     if model.memory.counted and total != (model.noted_staying.size if model.noted_staying else 0):
         model.noted_staying = None
         if total:
@@ -773,7 +773,7 @@ def _set_staying(model: KernelMemory, found: Iterable[Found]) -> None:
 
 
 def _largest(found: Iterable[Found]) -> int:
-    return max([one.storage.nbytes() for one in found if not one.stays], default=0)
+    return max([entry.storage.nbytes() for entry in found if not entry.stays], default=0)
 
 
 _HasStorage = TypeVar("_HasStorage", Found, Away)
@@ -782,19 +782,19 @@ _HasStorage = TypeVar("_HasStorage", Found, Away)
 def _fitting(storages: Sequence[_HasStorage], most: int) -> list[_HasStorage]:
     """The largest of the `storages` that together have at most `most` bytes."""
     chosen = []
-    for one in sorted(storages, key=lambda one: -one.storage.nbytes()):
-        if one.storage.nbytes() <= most:
-            most -= one.storage.nbytes()
-            chosen.append(one)
+    for entry in sorted(storages, key=lambda entry: -entry.storage.nbytes()):
+        if entry.storage.nbytes() <= most:
+            most -= entry.storage.nbytes()
+            chosen.append(entry)
     return chosen
 
 
 _ONE_REFERENCE = 3  # what `sys.getrefcount` returns in `_is_used` if only `Away` has the storage
 
 
-def _is_used(one: Away) -> bool:
+def _is_used(away: Away) -> bool:
     """Whether anything but `one` refers to its storage: a tensor, a graph, or a Python object."""
-    storage = one.storage
+    storage = away.storage
     if torch._C._storage_Use_Count(storage._cdata) > 1:
         return True
     return sys.getrefcount(storage) > _ONE_REFERENCE
@@ -804,8 +804,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _in_ram(one: Away) -> torch.Tensor:
-    return one.bytes if one.copy is None else one.copy
+def _in_ram(away: Away) -> torch.Tensor:
+    return away.bytes if away.copy is None else away.copy
 
 
 def _note(model: KernelMemory, size: int) -> None:

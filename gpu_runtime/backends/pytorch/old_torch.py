@@ -47,16 +47,16 @@ def exchanged_fields() -> range | None:
     ours = [torch.full((size,), size, dtype=torch.uint8) for size in (40, 96)]
     pages = bytearray(64)
     borrowed = torch.frombuffer(pages, dtype=torch.uint8)
-    one, other, foreign = (tensor.untyped_storage() for tensor in (*ours, borrowed))
-    for storage in (one, other, foreign):
+    own, other, foreign = (tensor.untyped_storage() for tensor in (*ours, borrowed))
+    for storage in (own, other, foreign):
         here = storage._cdata
         if (_word(here + POINTER), _word(here + SIZE)) != (storage.data_ptr(), storage.nbytes()):
             return None
     for offset in ALLOCATORS:
-        first, second, none = (_word(each._cdata + offset) for each in (one, other, foreign))
+        first, second, none = (_word(each._cdata + offset) for each in (own, other, foreign))
         if first == second and first and not none:
             fields = range(POINTER, offset + WORD)
-            return fields if _is_exchanged(fields, one, foreign) else None
+            return fields if _is_exchanged(fields, own, foreign) else None
     return None
 
 
@@ -85,7 +85,7 @@ STEPS = 3  # items of `exchanging`
 
 
 def exchanging(
-    one: torch.UntypedStorage, other: torch.UntypedStorage, fields: range | None = None
+    storage: torch.UntypedStorage, other: torch.UntypedStorage, fields: range | None = None
 ) -> Iterator[None]:
     """An iterator whose three items exchange the bytes of two storages, like `_swap_data_ptr_`.
 
@@ -95,14 +95,14 @@ def exchanging(
     """
     fields = fields or exchanged_fields()
     assert fields is not None
-    here, there, size = one._cdata + fields.start, other._cdata + fields.start, len(fields)
+    here, there, size = storage._cdata + fields.start, other._cdata + fields.start, len(fields)
     kept = ctypes.create_string_buffer(size)
     return map(_memmove, (kept, here, there), (here, there, kept), (size,) * 3)
 
 
-def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+def exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchanges the bytes of two storages."""
-    exhaust(exchanging(one, other))
+    exhaust(exchanging(storage, other))
 
 
 # -- who owns a tensor -----------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def saved_in(node: Any, raw_name: str) -> tuple[Any, ...]:
     raw = getattr(node, raw_name)
     hooks = _hooks()
     some = raw if isinstance(raw, tuple) else (raw,)
-    if hooks is None or any(_pointer(one, hooks) for one in some if one is not None):
+    if hooks is None or any(_pointer(saved, hooks) for saved in some if saved is not None):
         return ()
     name = raw_name.removeprefix("_raw")
     value = getattr(node, name if hasattr(type(node), name) else name.removeprefix("_"))
@@ -163,17 +163,17 @@ def _hooks() -> int | None:
     with torch.enable_grad():
         weight = torch.ones(1, requires_grad=True)
         results = [weight.exp(), weight * weight]
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             results.append(weight * weight)
     names = ("_raw_saved_result", "_raw_saved_self", "_raw_saved_self")
-    saved = [getattr(one.grad_fn, name, None) for one, name in zip(results, names, strict=True)]
+    saved = [getattr(value.grad_fn, name, None) for value, name in zip(results, names, strict=True)]
     if None in saved:
         return None
     # SavedVariable begins with its tensor. With hooks it has none there, but one that is undefined.
-    _, plain, hooked = (_pointer(one, 0) for one in saved)
+    _, plain, hooked = (_pointer(raw, 0) for raw in saved)
     if not plain == weight._cdata != hooked:
         return None
     for offset in HOOKS:
-        if [bool(_pointer(one, offset)) for one in saved] == [False, False, True]:
+        if [bool(_pointer(raw, offset)) for raw in saved] == [False, False, True]:
             return offset
     return None

@@ -199,8 +199,8 @@ _open_files: weakref.WeakSet[ParkFile] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """A forked child that outlives its parent would keep the blocks. A mapping of a simulated card keeps them."""
-    for one in list(_open_files):
-        one._file.close()
+    for file in list(_open_files):
+        file._file.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -227,12 +227,12 @@ class Written(NamedTuple):
 
     def mapped(self) -> Mapping[int, torch.Tensor]:
         """The bytes of each storage, [nbytes] uint8, mapped from a file that is not encrypted."""
-        pages = {one.file: one.file.mapped() for one in self.stored.values()}
+        pages = {place.file: place.file.mapped() for place in self.stored.values()}
         return {
             key: torch.frombuffer(
-                pages[one.file], dtype=torch.uint8, count=one.bytes, offset=one.start
+                pages[place.file], dtype=torch.uint8, count=place.bytes, offset=place.start
             )
-            for key, one in self.stored.items()
+            for key, place in self.stored.items()
         }
 
 
@@ -291,7 +291,7 @@ def read(rows: Iterable[tuple[int, Stored, torch.Tensor | None]]) -> None:
 
 def _read_file(file: ParkFile, rows: list[tuple[int, Stored, torch.Tensor | None]]) -> None:
     """As `read`, for storages in the same `file`, in their order there."""
-    starts, sizes = [one.start for _, one, _ in rows], [one.bytes for _, one, _ in rows]
+    starts, sizes = [place.start for _, place, _ in rows], [place.bytes for _, place, _ in rows]
 
     def drain(start: int, buffer: torch.Tensor) -> None:
         """Copies the bytes in the `buffer` to the tensors that have some of them."""

@@ -141,12 +141,12 @@ def search(
     exported = frozenset(
         entry.storage._cdata
         for entry in entries
-        if any(_is_exported(one, references, scripted) for one in entry.tensors)
+        if any(_is_exported(tensor, references, scripted) for tensor in entry.tensors)
     )
     compiled = frozenset(
         entry.storage._cdata
         for entry in entries
-        if frozen and any(id(one) in frozen for one in entry.tensors)
+        if frozen and any(id(tensor) in frozen for tensor in entry.tensors)
     )
     found = _judged(entries, small, known, exported, compiled)
     found += _without_storage(opaque, seen.packed, place)
@@ -160,8 +160,8 @@ def counted_on(memories: Sequence[Memory]) -> Place:
     are simulated, CPU storages of SIMULATED_BYTES and more count on the first card. Other storages
     count on no device.
     """
-    by_torch = {torch.device(one.torch): one.device for one in memories if one.torch != "cpu"}
-    on_cpu = (one.device for one in memories if one.torch == "cpu" and one.device != HOST)
+    by_torch = {torch.device(card.torch): card.device for card in memories if card.torch != "cpu"}
+    on_cpu = (card.device for card in memories if card.torch == "cpu" and card.device != HOST)
     simulated = next(on_cpu, "")
     cpu: dict[torch.device, bool] = {}  # `device.type` takes longer than this look-up
 
@@ -197,20 +197,20 @@ def tracked(limit: Limit) -> Tracked:
     found = Tracked([], [], [], [], [], [], not limit.over)
     if limit.over:
         return found
-    for one in instances(interesting):
-        kind = type(one)
+    for instance in instances(interesting):
+        kind = type(instance)
         if kind in kinds:
-            found.tensors.append(one)
+            found.tensors.append(instance)
         elif kind in streams:
-            found.streams.append(one)
+            found.streams.append(instance)
         elif kind in packed:
-            found.packed.append(one)
+            found.packed.append(instance)
         elif kind is torch.UntypedStorage:
-            found.bare.append(one)
+            found.bare.append(instance)
         else:
             if kind in scripted:
-                found.scripted.extend(itertools.chain(one.parameters(), one.buffers()))
-            found.frozen.extend(constants_of(one))
+                found.scripted.extend(itertools.chain(instance.parameters(), instance.buffers()))
+            found.frozen.extend(constants_of(instance))
     found.tensors.extend(found.scripted)
     found.tensors.extend(found.frozen)
     return found
@@ -297,8 +297,10 @@ def optimizer_keys() -> set[int]:
     for optimizer in instances(subclasses(torch.optim.Optimizer)):
         for state in dict(vars(optimizer).get("state") or {}).values():
             values = state.values() if isinstance(state, dict) else ()
-            plain = [one for one in values if type(one) is Tensor and one.layout is torch.strided]
-            found |= {one.untyped_storage()._cdata for one in plain}
+            plain = [
+                value for value in values if type(value) is Tensor and value.layout is torch.strided
+            ]
+            found |= {tensor.untyped_storage()._cdata for tensor in plain}
     return found
 
 
@@ -333,9 +335,9 @@ def _with_hidden(
                     continue
             hidden += gradient(tensor)
             roots += graph(tensor)
-        hidden += (one for one in saved_in(roots, nodes, limit) if isinstance(one, Tensor))
+        hidden += (saved for saved in saved_in(roots, nodes, limit) if isinstance(saved, Tensor))
         known.update(map(id, hidden))
-        pending = [one for one in hidden if id(one) not in seen]
+        pending = [other for other in hidden if id(other) not in seen]
         seen.update(map(id, pending))
 
 
@@ -502,10 +504,10 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
             value = old_torch.saved_in(node, name)
     except RuntimeError:  # backward() has freed it
         return
-    for one in value if isinstance(value, (tuple, list)) else (value,):
-        if one is None:
+    for saved in value if isinstance(value, (tuple, list)) else (value,):
+        if saved is None:
             continue
-        data = one if isinstance(one, Tensor) else getattr(one, "data", None)
+        data = saved if isinstance(saved, Tensor) else getattr(saved, "data", None)
         if data is not None:
             yield data
 
@@ -547,14 +549,14 @@ def _judged(
         _look_closer(found, not_ours, known)
         if any(not found[number].stays for number in not_ours):
             spans.setdefault(torch.device("cpu"), []).extend(
-                (address, one.nbytes(), -1)
-                for one in small
-                if one.nbytes() and not one.resizable() and (address := _address(one))
+                (address, other.nbytes(), -1)
+                for other in small
+                if other.nbytes() and not other.resizable() and (address := _address(other))
             )
     for number, shared_bytes in itertools.chain.from_iterable(map(_overlapping, spans.values())):
-        one = found[number]
-        stays = OVERLAPS if one.stays in ("", FOREIGN, ARRAY) else one.stays
-        found[number] = one._replace(stays=stays, own_bytes=one.bytes - shared_bytes)
+        entry = found[number]
+        stays = OVERLAPS if entry.stays in ("", FOREIGN, ARRAY) else entry.stays
+        found[number] = entry._replace(stays=stays, own_bytes=entry.bytes - shared_bytes)
     return found
 
 
@@ -594,7 +596,7 @@ def _reason(
 ) -> tuple[str, int]:
     """Why `storage` cannot be moved (empty if it can), and its address (0: none or unknown)."""
     is_plain = _PLAIN.issuperset(map(type, tensors))
-    if not is_plain and any(readable_class(one) is not type(one) for one in tensors):
+    if not is_plain and any(readable_class(tensor) is not type(tensor) for tensor in tensors):
         return "", 0  # the bytes of a dropped model: a guard without memory is in their place
     if has_lazy_copy(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, torch._C._data_address(_view(storage, 1))  # data_ptr() would copy it
@@ -729,15 +731,15 @@ def only_cut(bare: Sequence[torch.UntypedStorage]) -> set[int]:
     one for each tensor. The caller must hold no other reference to the storages than the list.
     """
     every = [*bare, _Probe()]
-    counts = [sys.getrefcount(one) for one in every]
+    counts = [sys.getrefcount(counted) for counted in every]
     most = counts[-1] + 1 + cpp_keeps_python()  # the list `bare`, and C++
     return {
-        one._cdata
-        for one, count in zip(bare, counts, strict=False)
+        storage._cdata
+        for storage, count in zip(bare, counts, strict=False)
         if count <= most
-        and torch._C._storage_Use_Count(one._cdata) > 1
-        and not one.resizable()
-        and of_torch(one) == "file"
+        and torch._C._storage_Use_Count(storage._cdata) > 1
+        and not storage.resizable()
+        and of_torch(storage) == "file"
     }
 
 
@@ -777,7 +779,7 @@ def used_elsewhere(
     references are the same. Without it, all references of the process are counted: 0.1 s for
     230,000 objects.
     """
-    signs = [frozenset((id(one), sys.getrefcount(one)) for one in group[1]) for group in groups]
+    signs = [frozenset((id(item), sys.getrefcount(item)) for item in group[1]) for group in groups]
     results: dict[int, bool] = {}
     if known is not None:
         for (storage, _), sign in zip(groups, signs, strict=True):
@@ -799,10 +801,10 @@ def _counted(groups: Sequence[tuple[torch.UntypedStorage, Sequence[Tensor]]]) ->
     """The result of `used_elsewhere` for each storage, by its key."""
     own: dict[int, dict[int, Tensor]] = {}
     for storage, tensors in groups:
-        of_views = [one._base for one in tensors if one._is_view()]
-        both = [*tensors, *(one for one in of_views if one is not None)]
-        own[storage._cdata] = {id(one): one for one in both}
-    hidden = hidden_references(one for tensors in own.values() for one in tensors.values())
+        of_views = [tensor._base for tensor in tensors if tensor._is_view()]
+        both = [*tensors, *(base for base in of_views if base is not None)]
+        own[storage._cdata] = {id(tensor): tensor for tensor in both}
+    hidden = hidden_references(tensor for tensors in own.values() for tensor in tensors.values())
     answers = {}
     for storage, _ in groups:
         known = own[storage._cdata]
@@ -822,8 +824,8 @@ def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
     NumPy's arrays, C++ objects and functions that run hold them. That of a C++ object to its own
     Python object is left out.
     """
-    every = (_Probe(), *{id(one): one for one in objects}.values())
-    wanted = {id(one) for one in every}
+    every = (_Probe(), *{id(value): value for value in objects}.values())
+    wanted = {id(value) for value in every}
     holders: Iterable[Any]
     if len(every) <= FEW:
         holders = chain.from_iterable(starmap(gc.get_referrers, (every,)))
@@ -845,20 +847,20 @@ def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
         if collects:
             gc.enable()
     hidden = {
-        id(one): max(counts) - seen[id(one)] - _from_cpp(one)
-        for one, *counts in zip(every, before, after, strict=True)
+        id(value): max(counts) - seen[id(value)] - _from_cpp(value)
+        for value, *counts in zip(every, before, after, strict=True)
     }
     usual = hidden[id(every[0])]  # the references of this function's variables
     return {key: count - usual for key, count in hidden.items()}
 
 
-def _from_cpp(one: Any) -> int:
+def _from_cpp(value: Any) -> int:
     """The references to the Python object of `one` that its own C++ object holds."""
     uses = 0
-    if isinstance(one, Tensor):
-        uses = one._use_count()
-    elif type(one) is torch.UntypedStorage:
-        uses = torch._C._storage_Use_Count(one._cdata)
+    if isinstance(value, Tensor):
+        uses = value._use_count()
+    elif type(value) is torch.UntypedStorage:
+        uses = torch._C._storage_Use_Count(value._cdata)
     return 1 if uses > 1 and cpp_keeps_python() else 0
 
 

@@ -329,7 +329,7 @@ class SharedCopy:
         return sum(size for _, size in self._all_places().values())
 
     def _all_places(self) -> dict[str, tuple[int, int]]:
-        return self._places or {key: (one.at, one.size) for key, one in self.index.items()}
+        return self._places or {key: (stored.at, stored.size) for key, stored in self.index.items()}
 
     def fits(self, groups: Sequence[st.Group]) -> bool:
         """Whether the complete copy has exactly the storages `groups`."""
@@ -455,7 +455,7 @@ def _read(pages: SharedPages, content: str) -> tuple[_Stored, ...]:
         index = msgspec.msgpack.decode(found, type=tuple[_Stored, ...])
     except (OSError, ValueError, OverflowError, msgspec.MsgspecError):  # not ours, or damaged
         return ()
-    within = all(0 <= one.at and 0 <= one.size <= pages.size - one.at for one in index)
+    within = all(0 <= stored.at and 0 <= stored.size <= pages.size - stored.at for stored in index)
     return index if within else ()
 
 

@@ -82,15 +82,15 @@ class Group(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """The tensors of `slots`, and those of which they are views."""
         every = [slot.tensor for slot in self.slots]
-        every += [one._base for one in every if one._is_view() and one._base is not None]
-        return list({id(one): one for one in every}.values())
+        every += [view._base for view in every if view._is_view() and view._base is not None]
+        return list({id(tensor): tensor for tensor in every}.values())
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
         """Name, kind, dtype and place of each tensor. Two loads of one source give equal layouts."""
         return tuple(
-            (name, kind, one.dtype, one.storage_offset(), tuple(one.size()), one.stride())
-            for name, kind, one in self.slots
+            (name, kind, view.dtype, view.storage_offset(), tuple(view.size()), view.stride())
+            for name, kind, view in self.slots
         )
 
 
@@ -473,8 +473,8 @@ def let_go(error: BaseException) -> None:
     """Clears the variables of finished frames of ours, transformers and safetensors in the tracebacks
     of `error`. A notebook keeps its last traceback, which would keep every tensor in these frames.
     """
-    for one in with_causes([error]):
-        for frame, _ in traceback.walk_tb(one.__traceback__):
+    for cause in with_causes([error]):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
             if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
                 continue
             with contextlib.suppress(RuntimeError):  # it still runs, and frees them at its end

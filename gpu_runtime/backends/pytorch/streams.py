@@ -132,7 +132,7 @@ def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> 
     >>> private([520], [{"address": 512, "total_size": 512, "segment_pool_id": (0, 1)}])
     True
     """
-    pools = [one for one in segments if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0)]
+    pools = [pool for pool in segments if tuple(pool.get("segment_pool_id", (0, 0))) != (0, 0)]
     return any(segment is not None for segment in _segments_of(addresses, pools))
 
 
@@ -309,7 +309,7 @@ def recorded_lines(card: torch.device) -> tuple[tuple[str, ...], tuple[str, ...]
         return (), ()
     snapshot = torch.cuda.memory._snapshot()
     traces = snapshot["device_traces"][card.index or 0]
-    failed = next((one for one in reversed(traces) if one["action"] == "oom"), None)
+    failed = next((event for event in reversed(traces) if event["action"] == "oom"), None)
     return tuple(_lines(failed["frames"])) if failed else (), _allocated(snapshot, card.index or 0)
 
 
@@ -326,5 +326,5 @@ def _allocated(snapshot: Mapping[str, Any], index: int) -> tuple[str, ...]:
 
 def _lines(frames: Iterable[Mapping[str, Any]]) -> list[str]:
     """The user's lines among `frames`, which begin with the innermost; the innermost is the last."""
-    users = [one for one in frames if runs_users_code(one["filename"])]
-    return [line_of(one["filename"], one["line"], one["name"]) for one in reversed(users)]
+    users = [frame for frame in frames if runs_users_code(frame["filename"])]
+    return [line_of(frame["filename"], frame["line"], frame["name"]) for frame in reversed(users)]

@@ -277,10 +277,10 @@ class Unchanged:
     def __init__(self, sources: Sequence[Tensor] = (), tensors: Iterable[Tensor] = ()) -> None:
         """`sources` are whole storages, [nbytes] uint8. The versions of `tensors` must stay."""
         self._sources = list(sources)
-        self._storages = [one.untyped_storage() for one in self._sources]
+        self._storages = [source.untyped_storage() for source in self._sources]
         self._addresses = [*map(torch._C._data_address, self._sources)]
         self._sizes = [*map(_nbytes_of, self._storages)]
-        self._tensors = [one for one in tensors if not one.is_inference()]
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = [*map(_version_of, self._tensors)]
         self._copies: list[int] = []
 

@@ -67,7 +67,7 @@ class TorchBackend(Backend):
         self.probe = probe
         self._models = _models_of.setdefault(probe, weakref.WeakSet())
         memories = [probe.place(device.id) for device in probe.devices]
-        self._by_torch_device = {one.torch: one for one in memories if one.torch != "cpu"}
+        self._by_torch_device = {card.torch: card for card in memories if card.torch != "cpu"}
 
     @property
     def can_move(self) -> bool:  # type: ignore[override]
@@ -193,8 +193,8 @@ class TorchBackend(Backend):
     def write(self, model: TorchModel, directory: Path, *, encrypted: bool = False) -> Written:
         with model.gate:
             exchanges, going = model.exchanges, model.in_ram() or []
-        contents = {one.storage._cdata: partial(model.content, one) for one in going}
-        sizes = [one.nbytes for one in going]
+        contents = {group.storage._cdata: partial(model.content, group) for group in going}
+        sizes = [group.nbytes for group in going]
         return park_file.written(model, contents, sizes, exchanges, directory, encrypted=encrypted)
 
     def move_on(self, model: TorchModel, written: Written) -> None:
@@ -369,7 +369,7 @@ class TorchBackend(Backend):
         found = [*st.slots(model.module, model.optimizer)]
         self._check(model, found)
         groups = model.groups(found)
-        held = [model.place_of(one, self._by_torch_device) for one in groups if model.memories]
+        held = [model.place_of(group, self._by_torch_device) for group in groups if model.memories]
         wanted: dict[Memory, int] = {}
         for share in shares:
             memory = self.probe.place(share.device)
@@ -390,7 +390,7 @@ class TorchBackend(Backend):
         leaving = [n for n, i in enumerate(moving) if held and held[i].device != HOST]
         undisturbed = self.undisturbed()
         proof = swap.Unchanged(
-            [sources[i] for i in leaving], [one for i in leaving for one in going[i].tensors]
+            [sources[i] for i in leaving], [tensor for i in leaving for tensor in going[i].tensors]
         )
         unchanged = shadows.ready(model, going, places)
         with streams.current_card(goal.memories[0].torch):
@@ -415,7 +415,7 @@ class TorchBackend(Backend):
             kept |= shadows.staying(model, going, places, sources, targets)
         copies = [targets[i] for i in leaving]
         ends = (*copies, *(sources[i] for i in leaving))
-        if not undisturbed and all(one.device.type == "cpu" for one in ends):
+        if not undisturbed and all(end.device.type == "cpu" for end in ends):
             proof.compare(copies)
         del copies, ends
         move = TwoPhaseMove(model, groups, going, places, targets)
@@ -541,10 +541,10 @@ def check(
 @functools.lru_cache(maxsize=256)
 def _of_class(kind: type) -> str:
     """The reason why no instance of this class of modules can be moved, with {} for its path; else empty."""
-    for one in kind.__mro__:
-        if one.__name__ in _WRAPPERS:
-            return _WRAPPERS[one.__name__] + "{}"
-    if any(one.__module__.split(".")[0] == "bitsandbytes" for one in kind.__mro__):
+    for parent in kind.__mro__:
+        if parent.__name__ in _WRAPPERS:
+            return _WRAPPERS[parent.__name__] + "{}"
+    if any(parent.__module__.split(".")[0] == "bitsandbytes" for parent in kind.__mro__):
         return f"it is quantised by bitsandbytes ({kind.__name__}{{}}), {_HIDDEN_STATE}"
     if kind.__module__.startswith("torch.ao.nn.quantized"):
         return f"it is quantised by torch.ao ({kind.__name__}{{}}), {_HIDDEN_STATE}"
@@ -608,7 +608,7 @@ def _of_storages(groups: list[Group]) -> str | None:
         for group in groups
         if group.nbytes
     )
-    for (card, start, size, one), (next_card, next_start, _, other) in itertools.pairwise(spans):
+    for (card, start, size, name), (next_card, next_start, _, other) in itertools.pairwise(spans):
         if card == next_card and next_start < start + size:
-            return f"{one} and {other} overlap in memory, but are not in one storage"
+            return f"{name} and {other} overlap in memory, but are not in one storage"
     return None

@@ -66,8 +66,8 @@ def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> 
         leaves = [("", module)]
     firsts = list(range(len(leaves)))  # of each leaf, the first leaf of its piece
 
-    def join(one: int, other: int) -> None:
-        low, high = sorted((firsts[one], firsts[other]))
+    def join(number: int, other: int) -> None:
+        low, high = sorted((firsts[number], firsts[other]))
         if low != high:
             firsts[:] = [low if first == high else first for first in firsts]
 
@@ -354,7 +354,7 @@ class TorchModel:
     @property
     def disk_bytes(self) -> int:
         """The bytes of the model that are in files, and not in host memory."""
-        return sum([one.bytes for one in self.stored.values()])
+        return sum([stored.bytes for stored in self.stored.values()])
 
     @outside_modes
     def groups(self, found: Iterable[st.TensorSlot] = ()) -> list[st.Group]:
@@ -485,7 +485,7 @@ class TorchModel:
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for part in self.module.modules():
-            yield from (one for one in part._parameters.values() if one is not None)
+            yield from (weight for weight in part._parameters.values() if weight is not None)
 
     @outside_modes
     def needed_elsewhere(self) -> bool:
@@ -725,7 +725,7 @@ def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
             away.append(group)
     while True:
         contents = [model.content(group) for group in away]
-        contents = [torch.empty_like(one, device="cpu") if one.is_meta else one for one in contents]
+        contents = [torch.empty_like(old, device="cpu") if old.is_meta else old for old in contents]
         try:
             model.read(away, contents)
             break
@@ -735,7 +735,7 @@ def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
             log.warning(
                 "%s of %s is lost: %s.", show_bytes(error.bytes), model.spec.name, error.sentence
             )
-    calls = st.rebinding(away, [_ordinary(one, host) for one in contents])
+    calls = st.rebinding(away, [_ordinary(content, host) for content in contents])
     return [*calls, *st.emptying([slot for group in lost for slot in group.slots])]
 
 

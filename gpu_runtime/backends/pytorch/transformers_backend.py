@@ -373,7 +373,9 @@ def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
     """The digest of the bytes of each storage of the `model` that is in no file, by the storage's layout."""
     groups = [
-        one for one in st.grouped(st.slots(model.module)) if one.storage._cdata not in model.stored
+        group
+        for group in st.grouped(st.slots(model.module))
+        if group.storage._cdata not in model.stored
     ]
     contents = {group.layout: model.content(group) for group in groups}
     devices = {content.device for content in contents.values()}
