@@ -310,7 +310,7 @@ def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[Allo
     bytes of the others. If a segment has too many blocks, small neighbouring blocks are joined.
     """
     each = most // max(1, len(maps))
-    return tuple(_bounded(one, each) for one in maps)
+    return tuple(_bounded(map, each) for map in maps)
 
 
 def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
@@ -361,16 +361,16 @@ def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
     return released
 
 
-def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
-    if sum(len(segment.blocks) for segment in one.segments) <= most:
-        return one
+def _bounded(map: AllocatorMap, most: int) -> AllocatorMap:
+    if sum(len(segment.blocks) for segment in map.segments) <= most:
+        return map
     rows = max(1, most // 4)
-    largest = sorted(one.segments, key=lambda segment: -segment.bytes)
+    largest = sorted(map.segments, key=lambda segment: -segment.bytes)
     left_out = largest[rows:]
     kept = sorted(largest[:rows], key=lambda segment: segment.address)
     quota = _quota([len(segment.blocks) for segment in kept], most)
     return replace(
-        one,
+        map,
         segments=tuple(replace(segment, blocks=_coarse(segment, quota)) for segment in kept),
         left_out=len(left_out),
         left_out_bytes=sum(segment.bytes for segment in left_out),

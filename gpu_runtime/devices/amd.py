@@ -61,7 +61,7 @@ def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
     distinct = len(set(numbers)) == len(numbers)
     if not distinct or not all(isinstance(number, int) for number in numbers):
         return list(enumerate(handles))
-    return sorted(zip(numbers, handles, strict=True), key=lambda one: one[0])
+    return sorted(zip(numbers, handles, strict=True), key=lambda pair: pair[0])
 
 
 def _card(smi: Any, index: int, handle: Any) -> Card:

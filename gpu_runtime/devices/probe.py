@@ -52,7 +52,7 @@ class Probe:
         Call this method before any memory is held, because a Memory keeps its first name.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
-        cards = [one._replace(device=_renamed(one.device, names)) for one in self._cards.values()]
+        cards = [old._replace(device=_renamed(old.device, names)) for old in self._cards.values()]
         self._cards = {card.device.id: card for card in cards}
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
@@ -154,7 +154,7 @@ class Probe:
         figures = self._sampling.figures() if self._sampling else None
         if figures is None:
             return {}
-        return {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()}
+        return {pid: (name_of(user.uid), user.command) for pid, user in figures.people.items()}
 
     def helper(self) -> dict[str, str]:
         """The state of the host's helper process, for a report; empty without a helper."""
@@ -245,7 +245,7 @@ class Probe:
             for id, number in self._numbered():
                 stats = cuda.memory_stats(number)
                 maps.append(allocators.of_torch(id, number, snapshot, stats))
-        return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
+        return tuple(map for map in maps if map.reserved_bytes or map.alloc_retries or map.ooms)
 
     def pulse(self) -> tuple[object, ...]:
         """A value that changes when the maps change, and costs far less than the maps."""

@@ -160,7 +160,7 @@ class Memory:
             state = self._swept()
             if self.simulated:
                 return state.requested
-            mapped = [one for one in state.segments if one.id in self._regions]
+            mapped = [segment for segment in state.segments if segment.id in self._regions]
             return state.requested + sum(segment.free for segment in mapped)
 
     def map(self) -> AllocatorMap:
@@ -197,11 +197,11 @@ class Memory:
 
     def is_read_only(self, address: int) -> bool:
         """Whether the `address` is in pages of this memory that this process cannot write."""
-        return any(one.contains(address) and not one.writable for one in self._every_region())
+        return any(pages.contains(address) and not pages.writable for pages in self._every_region())
 
     def is_left_out_of_forks(self, address: int) -> bool:
         """Whether the `address` is in pages of this memory that forked children do not have."""
-        return any(one.contains(address) and one.left_out for one in self._every_region())
+        return any(pages.contains(address) and pages.left_out for pages in self._every_region())
 
     def _every_region(self) -> list[Region]:
         with self._lock:
