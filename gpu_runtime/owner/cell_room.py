@@ -54,7 +54,7 @@ class CellRoom:
         self._is_first = True  # whether the last cell ran for the first time in this kernel
         self._replaced: dict[str, Bytes] = {}  # what was known before the last cell, by key
         self._leased_bytes = 0  # bytes that blocks of code had leased before this cell
-        cards = [session.probe.place(one.id) for one in session.probe.devices if not one.is_host]
+        cards = [session.probe.place(card.id) for card in session.probe.devices if not card.is_host]
         self.runs = Runs(sees_peaks=not cards[0].counted)
         self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
 
@@ -408,14 +408,14 @@ def numbers_in(text: str) -> tuple[str, dict[str, int]]:
     >>> numbers_in("batch = 64\\nx = torch.randn(batch, 8)")[1]
     {'batch': 64, 'in line 2': 8}
     """
-    lines = ["" if one.lstrip().startswith(("%", "!")) else one for one in text.splitlines()]
+    lines = ["" if line.lstrip().startswith(("%", "!")) else line for line in text.splitlines()]
     try:
         tree = ast.parse("\n".join(lines) if len(text) <= MOST_CODE else "")
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # another language, or a magic
         return "", {}
     names: dict[int, str] = {}
     nodes = list(ast.walk(tree))
-    assigned = {one.id for one in nodes if isinstance(one, ast.Name) and not _is_read(one)}
+    assigned = {found.id for found in nodes if isinstance(found, ast.Name) and not _is_read(found)}
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             names[id(node.value)] = node.targets[0].id

@@ -62,7 +62,7 @@ def directory(session: Session) -> Path:
     if session.settings.gpu_park_encrypt:
         if importlib.util.find_spec("cryptography") is None:
             raise GpuError(NO_CIPHER)
-        cards = [one.id for one in session.probe.devices if not one.is_host]
+        cards = [device.id for device in session.probe.devices if not device.is_host]
         if any(session.probe.place(card).counted for card in cards):
             raise GpuError(SIMULATED)
     path = Path(os.path.expanduser(named))
@@ -90,14 +90,14 @@ def room(session: Session, book: Book, lease: Lease) -> int:
     disk = os.statvfs(directory(session))
     free = disk.f_bavail * disk.f_frsize
     most = session.settings.gpu_park_disk_gb
-    others = [one for one in book.leases() if one.id != lease.id]
-    there = {one.id: one.disk_bytes + (one.stow_bytes if one.stowing else 0) for one in others}
+    others = [peer for peer in book.leases() if peer.id != lease.id]
+    there = {peer.id: peer.disk_bytes + (peer.stow_bytes if peer.stowing else 0) for peer in others}
     if most is None:
         left = free - int(SPARE_PART * disk.f_blocks * disk.f_frsize)
     else:
         left = min(free, int(most * GIB) - sum(there.values()) - lease.disk_bytes)
     if lease.droppable:
-        again = sum([there[one.id] for one in others if one.droppable]) + lease.disk_bytes
+        again = sum([there[peer.id] for peer in others if peer.droppable]) + lease.disk_bytes
         left = (left + again) // 2 - again
     return max(0, left)
 
@@ -135,7 +135,7 @@ def _is_slower(session: Session, book: Book, lease: Lease) -> bool:
     They would be written, compared and read. Pages in RAM that other processes use too stay anyway.
     """
     now = book.lease(lease.owner, lease.name)
-    if now and now.copy and any(one.copy == now.copy for one in book.leases() if one.id != now.id):
+    if now and now.copy and any(row.copy == now.copy for row in book.leases() if row.id != now.id):
         return False
     return (
         not lease.droppable

@@ -38,9 +38,9 @@ def refused_write(session: Session, error: BaseException) -> str:
     """
     if not (isinstance(error, RuntimeError) and str(error).startswith(WRITE_REFUSED)):
         return ""
-    away = [one for one in session.residents.values() if one.lease.on_host]
-    names = [one.spec.name for one in away if one.lease.kind == "model"]
-    if any(one.lease.kind == "kernel" for one in away):
+    away = [resident for resident in session.residents.values() if resident.lease.on_host]
+    names = [resident.spec.name for resident in away if resident.lease.kind == "model"]
+    if any(resident.lease.kind == "kernel" for resident in away):
         return (
             "This notebook is parked: its memory is in RAM (gpu-console), where it can be "
             "read and not written. Bring it back:  %gpu unpark"
@@ -197,8 +197,8 @@ def full_cards(session: Session, error: BaseException) -> set[str]:
     """The card that the message of `error` or of its cause names; all cards if none is named."""
     probe = session.probe
     cards = [device.id for device in probe.devices if not device.is_host]
-    for one in filter(None, (error, error.__cause__)):
-        found = re.search(r"GPU (\d+) has|(simgpu:\d+) out of memory", str(one))
+    for cause in filter(None, (error, error.__cause__)):
+        found = re.search(r"GPU (\d+) has|(simgpu:\d+) out of memory", str(cause))
         full = (found[2] or f"cuda:{found[1]}") if found else ""
         if named := {card for card in cards if probe.place(card).torch == full}:
             return named

@@ -88,7 +88,7 @@ def report(session: Session, since: str | float, by: str, text: bool) -> DataFra
     if text:
         return hours.text(rows, began, until)
     found = hours.table(rows, by)
-    return table([list(one.values()) for one in found], hours.columns(by))
+    return table([list(row.values()) for row in found], hours.columns(by))
 
 
 # -- the last decisions on a model or a notebook
@@ -133,8 +133,8 @@ def _recent(session: Session) -> list[Event]:
 def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
     """Those of the `events` that the `process` recorded: its notebook, pid or owner's id."""
     sections = session.ledger.read().sections.values()
-    owners = {one.owner.id for one in sections if process in one.owner.names}
-    owners |= {one.owner for one in events if notebook_has_name(one.notebook, process)}
+    owners = {section.owner.id for section in sections if process in section.owner.names}
+    owners |= {event.owner for event in events if notebook_has_name(event.notebook, process)}
     return tuple(
         event
         for event in events
@@ -153,7 +153,7 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     except AmbiguousName:
         raise
     except GpuError:
-        owners = [one.owner for one in of_all if notebook_has_name(one.notebook, who)]
+        owners = [event.owner for event in of_all if notebook_has_name(event.notebook, who)]
         if not owners and registry.is_notebook(session, who):
             return _on_models_of(session, who)
         if not owners:
@@ -176,11 +176,11 @@ def _staying(session: Session, owner_id: str) -> tuple[Event, ...]:
             model=KERNEL,
             action="stays",
             reason="shared",
-            because=f"{show_bytes(one.bytes)} on {one.device}: {one.why}",
+            because=f"{show_bytes(part.bytes)} on {part.device}: {part.why}",
             owner=owner_id,
             notebook=section.owner.notebook,
         )
-        for one in section.staying
+        for part in section.staying
     )
 
 
@@ -239,10 +239,10 @@ def replays(session: Session, name: str) -> tuple[Replayed, ...]:
     model = resident.spec.name if resident else bare
     decided = session.journal.decided(model, KEPT_DECISIONS if process else MOST_OF_ONE)
     if process:
-        owners = [one.book.owner(one.request.lease.owner) for one in decided]
+        owners = [decision.book.owner(decision.request.lease.owner) for decision in decided]
         named = [owner is not None and process in owner.names for owner in owners]
         decided = tuple(itertools.compress(decided, named))
-    found = tuple([replayed(one, VERSION) for one in decided[:MOST_OF_ONE]])
+    found = tuple([replayed(decision, VERSION) for decision in decided[:MOST_OF_ONE]])
     if not found and is_notebook:
         operations.sections_of_notebook(session, name)  # raises GpuError if no notebook has it
     elif not found and resident is None and session.catalogue.spec(bare) is None:

@@ -86,13 +86,13 @@ def search_here(
     models, governed, of_others = _models(session, storages)
     direct = set(governed)
     saved: set[int] = set()
-    for one in reached:
-        direct |= one.direct
-        saved |= one.saved
+    for reach in reached:
+        direct |= reach.direct
+        saved |= reach.saved
     saved -= direct
     left = storages.keys() - direct - saved
     elsewhere, explained = _elsewhere(session, left, limit)
-    names = [_row(one, storages) for one in reached]
+    names = [_row(reach, storages) for reach in reached]
     is_whole = whole and all_reached and not limit.over
     found = _summed(
         session,
@@ -148,7 +148,7 @@ def _summed(
     """
     known_bytes = sum(storages[key].own_bytes for key in explained) + of_others
     graph_bytes = sum(storages[key].own_bytes for key in saved)
-    found_bytes = sum(one.own_bytes for one in storages.values())
+    found_bytes = sum(storage.own_bytes for storage in storages.values())
     unknown_bytes = found_bytes + of_others - known_bytes - graph_bytes
     allocated, reserved = _allocated(session)
     # A simulated card does not count the user's tensors as allocated, so the figure is unknown there.
@@ -170,7 +170,8 @@ def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
     """The storages on the governed devices by their keys, and whether the search was complete."""
     result = _found(session, limit)
     found = {
-        one.key: _Storage(one.device, one.bytes, one.own_bytes, one.stays) for one in result.found
+        entry.key: _Storage(entry.device, entry.bytes, entry.own_bytes, entry.stays)
+        for entry in result.found
     }
     return found, result.whole
 
@@ -195,21 +196,21 @@ def _found(session: Session, limit: Any) -> Any:
         of_models |= _keys_of(resident)
     result = search(counted_on(memories), governed=frozenset(ours), limit=limit)
     found = []
-    for one in result.found:
-        if one.key in parked or one.key in of_models:
-            found.append(one._replace(stays=""))
+    for entry in result.found:
+        if entry.key in parked or entry.key in of_models:
+            found.append(entry._replace(stays=""))
             continue
-        is_guard = one.stays == UNREADABLE and session.probe.simulated
-        in_host = one.stays == FOREIGN and host.contains(one.storage.data_ptr())
+        is_guard = entry.stays == UNREADABLE and session.probe.simulated
+        in_host = entry.stays == FOREIGN and host.contains(entry.storage.data_ptr())
         if not (is_guard or in_host):
-            found.append(one)
+            found.append(entry)
     return result._replace(found=tuple(found))
 
 
 def names_of(session: Session, keys: frozenset[int]) -> str:
     """The variables of this notebook that reach the storages `keys`, as text."""
     reached, _ = _reach(session, registered.current, keys, _limit())
-    names = [one.name.name for one in reached if one.name.kind == VARIABLE]
+    names = [reach.name.name for reach in reached if reach.name.kind == VARIABLE]
     return listed(names) if names else "what no variable refers to"
 
 
@@ -223,7 +224,9 @@ def _limit(seconds: float | None = SECONDS, stop: Callable[[], bool] | None = No
 def _parked_keys(session: Session) -> frozenset[int]:
     """The keys of the storages whose bytes are parked in host memory."""
     kernel = session.residents.get("kernel")
-    return frozenset([one.storage._cdata for one in getattr(kernel and kernel.handle, "away", ())])
+    return frozenset(
+        [away.storage._cdata for away in getattr(kernel and kernel.handle, "away", ())]
+    )
 
 
 def _reach(
@@ -237,16 +240,16 @@ def _reach(
     whole = True
     graphs = Graphs(limit)
     ours = (session, session.residents, sys.modules, *session.residents.values())
-    shared = {id(one) for one in (*namespace.shared(), *ours)}
+    shared = {id(value) for value in (*namespace.shared(), *ours)}
     parked = _parked_keys(session)
     for name in namespace.names():
-        emptied = {id(one) for one in namespace.emptied(name)}
+        emptied = {id(value) for value in namespace.emptied(name)}
         hidden = shared | emptied
         reach = reached(namespace.held(name), graphs, shared=hidden, parked=parked, limit=limit)
         whole = whole and reach.whole
-        one = _Reached(name, reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
-        if one.every:
-            found.append(one)
+        part = _Reached(name, reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
+        if part.every:
+            found.append(part)
     return found, whole
 
 
@@ -268,9 +271,9 @@ def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
 
 def _why_it_stays(held: Iterable[_Storage]) -> tuple[str, int]:
     """The reasons why some of the storages `held` stay, and their bytes."""
-    staying = [one for one in held if one.stays]
-    whys = dict.fromkeys(one.stays for one in staying)
-    return "; ".join(whys), sum(one.own_bytes for one in staying)
+    staying = [storage for storage in held if storage.stays]
+    whys = dict.fromkeys(storage.stays for storage in staying)
+    return "; ".join(whys), sum(storage.own_bytes for storage in staying)
 
 
 def _devices(ids: Iterable[str]) -> str:
@@ -349,20 +352,20 @@ def _elsewhere(
     wanted = frozenset(left)
     if not wanted or limit.over:
         return [], frozenset()
-    found = [one for one in _found(session, limit).found if one.key in wanted]
-    found.sort(key=lambda one: -one.bytes)
+    found = [entry for entry in _found(session, limit).found if entry.key in wanted]
+    found.sort(key=lambda entry: -entry.bytes)
     rows: dict[str, Holder] = {}
     known = set()
-    for number, one in enumerate(found):
-        said = referrer(one, {id(found)}, limit) if number < MOST_REFERRERS else UNKNOWN
+    for number, entry in enumerate(found):
+        said = referrer(entry, {id(found)}, limit) if number < MOST_REFERRERS else UNKNOWN
         if said != UNKNOWN:
-            known.add(one.key)
-        size = one.bytes
-        devices = [one.device]
+            known.add(entry.key)
+        size = entry.bytes
+        devices = [entry.device]
         if before := rows.get(said):
             size += before.bytes
             devices += before.device.split(",")
-        why, stays_bytes = one.stays, one.own_bytes if one.stays else 0
+        why, stays_bytes = entry.stays, entry.own_bytes if entry.stays else 0
         if before:
             why, stays_bytes = why or before.stays, stays_bytes + before.stays_bytes
         row = Holder(said, ELSEWHERE, _devices(devices), size, 0, "", "no variable refers to it")
@@ -374,17 +377,17 @@ def _of_libraries() -> list[Holder]:
     """What other libraries hold on the cards. torch does not count it, so no sum has it."""
     return [
         Holder(
-            one.library,
+            held.library,
             ELSEWHERE,
-            one.device,
-            one.bytes,
+            held.device,
+            held.bytes,
             0,
             "",
-            one.what,
+            held.what,
             "not of torch",
-            one.bytes,
+            held.bytes,
         )
-        for one in other_libraries.held()
+        for held in other_libraries.held()
     ]
 
 
@@ -442,8 +445,8 @@ def _release(session: Session, namespace: Namespace) -> list[str]:
     Returns sentences on what was released.
     """
     reached = _named(session, namespace)
-    outputs = [one.name for one in reached if one.name.kind == OUTPUT]
-    errors = [one.name for one in reached if one.name.kind == ERROR]
+    outputs = [reach.name for reach in reached if reach.name.kind == OUTPUT]
+    errors = [reach.name for reach in reached if reach.name.kind == ERROR]
     namespace.release([*outputs, *errors])
     said = []
     if outputs:
@@ -468,12 +471,12 @@ def _figures(said: list[str], garbage_bytes: int, released_bytes: int) -> list[s
 
 def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     """Deletes a variable. Returns sentences on the names that still refer to the same memory."""
-    keys_of = {one.name.name: one.every for one in _named(session, namespace)}
+    keys_of = {reach.name.name: reach.every for reach in _named(session, namespace)}
     mine = keys_of.pop(variable, frozenset())
     others = {name: keys & mine for name, keys in keys_of.items()}
     models: list[Resident] = []
     if mine:
-        models = [one for one in _on_devices(session) if mine & _keys_of(one)]
+        models = [resident for resident in _on_devices(session) if mine & _keys_of(resident)]
     namespace.delete(variable)
     gc.collect()
     if session.kernel is not None:
@@ -481,7 +484,7 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     kept = _search(session, _limit())[0].keys() if mine else frozenset()
     left = {name.name for name in namespace.names()}
     names = [name for name, keys in others.items() if keys & kept and name in left]
-    names += [f"the model {one.spec.name}" for one in models]
+    names += [f"the model {model.spec.name}" for model in models]
     if not names:
         return []
     verb = "refers" if len(names) == 1 else "refer"
@@ -519,7 +522,7 @@ def _held_bytes(session: Session) -> int:
         return _allocated(session)[1]
     found, _ = _search(session, _limit(None))
     *_, of_others = _models(session, found)
-    return of_others + sum(one.own_bytes for one in found.values())
+    return of_others + sum(storage.own_bytes for storage in found.values())
 
 
 def _allocated(session: Session) -> tuple[int, int]:

@@ -574,9 +574,9 @@ class Kernel:
             return ""
         found = holdings.search_here(self._session)
         said = []
-        for one in found.staying:
-            names = [row.name for row in found.holders if row.stays == one.why]
-            said.append(one.words(holdings.listed(names) if names else ""))
+        for part in found.staying:
+            names = [row.name for row in found.holders if row.stays == part.why]
+            said.append(part.words(holdings.listed(names) if names else ""))
         return "; ".join(said)
 
     def exempt(self, never: bool) -> Outcome:
@@ -670,7 +670,7 @@ def _know_pieces(session: Session, kernel: Kernel) -> None:
     if resident is None or session.probe.simulated or resident.pins:
         return
     leases = session.ledger.read().leases()
-    resident.handle.searches = any(one.must_return and one.owner != session.me for one in leases)
+    resident.handle.searches = any(peer.must_return and peer.owner != session.me for peer in leases)
     if resident.handle.searches and not resident.lease.piece_bytes:
         kernel.count()
 
@@ -701,11 +701,11 @@ def park(session: Session, who: str = "") -> Outcome:
         return registry.in_ram_already(session, "park", who, [parked])
     section = session.ledger.read().sections.get(target.owner)
     if section is not None and section.lease(KERNEL) is None:
-        because = "; ".join(one.words() for one in section.staying)
+        because = "; ".join(part.words() for part in section.staying)
         return Outcome(verb="park", name=who, done=True, because=because, bytes=0)
     outcome = replace(operations.evict_lease(session, target, timeout=None), verb="park", name=who)
     section = session.ledger.read().sections.get(target.owner)
-    stays = [one.words() for one in section.staying] if section is not None else []
+    stays = [part.words() for part in section.staying] if section is not None else []
     return replace(outcome, because="; ".join([outcome.because, *stays]))
 
 

@@ -94,7 +94,7 @@ def close(session: Session) -> None:
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
     arrivals.stop_all_loads(session, "its runtime was closed")
-    residents = [one for name, one in session.residents.items() if name not in session.loads]
+    residents = [model for name, model in session.residents.items() if name not in session.loads]
     # With their times of use, which the models lose once they are freed.
     leases = [lease for resident in residents if (lease := resident.truth()) is not None]
     engines = [resident for resident in residents if resident.engines]

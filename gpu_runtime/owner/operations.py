@@ -509,8 +509,8 @@ def _move_refused(
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
     """What to type to make room: the command that evicts an idle lease in the way; may be empty."""
     found = (book.find(id) for id in refusal.holders)
-    models = [one for one in found if one and one.kind == "model" and one.on_device]
-    idle = [one for one in models if not one.pins and not one.keep]
+    models = [lease for lease in found if lease and lease.kind == "model" and lease.on_device]
+    idle = [lease for lease in models if not lease.pins and not lease.keep]
     if not idle:
         return ""
     lease = idle[0]
@@ -651,8 +651,8 @@ def end_waits(session: Session, name: str, by: str, before: float | None = None)
 def _waiting_uses(session: Session, owner: str = "") -> list[Ticket]:
     """The requests that wait for memory, of the owner with the id `owner` or of all owners."""
     tickets = session.ledger.read().tickets
-    found = [one for one in tickets if one.verb == "use"]
-    return [one for one in found if not owner or one.owner == owner]
+    found = [ticket for ticket in tickets if ticket.verb == "use"]
+    return [ticket for ticket in found if not owner or ticket.owner == owner]
 
 
 def _find_wait(session: Session, name: str | LeaseId) -> LeaseId:

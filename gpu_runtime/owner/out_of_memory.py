@@ -74,8 +74,8 @@ def room_for_cell(session: Session, error: BaseException) -> Freed:
 
 def forget_frames(error: BaseException) -> None:
     """Clears the ended frames of `error` and of its causes, since these frames keep tensors alive."""
-    for one in with_causes([error]):
-        traceback.clear_frames(one.__traceback__)
+    for cause in with_causes([error]):
+        traceback.clear_frames(cause.__traceback__)
     gc.collect()
 
 
@@ -84,9 +84,9 @@ def bytes_wanted(error: BaseException) -> int:
 
     Returns 0 if no message names a size.
     """
-    for one in (error, error.__cause__):
-        if one is not None and is_out_of_memory(one):
-            found = re.search(r"Tried to allocate ([\d.]+ ?(?:[KMGT]?i?B)?)", str(one))
+    for cause in (error, error.__cause__):
+        if cause is not None and is_out_of_memory(cause):
+            found = re.search(r"Tried to allocate ([\d.]+ ?(?:[KMGT]?i?B)?)", str(cause))
             if found:
                 return parse_bytes(found[1].strip())
     return 0
@@ -204,7 +204,7 @@ class Telling:
 
     def _released_bytes(self) -> int:
         """What `%gpu free` would free: outputs and the allocator's cache."""
-        outputs = [one.alone_bytes for one in self._held.holders if one.kind == OUTPUT]
+        outputs = [holder.alone_bytes for holder in self._held.holders if holder.kind == OUTPUT]
         return self._held.cached_bytes + sum(outputs)
 
     def _others(self, freed: Freed) -> tuple[tuple[str, ...], int]:
@@ -213,15 +213,17 @@ class Telling:
         book, world = session.look()
         words = [f"{title} stepped aside" for title in freed.titles]
         staying_bytes = 0
-        leases = [one for one in book.leases() if one.owner != session.me and one.bytes_on(card)]
-        for lease in sorted(leases, key=lambda one: -one.bytes_on(card)):
+        leases = [
+            peer for peer in book.leases() if peer.owner != session.me and peer.bytes_on(card)
+        ]
+        for lease in sorted(leases, key=lambda peer: -peer.bytes_on(card)):
             why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
             why = freed.stay.get(lease.id) or why
             size = lease.bytes_on(card)
             staying_bytes += size if why else 0
             what = f"{book.title(lease)} ({show_bytes(size)})"
             words.append(f"{what} stays: {why}" if why else f"{what} leaves if the cell needs it")
-        view = next(one for one in views(book, world) if one.device.id == card)
+        view = next(view for view in views(book, world) if view.device.id == card)
         unleased = (view.measured_bytes or 0) - view.claimed_bytes
         if unleased > SMALLEST_STRANGER:
             words.append(f"{show_bytes(unleased)} of other programs stays")

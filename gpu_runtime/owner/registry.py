@@ -437,14 +437,14 @@ def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[st
     return wanted
 
 
-def same_code(one: Any, other: Any) -> bool:
+def same_code(factory: Any, other: Any) -> bool:
     """Whether two factories have the same code: a cell that runs again makes an equal function."""
-    if one is other:
+    if factory is other:
         return True
-    code = getattr(one, "__code__", None), getattr(other, "__code__", None)
+    code = getattr(factory, "__code__", None), getattr(other, "__code__", None)
     if None in code or code[0] != code[1]:
         return False
-    return one.__closure__ is None and other.__closure__ is None
+    return factory.__closure__ is None and other.__closure__ is None
 
 
 # -- the memory of a notebook's own code
@@ -566,5 +566,5 @@ def in_ram(session: Session, id: LeaseId) -> Lease | None:
 
 def _models_of(book: Book, who: str) -> list[str]:
     """The names of the models that the notebook `who` holds."""
-    leases = [lease for one in of_notebook(book.sections.values(), who) for lease in one.leases]
+    leases = [lease for entry in of_notebook(book.sections.values(), who) for lease in entry.leases]
     return [lease.name for lease in leases if lease.kind == "model"]

@@ -107,7 +107,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
     if not pinned:
         return ""
     book, limits = session.ledger.read(), session.limits
-    leases = [one.lease for one in list(session.residents.values()) if one.lease.id in pinned]
+    leases = [held.lease for held in list(session.residents.values()) if held.lease.id in pinned]
     for ticket in book.tickets:
         if (ticket.verb, ticket.owner, ticket.name) != ("use", target.owner, target.name):
             continue
@@ -116,7 +116,9 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
         if len(cards) > 1 and (lease is None or lease.kind != "kernel"):
             return ""  # a model may get room on another card
         for device, size in ((share.device, share.bytes) for share in ticket.need):
-            own = sum(one.bytes for lease in leases for one in lease.shares if one.device == device)
+            own = sum(
+                share.bytes for lease in leases for share in lease.shares if share.device == device
+            )
             limit = min(limits.get(device, 0), book.limits.get(device, limits.get(device, 0)))
             if own and size + own > limit:
                 return _prevented(session, target, book, f"{show_bytes(size)} on {device}", own)
@@ -184,8 +186,8 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
         if end is not None:
             until = min(until, end)
     residents = list(session.residents.values())
-    blocking = [one for one in residents if one.lease.id in verdict.blockers]
-    ours = [one for one in blocking if one.pins]
+    blocking = [resident for resident in residents if resident.lease.id in verdict.blockers]
+    ours = [resident for resident in blocking if resident.pins]
     others: list[Owner] = []
     if not session.ledger.names_the_dead:  # else a keeper notifies, once it has noted the death
         sections = session.ledger.read().sections
@@ -261,8 +263,8 @@ def presences(
     `unanswered` are the requests that processes have not answered, the oldest first.
     """
     silent_since: dict[str, float] = {}
-    for one in unanswered:
-        silent_since.setdefault(one.owner.id, one.since)
+    for open_request in unanswered:
+        silent_since.setdefault(open_request.owner.id, open_request.since)
     sights, now = session.ledger.sights(book), session.clock()
     for id, seconds in session.ledger.silences(book).items():
         if seconds > _longest_silence(book.sections[id]):

@@ -202,7 +202,7 @@ class Session:
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
         if self.wished:
             wished = self.wished
-            models = tuple(replace(one, wished=wished.get(one.name, 0)) for one in models)
+            models = tuple(replace(model, wished=wished.get(model.name, 0)) for model in models)
         blocks = self.blocks.running(self._lift_torch_limit)
         engines = tuple(pid for resident in residents for pid in resident.engines)
         return Truth(
@@ -230,8 +230,8 @@ class Session:
         """The residue of this process, without its engines."""
         if self.probe.simulated:
             found: dict[str, int] = {}
-            for one in self.staying():
-                found[one.device] = found.get(one.device, 0) + one.bytes
+            for part in self.staying():
+                found[part.device] = found.get(part.device, 0) + part.bytes
             return found
         engine_models = {r.spec.name for r in list(self.residents.values()) if r.engines}
         in_process = [lease for lease in models if lease.name not in engine_models]
@@ -247,7 +247,7 @@ class Session:
         """Ids of the leases that the calling thread pins; for the thread of a load, its caller too."""
         asking = [threading.get_ident()]
         for thread in asking:
-            asking += [one.caller for one in list(self.loads.values()) if one.thread == thread]
+            asking += [load.caller for load in list(self.loads.values()) if load.thread == thread]
         residents = list(self.residents.values())
         return tuple({id: None for thread in asking for id in held_by(residents, thread)})
 
@@ -388,7 +388,7 @@ class Session:
         try:
             residents = list(self.residents.items())
             self.ledger.publish_names(
-                {name: one.declared() for name, one in residents if name != KERNEL}
+                {name: resident.declared() for name, resident in residents if name != KERNEL}
             )
         except OSError as error:  # a full disk: others keep the last names
             log.debug("the names are published later: %s", error)

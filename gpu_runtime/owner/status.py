@@ -140,7 +140,7 @@ def _declared(session: Session) -> dict[str, dict[str, Declared]]:
 
     For this process, the result has the current models; for other owners, the published models.
     """
-    own = {name: one.declared() for name, one in list(session.residents.items())}
+    own = {name: resident.declared() for name, resident in list(session.residents.items())}
     names = session.ledger.names()
     return names | {session.me: own} if own else names
 
@@ -223,8 +223,8 @@ def health(found: Snapshot) -> Health:
     message = wrong[0] if wrong else HEALTH_MESSAGES[level]
     if len(wrong) > 1:
         message += f" ({len(wrong) - 1} more)"
-    one = f"{fullest.device.id} {100 * fullest.pressure:.0f} %"  # as in the status
-    return Health(not wrong, level, percent, found.degraded or message, one)
+    text = f"{fullest.device.id} {100 * fullest.pressure:.0f} %"  # as in the status
+    return Health(not wrong, level, percent, found.degraded or message, text)
 
 
 def specs(session: Session) -> tuple[Any, ...]:
@@ -279,8 +279,8 @@ def console(rt: Any) -> Any:
     beside = distributions(name="gpu-console", path=[str(Path(__file__).parents[2])])
     in_box = [
         found
-        for one in beside
-        for found in one.entry_points.select(group="gpu_runtime", name="console")
+        for distribution in beside
+        for found in distribution.entry_points.select(group="gpu_runtime", name="console")
     ]
     advice = OF_THE_BOX if "gpu_box_kernel" in sys.modules else INSTALL
     for found in entry_points(group="gpu_runtime", name="console") or in_box:
