@@ -343,7 +343,7 @@ def router(models: Any) -> APIRouter:
         """Loads a model on exactly these cards. The model is loaded there again after a restart of the host."""
         _acting(lambda: models.fleet.create_slot(new.model, new.host, new.devices))
         id = f"{new.model}@{new.host}"
-        return next(one for one in slots(models.fleet) if one["id"] == id)
+        return next(slot for slot in slots(models.fleet) if slot["id"] == id)
 
     @routes.delete("/api/v1/slots/{slot}", tags=["fleet"])
     def delete_slot(slot: str, actor: str = ACTS) -> Json:
@@ -361,9 +361,9 @@ def slots(fleet: Any) -> list[Json]:
         found[slot.id] = _row(slot.id, slot.model, slot.host, True)
     for row in fleet.slots().to_dict("records"):
         new = _row(row["slot"], row["model"], row["host"], row["wished"])
-        one = found.setdefault(row["slot"], new)
-        one["devices"].append({"device": row["device"], "bytes": row["bytes"]})
-        one["active_calls"] = row["active"]
+        entry = found.setdefault(row["slot"], new)
+        entry["devices"].append({"device": row["device"], "bytes": row["bytes"]})
+        entry["active_calls"] = row["active"]
     return [found[id] for id in sorted(found)]
 
 
@@ -392,7 +392,7 @@ class FleetMetrics(Scraped):
         snapshots = {snapshot.host: snapshot for snapshot in self._models.fleet.status()}
         yield GaugeMetricFamily("gpuconsole_hosts", "Hosts that answer", len(snapshots))
         yield from devices(snapshots)
-        waiting = {host: len(one.tickets) for host, one in snapshots.items()}
+        waiting = {host: len(snapshot.tickets) for host, snapshot in snapshots.items()}
         text = "Requests for memory that wait"
         yield gauge("gpuconsole_host_waiting_requests", text, ["Hostname"], waiting.items())
         yield from _models(snapshots)

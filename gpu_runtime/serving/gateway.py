@@ -280,7 +280,7 @@ class Gateway:
                     if choice.model != reply.asked:
                         self._counts["stood_in"] += bool(failed)
                         errors = [
-                            f"{name} could not answer: {first_line(one)}" for name, one in failed
+                            f"{name} could not answer: {first_line(why)}" for name, why in failed
                         ]
                         reply.because = "; ".join(errors) or choice.because
                     add_origin(reply)

@@ -102,7 +102,7 @@ class Scraped:
         )
         text = "Calls that a model is answering"
         yield gauge("gpuconsole_active_calls", text, ["model"], running.items())
-        values = [(model, BREAKER_VALUES[one.state]) for model, one in state.breakers.items()]
+        values = [(model, BREAKER_VALUES[guard.state]) for model, guard in state.breakers.items()]
         yield gauge("gpuconsole_breaker_state", "0 closed, 1 half open, 2 open", ["model"], values)
         ends = [(end, count) for end, count in state.counts.items() if end not in _NO_ENDS]
         text = "Calls by how they ended, since this server began"
@@ -195,14 +195,14 @@ def _allocators(
         ("gpuconsole_allocator_retries", "Allocations that needed the cache to be released first"),
         ("gpuconsole_allocator_out_of_memory", "Allocations that failed for want of memory"),
     )
-    families = [CounterMetricFamily(*one, labels=[*CARD, "pid"]) for one in counters]
+    families = [CounterMetricFamily(*counter, labels=[*CARD, "pid"]) for counter in counters]
     cards = {view.device.id: card_labels(view.device, host) for view in snapshot.devices}
-    for one in maps:
-        section = snapshot.sections.get(one.owner)
-        if section is None or one.device not in cards:
+    for map in maps:
+        section = snapshot.sections.get(map.owner)
+        if section is None or map.device not in cards:
             continue
-        for family, count in zip(families, (one.alloc_retries, one.ooms), strict=True):
-            family.add_metric([*cards[one.device], str(section.owner.pid)], count)
+        for family, count in zip(families, (map.alloc_retries, map.ooms), strict=True):
+            family.add_metric([*cards[map.device], str(section.owner.pid)], count)
     yield from families
 
 
@@ -212,7 +212,7 @@ def _held(snapshot: Snapshot, host: str) -> Iterator[GaugeMetricFamily]:
     held: dict[tuple[str, ...], int] = defaultdict(int)
     cards = {view.device.id: card_labels(view.device, host) for view in snapshot.devices}
     unknown = ("", "", "", host)  # of no card: what parking has saved
-    programs = {one.pid: (one.user, one.command) for one in snapshot.strangers}
+    programs = {stranger.pid: (stranger.user, stranger.command) for stranger in snapshot.strangers}
     for key, size in hours.held_now(book, snapshot.devices, programs.get).items():
         if key.state == hours.WAITED_FOR:
             continue

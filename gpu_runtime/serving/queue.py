@@ -161,8 +161,10 @@ def next_steps(
     load: list[str] = []
     # A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then it
     # is loaded again, although its call counts as running, and no call of a model that it waits for may start.
-    reloads = [one for one in engines.values() if one.state is ModelState.LOADING and one.active]
-    blocked = {model for one in reloads for model in one.waits_for}
+    reloads = [
+        model for model in engines.values() if model.state is ModelState.LOADING and model.active
+    ]
+    blocked = {model for engine in reloads for model in engine.waits_for}
     running = {name: engine.active for name, engine in engines.items()}
     loading = sum(engine.state is ModelState.LOADING for engine in engines.values())
     for call in order(calls, engines, now, turns):
@@ -371,7 +373,7 @@ class Queue:
         words = []
         model = turn.waiting.model
         if turn.waiting.key in self._waiting:
-            waiting = [one.waiting for one in self._waiting.values()]
+            waiting = [queued.waiting for queued in self._waiting.values()]
             ordered = order(waiting, self._engines(), self._clock(), self._turns)
             place = ordered.index(turn.waiting) + 1
             words.append(f"place {place} of {len(ordered)} in the queue")

@@ -318,23 +318,23 @@ def _answer_tokens(call: Call, answers: Iterable[Answered]) -> int:
     """The number of tokens that the answer to `call` probably has, from recent `answers`."""
     if call.kind == "images":
         return call.body.get("n") or 1
-    same = [one.answer for one in answers if one.asked == call.model]
-    longest = max(same or [one.answer for one in answers])
+    same = [answered.answer for answered in answers if answered.asked == call.model]
+    longest = max(same or [answered.answer for answered in answers])
     asked = call.body.get("max_completion_tokens") or call.body.get("max_tokens")
     return min(asked, longest) if asked else longest
 
 
 def _rates(answers: Iterable[Answered]) -> tuple[float, float]:
     """The seconds per token of a prompt, and the seconds per token of an answer, measured in recent `answers`."""
-    written = [one for one in answers if one.answer]
-    streamed = [one.first / one.prompt for one in answers if one.first is not None]
+    written = [run for run in answers if run.answer]
+    streamed = [run.first / run.prompt for run in answers if run.first is not None]
     if streamed:
         prompt_rate = median(streamed)
-        rests = [max(0.0, one.seconds - one.prompt * prompt_rate) / one.answer for one in written]
+        rests = [max(0.0, run.seconds - run.prompt * prompt_rate) / run.answer for run in written]
         return prompt_rate, median(rests or [0.0])
     if not written:  # embeddings
-        return median(one.seconds / one.prompt for one in answers), 0.0
-    rate = median(one.seconds / (one.answer + PROMPT_PART * one.prompt) for one in written)
+        return median(run.seconds / run.prompt for run in answers), 0.0
+    rate = median(run.seconds / (run.answer + PROMPT_PART * run.prompt) for run in written)
     return PROMPT_PART * rate, rate
 
 

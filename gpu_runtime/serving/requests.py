@@ -288,7 +288,7 @@ def documents_of(body: Mapping[str, Any]) -> list[str]:
     """The texts of the `documents` of a call for reranking. Raises Refused (400)."""
     given = body.get("documents")
     if isinstance(given, list) and 0 < len(given) <= MAX_TEXTS:
-        texts = [one.get("text") if isinstance(one, Mapping) else one for one in given]
+        texts = [entry.get("text") if isinstance(entry, Mapping) else entry for entry in given]
         if all(isinstance(text, str) for text in texts):
             return texts
     raise bad("documents", given, f'a list of 1 to {MAX_TEXTS} texts or objects with "text"')
@@ -694,11 +694,11 @@ def serves(backend: str, kind: str, name: str) -> bool:
 
 def _is_neutral(name: str, value: Any) -> bool:
     neutral = CALL_FIELDS[name].neutral if name in CALL_FIELDS else _NEUTRAL_ONLY.get(name, ())
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in neutral)
 
 
 def _is_empty(value: Any) -> bool:
-    return any(value is one or (one is not None and value == one) for one in _NOTHING)
+    return any(value is empty or (empty is not None and value == empty) for empty in _NOTHING)
 
 
 def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:

@@ -84,7 +84,7 @@ def chat_of(body: Any) -> Json:
     if body.get("max_tokens") is None:
         raise bad("max_tokens", None, "a number of tokens")
     messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(entry, Mapping) for entry in messages):
         raise bad("messages", messages, "a list of messages")
     system = _text("system", body.get("system") or "")
     chat["messages"] = [{"role": "system", "content": system}] if system else []
@@ -127,9 +127,9 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[Json]:
             inside = f"{where}.content"
             found = block.get("content") or ""
             if not isinstance(found, str):
-                pictures = [one for one in _blocks(inside, found) if one.get("type") == "image"]
-                found = [one for one in found if one not in pictures]
-                parts += [_picture(inside, one) for one in pictures]
+                pictures = [item for item in _blocks(inside, found) if item.get("type") == "image"]
+                found = [item for item in found if item not in pictures]
+                parts += [_picture(inside, picture) for picture in pictures]
             text = _text(inside, found)
             id = block.get("tool_use_id")
             results.append({"role": "tool", "tool_call_id": id, "content": text})

@@ -236,7 +236,7 @@ def _with_request_id(scope: Any, send: Any) -> Any:
 
 async def _known_query(request: Request) -> None:
     """Refuses (400) a query parameter that the route lacks. Programs that watch servers may add some to `/health`."""
-    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known and request.scope["path"] != "/health":
             all_known = f"Known: {listed(known)}." if known else "There is none."

@@ -121,7 +121,7 @@ def functions(tools: Any, function: Callable[[str, Any], Json]) -> dict[str, lis
     """The field `tools` of a chat. `function(place, tool)` translates each of `tools`; `place` is for messages."""
     if not isinstance(tools or [], list):
         raise bad("tools", tools, "a list of tools")
-    made = [function(f"tools[{at}]", one) for at, one in enumerate(tools or ())]
+    made = [function(f"tools[{at}]", tool) for at, tool in enumerate(tools or ())]
     return {"tools": made} if made else {}
 
 

@@ -170,8 +170,8 @@ def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
 def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> Json:
     """The sums over the allocator `maps` of all processes, and whether a CUDA device is present (`cuda`)."""
     maps = list(maps)
-    allocated = sum(one.allocated_bytes for one in maps)
-    reserved = sum(one.reserved_bytes for one in maps)
+    allocated = sum(map.allocated_bytes for map in maps)
+    reserved = sum(map.reserved_bytes for map in maps)
     unused = reserved - allocated
     return {
         "cuda_available": cuda,
@@ -179,8 +179,8 @@ def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> Json:
         "reserved_mb": reserved // MIB,
         "fragmentation_mb": unused // MIB,
         "fragmentation_percent": round(100 * unused / reserved, 1) if reserved else 0.0,
-        "num_alloc_retries": sum(one.alloc_retries for one in maps),
-        "num_ooms": sum(one.ooms for one in maps),
+        "num_alloc_retries": sum(map.alloc_retries for map in maps),
+        "num_ooms": sum(map.ooms for map in maps),
     }
 
 

@@ -217,9 +217,9 @@ def chat_of(body: Any) -> tuple[str, Json]:
     messages = body.get("messages")
     if messages is None or messages == []:
         return _load_of(made)
-    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(entry, Mapping) for entry in messages):
         raise bad("messages", messages, "a list of messages")
-    made["messages"] = [_message(f"messages[{at}]", one) for at, one in enumerate(messages)]
+    made["messages"] = [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
     results = 0
     for message in made["messages"]:  # results of tools have no ids, but the order of the calls
         results = results + 1 if message["role"] == "tool" else 0

@@ -238,7 +238,7 @@ class ResponsesWriter(Writer):
     def whole(self, reply: Reply) -> Json:
         """Reads the whole answer as a stream of one chunk."""
         answer = reply.json or {}
-        choices = [{**one, "delta": one["message"]} for one in answer["choices"]]
+        choices = [{**choice, "delta": choice["message"]} for choice in answer["choices"]]
         list(self._read({**answer, "choices": choices}))
         self.end(list(self._calls))
         return _ended(self._response, self._output, self.finish, self.usage)

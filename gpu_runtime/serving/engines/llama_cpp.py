@@ -114,7 +114,7 @@ class LlamaCppAdapter(TextAdapter):
             def emit_part(part: dict[str, Any]) -> None:
                 if "too_long" in part:
                     raise too_long(self.spec.name, kind, part["too_long"], self.facts.context)
-                found = [_token(one) for one in part.pop("tokens", None) or ()]
+                found = [_token(raw) for raw in part.pop("tokens", None) or ()]
                 if found and found[0].logprob is None:  # the prompt
                     emit(TextPiece(**part, tokens=tuple(found)))
                     return

@@ -367,15 +367,15 @@ def _described(data: bytes, logprob: float) -> Json:
     return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def joined(one: Json | None, next: Json | None) -> Json | None:
-    """The fields `one` and `next` of one choice, as one field.
+def joined(first: Json | None, next: Json | None) -> Json | None:
+    """The fields `first` and `next` of one choice, as one field.
 
     >>> joined({"content": [1], "refusal": None}, {"content": [2], "refusal": None})
     {'content': [1, 2], 'refusal': None}
     """
-    if one is None or next is None:
-        return one or next
-    return {name: value and value + next[name] for name, value in one.items()}
+    if first is None or next is None:
+        return first or next
+    return {name: value and value + next[name] for name, value in first.items()}
 
 
 def _top(token: Token) -> dict[str, float | None] | None:
@@ -472,7 +472,7 @@ def embedded(schema: Json, name: str) -> tuple[Json, Json]:
         """The `node` with references that are valid in the larger schema."""
         nonlocal is_recursive
         if isinstance(node, list):
-            return [moved(one) for one in node]
+            return [moved(item) for item in node]
         if not isinstance(node, dict):
             return node
         made = {key: moved(value) for key, value in node.items()}
@@ -536,8 +536,8 @@ def _levels(value: Any) -> int:
     found, inner = 0, [value]
     while inner and found <= MOST_LEVELS:
         found += 1
-        values = [list(one.values()) if isinstance(one, dict) else one for one in inner]
-        inner = [one for many in values for one in many if isinstance(one, (dict, list))]
+        values = [list(item.values()) if isinstance(item, dict) else item for item in inner]
+        inner = [item for many in values for item in many if isinstance(item, (dict, list))]
     return found
 
 
@@ -589,7 +589,7 @@ FORCED = Format("", (), ("{",), _objects)  # of an answer that a JSON schema for
 def format_of(template: str) -> Format:
     """The format that `template` shows; without one, Llama 3's if it has `"parameters"`, else that of Hermes."""
     usual = FORMATS["llama3"] if '"parameters"' in template else FORMATS["hermes"]
-    return next((one for one in FORMATS.values() if one.in_template in template), usual)
+    return next((format for format in FORMATS.values() if format.in_template in template), usual)
 
 
 class ToolCallReader:

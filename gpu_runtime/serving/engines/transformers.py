@@ -553,7 +553,7 @@ class ScoredTokens:
         wanted = self._count
         while len(found) < self._count:
             wanted = min(wanted, len(logprobs))
-            values, numbers = (one.tolist() for one in logprobs.topk(wanted))
+            values, numbers = (tensor.tolist() for tensor in logprobs.topk(wanted))
             named = zip(map(self._vocabulary.data, numbers), values, strict=True)
             found = [(data, value) for data, value in named if data]
             if wanted == len(logprobs):
@@ -586,9 +586,9 @@ class Vocabulary:
             return b""
         if self._bytes and all(letter in self._bytes for letter in token):
             return bytes(self._bytes[letter] for letter in token)
-        one = _ONE_BYTE.fullmatch(token)
-        if one:
-            return bytes.fromhex(one[1])
+        match = _ONE_BYTE.fullmatch(token)
+        if match:
+            return bytes.fromhex(match[1])
         return token.replace(_SPACE, " ").encode()
 
 
