@@ -106,7 +106,7 @@ class _Stretch(NamedTuple):
         return sum(self.sizes)
 
     def with_next(self, other: _Stretch) -> _Stretch:
-        sizes = tuple(one + more for one, more in zip(self.sizes, other.sizes, strict=True))
+        sizes = tuple(size + more for size, more in zip(self.sizes, other.sizes, strict=True))
         where = other.where if self.where == other.where else "several segments"
         return _Stretch(self.start, sizes, self.blocks + other.blocks, where)
 
@@ -135,7 +135,7 @@ def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
     sums = [0] * len(KINDS)
     for segment in map.segments:
         for sizes, _ in _cut(segment):
-            sums = [one + other for one, other in zip(sums, sizes, strict=True)]
+            sums = [total + other for total, other in zip(sums, sizes, strict=True)]
     return tuple((kind, size) for kind, size in zip(KINDS, sums, strict=True) if size)
 
 
@@ -326,9 +326,9 @@ def _paths(drawn: Picture, titles: bool) -> Iterator[str]:
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
         paths = []
-        for one in pieces:
-            box = _box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high)
-            words = "\n".join(map(html.esc, one.title.splitlines()))
+        for piece in pieces:
+            box = _box(piece.row, piece.left, piece.right, drawn.row_bytes, piece.low, piece.high)
+            words = "\n".join(map(html.esc, piece.title.splitlines()))
             paths.append(f'<path d="{box}"><title>{words}</title></path>' if titles else box)
         if titles:
             yield f'<g fill="{fill}">{"".join(paths)}</g>'

@@ -94,7 +94,7 @@ def table(
         )
     right = [n for n, kind in enumerate(kinds) if kind == "g-num"]
     lines = text.table(texts, [name.upper() for name in headers], right, longest)
-    return Part("\n".join(f"{indent}{one}" for one in lines), html.table(headers, cells))
+    return Part("\n".join(f"{indent}{words}" for words in lines), html.table(headers, cells))
 
 
 class Drawn(NamedTuple):
@@ -110,7 +110,7 @@ class Drawn(NamedTuple):
 def bars(rows: Sequence[Drawn], before: str = "") -> Part:
     """The bars in `rows`. In the text, `before` is before each title."""
     lines = text.bars([row[:3] for row in rows], before)
-    cells = [(f"<b>{esc(one.title)}</b>", html.bar(one.bar), one.size, one.remarks) for one in rows]
+    cells = [(f"<b>{esc(row.title)}</b>", html.bar(row.bar), row.size, row.remarks) for row in rows]
     return Part("\n".join(lines), html.devices(cells))
 
 
@@ -128,8 +128,8 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> Part:
         + "".join(f'<div class="g-alarm">{esc(alarm)}</div>' for alarm in alarms),
     )
     lines, queue = views.device_lines(snapshot), NOTHING
-    width = max((len(one.fill) for one in lines), default=0)
-    devices = bars([_device(one, width) for one in lines])
+    width = max((len(device.fill) for device in lines), default=0)
+    devices = bars([_device(device, width) for device in lines])
     holders, past = _holders(snapshot, prompt), _past(snapshot)
     if waiting := views.waiting(snapshot):
         queue = joined(Part(f"Waiting: {len(waiting)}", ""), numbered(waiting))
@@ -148,13 +148,13 @@ def host(snapshot: Snapshot, prompt: str = "%gpu") -> Part:
 
 def hosts(snapshots: Iterable[Snapshot], prompt: str = "%gpu") -> Part:
     """The `snapshots` of several hosts."""
-    return joined(*(host(one, prompt) for one in snapshots), between="\n\n")
+    return joined(*(host(snapshot, prompt) for snapshot in snapshots), between="\n\n")
 
 
-def _device(one: views.DeviceLine, width: int) -> Drawn:
-    figures = f"{one.fill:>{width}}  {one.pressure:>5}  {one.remarks}"
-    fill = f'{esc(one.fill)} <span class="g-soft">{one.pressure}</span>'
-    return Drawn(one.title, one.bar, figures, fill, esc(one.remarks))
+def _device(device: views.DeviceLine, width: int) -> Drawn:
+    figures = f"{device.fill:>{width}}  {device.pressure:>5}  {device.remarks}"
+    fill = f'{esc(device.fill)} <span class="g-soft">{device.pressure}</span>'
+    return Drawn(device.title, device.bar, figures, fill, esc(device.remarks))
 
 
 HOLDERS = {  # The state is the last column, because its width changes with time.
@@ -339,9 +339,9 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> Part:
         return NOTHING
     steps = numbered(views.step_sentence(snapshot, step) for step in found.steps)
     after = [
-        Drawn(views.device_name(one.device.id), one, size, esc(size))
-        for one in views.bars_after(snapshot, found.steps)
-        if (size := show_bytes(one.used_bytes))
+        Drawn(views.device_name(bar.device.id), bar, size, esc(size))
+        for bar in views.bars_after(snapshot, found.steps)
+        if (size := show_bytes(bar.used_bytes))
     ]
     then = Part("", html.line("Then:", soft=True))
     return joined(steps, then, bars(after, "then  ")) if after else steps
@@ -387,15 +387,15 @@ def why(
 def replays(found: Sequence[Replayed]) -> Part:
     """The recorded decisions, and whether the scheduler decides the same now."""
     lines, rows = [], []
-    for one in found:
-        time = clock(one.wall)
+    for replay in found:
+        time = clock(replay.wall)
         lines += [
-            clean(f"{time}  {one.model} {one.decided}"),
-            f"{'':10}{clean(one.result)}  (decision {one.id})",
+            clean(f"{time}  {replay.model} {replay.decided}"),
+            f"{'':10}{clean(replay.result)}  (decision {replay.id})",
         ]
-        decided = table_cell("td", f"<b>{esc(one.model)}</b> {esc(one.decided)}")
-        again = td(one.result.removeprefix("Decided again: "))
-        rows.append((td(time, "g-soft"), td(str(one.id), "g-soft"), decided, again))
+        decided = table_cell("td", f"<b>{esc(replay.model)}</b> {esc(replay.decided)}")
+        again = td(replay.result.removeprefix("Decided again: "))
+        rows.append((td(time, "g-soft"), td(str(replay.id), "g-soft"), decided, again))
     headers = ("when", "number", "decision", "decided again")
     return page(Part("\n".join(lines), html.table(headers, rows)))
 
@@ -514,7 +514,7 @@ _PARTS = (  # key of the sums -> words
 def who(frame: Any) -> Part:
     """The DataFrame `frame` of `rt.who()` as a table whose sizes are written for people."""
     rows = _who_rows(frame)
-    sums = joined(*(line(one, soft=True) for one in sentences(frame.attrs)))
+    sums = joined(*(line(sentence, soft=True) for sentence in sentences(frame.attrs)))
     if not rows:
         return page(line(_nothing(frame.attrs)), sums)
     kinds = ["g-num" if name in ("holds", "frees") else "g-wrap" for name in WHO]
@@ -620,12 +620,12 @@ NO_HOSTS = "No host has joined the fleet. On each host:  gpu fleet join"
 def fleet(hosts: Sequence[Snapshot]) -> Part:
     """One bar for each of the `hosts`, its models, and its number of waiting requests."""
     rows = []
-    for one in hosts:
-        drawn, level, notes = _bar(one), views.worst_level(one), _host_notes(one)
+    for snapshot in hosts:
+        drawn, level, notes = _bar(snapshot), views.worst_level(snapshot), _host_notes(snapshot)
         fill = _fill(drawn)
         figures = f"{fill:>19}  {level:8}  {notes}"
         remarks = f"{html.pill(level)} {esc(notes)}"
-        rows.append(Drawn(clean(one.host), drawn, figures, esc(fill), remarks))
+        rows.append(Drawn(clean(snapshot.host), drawn, figures, esc(fill), remarks))
     return page(bars(rows) if rows else line(NO_HOSTS))
 
 
@@ -638,18 +638,18 @@ def as_chooser(
     answered; its figures are grey. `chosen` is the host whose page is open.
     """
     rows = []
-    for one in hosts:
-        query = urlencode({"host": one.host} | ({"tab": tab} if tab else {}))
-        here = ' aria-current="page"' if one.host == chosen else ""
-        host = _bar(one)
-        drawn, fill, notes = html.bar(host), esc(_fill(host)), esc(_host_notes(one))
-        if one.host in silent:
-            since = clock(silent[one.host])
+    for snapshot in hosts:
+        query = urlencode({"host": snapshot.host} | ({"tab": tab} if tab else {}))
+        here = ' aria-current="page"' if snapshot.host == chosen else ""
+        host = _bar(snapshot)
+        drawn, fill, notes = html.bar(host), esc(_fill(host)), esc(_host_notes(snapshot))
+        if snapshot.host in silent:
+            since = clock(silent[snapshot.host])
             drawn, fill = (f'<div class="g-old">{part}</div>' for part in (drawn, fill))
             notes = f"no answer since {since}"
-        elif count := len(problems(one)):
+        elif count := len(problems(snapshot)):
             notes = f"<b>{count} problem{'s' if count != 1 else ''}</b>, {notes}"
-        name = f'<a href="?{esc(query)}"{here}>{esc(one.host)}</a>'
+        name = f'<a href="?{esc(query)}"{here}>{esc(snapshot.host)}</a>'
         rows.append((name, drawn, fill, notes))
     return html.page(f'<nav class="g-hosts" aria-label="Hosts">{html.devices(rows)}</nav>')
 

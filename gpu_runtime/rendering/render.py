@@ -179,7 +179,7 @@ def as_json(value: Any) -> str:
         return text
     # Characters that could control a terminal are written as escapes; JSON readers decode them.
     return "".join(
-        one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text
+        sign if sign.isprintable() or sign == "\n" else json.dumps(sign)[1:-1] for sign in text
     )
 
 

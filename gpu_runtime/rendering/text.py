@@ -220,28 +220,28 @@ def _lines(
         yield ORANGE, f"! {request}"
     yield "", ""
     for line in bars(
-        (one.title, one.bar, f"{one.fill}  {one.pressure}  {one.remarks}")
-        for one in views.device_lines(snapshot)
+        (device.title, device.bar, f"{device.fill}  {device.pressure}  {device.remarks}")
+        for device in views.device_lines(snapshot)
     ):
         yield "", line
     yield "", ""
     cells = [
         (
-            one.name,
-            one.user,
-            str(one.pid),
-            one.state,
-            show_bytes(one.card_bytes) if one.card_bytes else "",
-            show_bytes(one.host_bytes) if one.host_bytes else "",
+            process.name,
+            process.user,
+            str(process.pid),
+            process.state,
+            show_bytes(process.card_bytes) if process.card_bytes else "",
+            show_bytes(process.host_bytes) if process.host_bytes else "",
         )
-        for one in processes
+        for process in processes
     ]
     header, *rows = table(
         cells, ("NOTEBOOK", "USER", "PID", "STATE", "ON CARDS", "IN RAM"), (2, 4, 5)
     )
     yield DIM, f"  {header}   {clean(title)}"
-    for one, row in zip(processes, rows, strict=True):
-        yield (REVERSE, f"> {row}") if one.id == chosen else ("", f"  {row}")
+    for process, row in zip(processes, rows, strict=True):
+        yield (REVERSE, f"> {row}") if process.id == chosen else ("", f"  {row}")
 
 
 def _waiting(snapshot: Snapshot) -> Iterator[str]:

@@ -219,11 +219,11 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
         for share in getattr(step, "source", ()):
             changed.add(share.device)
             left, kept = share.bytes, []
-            for one in after.get(share.device, ()):
-                taken = min(left, one.bytes) if one.lease == step.lease else 0
+            for part in after.get(share.device, ()):
+                taken = min(left, part.bytes) if part.lease == step.lease else 0
                 left -= taken
-                kept.append(one._replace(bytes=one.bytes - taken))
-            after[share.device] = [one for one in kept if one.bytes > 0]
+                kept.append(part._replace(bytes=part.bytes - taken))
+            after[share.device] = [part for part in kept if part.bytes > 0]
         for share in getattr(step, "shares", ()):
             changed.add(share.device)
             owner_id, _, name = step.lease.partition("/")
@@ -336,20 +336,20 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
         return min(places, default=NOT_LISTED), -lease.bytes, lease.name
 
     leases = sorted(snapshot.leases(), key=by_device_and_size)
-    others = sorted(strangers(snapshot), key=lambda one: order.get(one.device, NOT_LISTED))
+    others = sorted(strangers(snapshot), key=lambda other: order.get(other.device, NOT_LISTED))
     return [
         *(_holding(snapshot, lease) for lease in leases),
         *_residues(snapshot),
         *(
             Holding(
                 STRANGERS,
-                one.bytes,
-                one.device,
-                clean(one.label) if one.pid else "unknown",
+                other.bytes,
+                other.device,
+                clean(other.label) if other.pid else "unknown",
                 "not governed",
                 "strangers",
             )
-            for one in others
+            for other in others
         ),
     ]
 
@@ -414,16 +414,16 @@ def _residues(snapshot: Snapshot) -> Iterator[Holding]:
         for device, size in section.residue.items():
             if size:
                 owner = holder(snapshot, section.owner.id)
-                for one in section.staying_on(device):
-                    why = f"stays: {clean(one.why)}"
-                    yield Holding(section.owner.name, one.bytes, device, owner, why, "stays")
+                for staying in section.staying_on(device):
+                    why = f"stays: {clean(staying.why)}"
+                    yield Holding(section.owner.name, staying.bytes, device, owner, why, "stays")
                 if cache := section.cache_on(device):
                     yield Holding(RESIDUE, cache, device, owner, "", "residue")
 
 
 def strangers(snapshot: Snapshot) -> list[Stranger]:
     """The programs that hold memory of cards without a lease. One without a pid stands for all unknown ones."""
-    known = {one.device for one in snapshot.strangers}
+    known = {stranger.device for stranger in snapshot.strangers}
     unknown = (
         Stranger(view.device.id, 0, size)
         for view in cards(snapshot)
@@ -723,19 +723,19 @@ LEAVERS = ("", "", "what", "frees", "costs", "per GB", "idle", "class")
 def leavers(found: Sequence[Leaver], snapshot: Snapshot) -> tuple[list[tuple[str, ...]], str]:
     """The first candidates in `found`, a row for each with the columns LEAVERS, and "and 3 more"."""
     rows = []
-    for one in found[:MOST_LEAVERS]:
-        owner_id, _, name = one.lease.partition("/")
+    for item in found[:MOST_LEAVERS]:
+        owner_id, _, name = item.lease.partition("/")
         section = snapshot.sections.get(owner_id)
         lease = section.lease(name) if section else None
-        about = "" if one.measured else "~"
+        about = "" if item.measured else "~"
         rows.append(
             (
-                "→" if one.leaves else "",
+                "→" if item.leaves else "",
                 lease_title(lease, section.owner) if lease and section else name,
-                one.what,
-                f"{show_bytes(sum(s.bytes for s in one.frees))} {device_name(where(one.frees))}",
-                f"{about}{show_seconds(one.seconds)}" if one.seconds else "nothing",
-                show_seconds(one.per_gb) if one.seconds else "",
+                item.what,
+                f"{show_bytes(sum(s.bytes for s in item.frees))} {device_name(where(item.frees))}",
+                f"{about}{show_seconds(item.seconds)}" if item.seconds else "nothing",
+                show_seconds(item.per_gb) if item.seconds else "",
                 show_seconds(lease.idle_seconds(snapshot.now)) if lease and not lease.pins else "",
                 importance_name(lease.importance) if lease and lease.importance != NORMAL else "",
             )
