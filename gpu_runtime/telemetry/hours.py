@@ -458,12 +458,12 @@ def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
     for group, sums in sorted(found.items(), key=lambda pair: (-pair[1]["card"], pair[0])):
         if not any(group) or not any(sums.values()):
             continue
-        one: dict[str, Any] = dict(zip(_HEADS[by], group, strict=True))
-        one["card_h"] = round(sums["card"], 3)
-        one |= {COLUMNS[state]: round(sums[state], 3) for state in states}
+        record: dict[str, Any] = dict(zip(_HEADS[by], group, strict=True))
+        record["card_h"] = round(sums["card"], 3)
+        record |= {COLUMNS[state]: round(sums[state], 3) for state in states}
         if by != "card":
-            one["waited_h"] = round(sums["waited"], 3)
-        listed.append(one)
+            record["waited_h"] = round(sums["waited"], 3)
+        listed.append(record)
     return listed
 
 
@@ -535,18 +535,18 @@ def _waits(rows: list[Hour]) -> list[dict[str, Any]]:
         if row.key.state != WAITED_FOR:
             continue
         total = [
-            one
-            for key, one in waited.items()
+            hour
+            for key, hour in waited.items()
             if key[:2] == row.key[:2] and key.device == row.key.device
         ]
-        bytes_, seconds = sum(one.byte_seconds for one in total), sum(one.seconds for one in total)
+        bytes_, seconds = sum(row.byte_seconds for row in total), sum(row.seconds for row in total)
         if bytes_:
             hours[row.key.user, row.key.name] += seconds * row.byte_seconds / bytes_ / HOUR
     found = [
         {"user": user, "waited_for": holder, "waited_h": round(time, 3)}
         for (user, holder), time in hours.items()
     ]
-    return sorted(found, key=lambda one: -one["waited_h"])
+    return sorted(found, key=lambda wait: -wait["waited_h"])
 
 
 def text(rows: Iterable[Hour], since: float, until: float) -> str:
@@ -564,7 +564,7 @@ def text(rows: Iterable[Hour], since: float, until: float) -> str:
         shares = [f"{100 * part / total:.0f} % {state}" for state, part in parts.items() if part]
         lines.append(f"{card['card']}: {', '.join(shares)}")
     for user in users[:MOST_LINES]:
-        lines.append(_user_line(user, [one for one in waits if one["user"] == user["user"]]))
+        lines.append(_user_line(user, [wait for wait in waits if wait["user"] == user["user"]]))
     if len(users) > MOST_LINES:
         lines.append(f"and {len(users) - MOST_LINES} more users")
     if saved := sum(user["saved_gib_h"] for user in users):
@@ -584,6 +584,6 @@ def _user_line(user: dict[str, Any], waits: list[dict[str, Any]]) -> str:
         line += f", {user['outside_gib_h']:.1f} outside"
     if not user["waited_h"]:
         return line
-    others = [one["waited_for"] for one in waits if one["waited_for"] != user["user"]]
+    others = [wait["waited_for"] for wait in waits if wait["waited_for"] != user["user"]]
     whom = f", most for {others[0]}" if others else ""
     return f"{line}; waited {show_seconds(user['waited_h'] * HOUR)}{whom}"

@@ -151,8 +151,8 @@ class Journal:
             if stored is not None:
                 return stored
             kept = tuple(reversed(self._decided))
-        found = tuple(one for one in kept if one.model == name)[:limit]
-        return found or tuple(one for one in kept if name == str(one.id))
+        found = tuple(decision for decision in kept if decision.model == name)[:limit]
+        return found or tuple(decision for decision in kept if name == str(decision.id))
 
     def _stored(self, read: Callable[[sqlite3.Connection], T]) -> T | None:
         """What `read` returns for the file, after a write. None if there is no file that can be read."""

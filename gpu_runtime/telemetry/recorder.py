@@ -68,26 +68,26 @@ def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
     )
 
 
-def alike(one: Moment, other: Moment) -> bool:
-    """Whether `one` and `other` look the same in a chart.
+def alike(moment: Moment, other: Moment) -> bool:
+    """Whether `moment` and `other` look the same in a chart.
 
     Two moments look the same if their total, limit, level and claims are equal, and the measured
     figures differ only by noise.
     """
     exact = ("total_bytes", "limit_bytes", "level", "claims")  # even a small change is recorded
     return (
-        all(getattr(one, name) == getattr(other, name) for name in exact)
-        and _near(one.measured_bytes, other.measured_bytes, one.total_bytes / 400)
-        and _near(one.utilisation_percent, other.utilisation_percent, 5.0)
-        and _near(one.temperature_celsius, other.temperature_celsius, 2.0)
-        and _near(one.power_watts, other.power_watts, 10.0)
+        all(getattr(moment, name) == getattr(other, name) for name in exact)
+        and _near(moment.measured_bytes, other.measured_bytes, moment.total_bytes / 400)
+        and _near(moment.utilisation_percent, other.utilisation_percent, 5.0)
+        and _near(moment.temperature_celsius, other.temperature_celsius, 2.0)
+        and _near(moment.power_watts, other.power_watts, 10.0)
     )
 
 
-def _near(one: float | None, other: float | None, tolerance: float) -> bool:
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= tolerance
+def _near(figure: float | None, other: float | None, tolerance: float) -> bool:
+    if figure is None or other is None:
+        return figure is other
+    return abs(figure - other) <= tolerance
 
 
 class ChangeFilter:
@@ -147,7 +147,7 @@ class Record(StateFile):
 
     def append(self, moments: Iterable[Moment]) -> bool:
         """Writes `moments`, and returns whether this succeeded."""
-        rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
+        rows = [(point.wall, point.device, point.peak_bytes, _encode(point)) for point in moments]
 
         def insert(db: sqlite3.Connection) -> None:
             db.execute(
