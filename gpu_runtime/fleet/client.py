@@ -309,7 +309,7 @@ class Fleet:
 
         Raises UnknownModel if there is no such slot.
         """
-        known = tuple(one.id for one in self._wishes().slots)
+        known = tuple(wish.id for wish in self._wishes().slots)
         if slot not in known:
             raise UnknownModel(
                 slot, known, none="There is no slot.", advice="See:  gpu fleet slots"
@@ -324,7 +324,7 @@ class Fleet:
         model now), and wished (whether `create_slot` placed the model).
         """
         self._hosts.refresh()
-        wished = {one.id for one in self._wishes().slots}
+        wished = {slot.id for slot in self._wishes().slots}
         found, _ = self._hosts.ask("slots")
         rows = [
             (f"{model}@{host}", model, host, device, size, active, f"{model}@{host}" in wished)

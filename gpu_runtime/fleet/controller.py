@@ -36,8 +36,8 @@ LOAD_SECONDS = 5.0  # how long a wished model waits for room on one host
 def _can_serve(found: Iterable[Offer | HostRoom]) -> bool:
     """Whether one of the hosts with these offers or rooms may serve. If so, slower hosts need not be awaited."""
     return any(
-        may_serve(one) if isinstance(one, HostRoom) else one.level is not PlanLevel.NEVER
-        for one in found
+        may_serve(answer) if isinstance(answer, HostRoom) else answer.level is not PlanLevel.NEVER
+        for answer in found
     )
 
 
@@ -109,7 +109,7 @@ class Controller:
         try:
             return self._fill_slot(slot, SLOT_SECONDS)
         except (GpuError, cluster.Gone, cluster.Unreachable):
-            known = [one for one in before.slots if one.id == slot.id]
+            known = [wished for wished in before.slots if wished.id == slot.id]
             self._change(lambda old: wishes.without_slot(old, slot.id))
             if known:
                 self._change(lambda old: wishes.with_slot(old, known[0]))
@@ -222,7 +222,7 @@ class Controller:
                 served = self._place(name, has)
                 if not served.host:
                     reasons = sorted(served.reasons.items())
-                    why = "; ".join(f"{host}: {one}" for host, one in reasons) or "no other host"
+                    why = "; ".join(f"{host}: {text}" for host, text in reasons) or "no other host"
                     break
                 has.add(served.host)
         if not has:
@@ -234,7 +234,7 @@ class Controller:
         """Loads one more copy of the wished model `name`, on a host that is not in `has`."""
         offers, revision = self.choose(name, has, for_wish=True)
         if has:  # copies are spread: of equal offers, the host with the most free memory is first
-            offers = tuple(sorted(offers, key=lambda one: (one.level.order, -one.left_bytes)))
+            offers = tuple(sorted(offers, key=lambda offer: (offer.level.order, -offer.left_bytes)))
 
         def load(offer: Offer) -> str:
             agent = self._hosts.agent(offer.host)

@@ -150,7 +150,7 @@ def _ports() -> dict[str, int]:
     names = ("metrics_agent", "runtime_env_agent", "metrics_export", "dashboard_agent_listen")
     with ExitStack() as stack:  # all are open at once, so that they differ
         sockets = [stack.enter_context(socket.socket()) for _ in names]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        found = [one.getsockname()[1] for one in sockets]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        found = [opened.getsockname()[1] for opened in sockets]
     return {f"{name}_port": port for name, port in zip(names, found, strict=True)}

@@ -85,8 +85,8 @@ def with_slot(wishes: Wishes, slot: Slot) -> Wishes:
     """The `wishes` with `slot`, instead of an earlier one of the same model and host. Raises UnknownModel."""
     if wishes.find(slot.model) is None:
         raise UnknownModel(slot.model, wishes.names, none="The fleet has no model.")
-    others = tuple(one for one in wishes.slots if one.id != slot.id)
-    slots = tuple(sorted((*others, slot), key=lambda one: (one.model, one.host)))
+    others = tuple(other for other in wishes.slots if other.id != slot.id)
+    slots = tuple(sorted((*others, slot), key=lambda wished: (wished.model, wished.host)))
     return _changed(wishes, slots=slots)
 
 
