@@ -80,7 +80,7 @@ def role_of_tokens(
         (VIEWER, rules.viewer_token),
     )
     offered = (bearer(authorization), cookie, query)
-    found = {role for one in offered for role, token in known if _equal(one, token) and token}
+    found = {role for given in offered for role, token in known if _equal(given, token) and token}
     return next((role for role, _ in known if role in found), None)
 
 
