@@ -216,7 +216,7 @@ class Catalog:
                     f"  Upgrade this environment, or {_USE_ANOTHER}",
                 )
             file = str(self.file)
-            entries = [CatalogEntry(one["metadata"]["name"], one, file) for one in stored.models]
+            entries = [CatalogEntry(body["metadata"]["name"], body, file) for body in stored.models]
             for entry in entries:
                 spec_of(entry, self.settings)  # raises if the entry is damaged
             return entries
@@ -256,7 +256,7 @@ class Catalog:
             ours = {name: entry for name, entry in known.items() if entry.file == str(self.file)}
             added = tuple(entry.name for entry in new if entry.name not in ours)
             kept = [entry for entry in new if entry.name in ours]
-            changed = tuple(one.name for one in kept if ours[one.name].body != one.body)
+            changed = tuple(entry.name for entry in kept if ours[entry.name].body != entry.body)
             if added or changed:
                 self._write({**ours, **{entry.name: entry for entry in new}}.values())
         unchanged = tuple(entry.name for entry in new if entry.name not in (*added, *changed))
@@ -544,8 +544,8 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
         parts = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, part in parts:
             every += _in_value(document, part, () if index is None else (index,))
-    found = [one for one in every if isinstance(one, Manifest)]
-    errors = [one for one in every if isinstance(one, BadDocument)]
+    found = [result for result in every if isinstance(result, Manifest)]
+    errors = [result for result in every if isinstance(result, BadDocument)]
     if not found and not errors:
         raise BadDocument(file, 1, "", f"there is no model in it. A model is {_EXAMPLE}")
     for manifest in found:
