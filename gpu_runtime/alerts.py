@@ -156,7 +156,7 @@ def acknowledge(what: str, by: str, found: Collection[Problem], wall: float) -> 
 
     `what` is the name or the kind of a problem, or `all`. Raises GpuError if it means none.
     """
-    names = [name_of(one) for one in found if what in (name_of(one), one.kind, ALL)]
+    names = [name_of(problem) for problem in found if what in (name_of(problem), problem.kind, ALL)]
     if not names:
         raise _unknown(what, found)
     mark = Mark(printable(by, 80), wall, wall + ACKNOWLEDGED_SECONDS)
@@ -181,7 +181,7 @@ def end_silence(what: str) -> str:
     silenced = read_state().silenced
     if what not in silenced and not (what == ALL and silenced):
         raise GpuError(f"{what} is not silenced. See the silences:  gpu alerts")
-    kept = {} if what == ALL else {name: one for name, one in silenced.items() if name != what}
+    kept = {} if what == ALL else {name: mark for name, mark in silenced.items() if name != what}
     _change(lambda old: replace(old, silenced=kept))
     return f"{what}: no longer silenced"
 
@@ -235,7 +235,7 @@ def message(
     host: str, begun: Mapping[str, str], ended: Mapping[str, str], state: State, wall: float
 ) -> Message:
     """The message that the problems `begun` on `host` have begun, and `ended` have ended: their texts by name."""
-    events = [("begins", *one) for one in begun.items()] + [("ends", *one) for one in ended.items()]
+    events = [("begins", *new) for new in begun.items()] + [("ends", *old) for old in ended.items()]
     lines = [
         f"{what.upper()} {name}: {_shown(text)} {state.words(name, wall)}".rstrip()
         for what, name, text in events[:MOST_TOLD]
@@ -362,7 +362,7 @@ class Teller:
         now, wall, state = self._clock(), self._wall(), read_state()
         if self._told is None:
             self._told = state.told
-        found = {name_of(one): one.text for one in problems(snapshot)}
+        found = {name_of(problem): problem.text for problem in problems(snapshot)}
         self._since = {name: self._since.get(name, now) for name in found}
         known = {name for told in self._told.values() for name in told}
         # Of a problem that an earlier process has told, nothing was seen since this one began.
@@ -388,7 +388,7 @@ class Teller:
             if begun or ended:
                 host = snapshot.host or snapshot.owner.host
                 what = message(host, begun, ended, state, wall)
-                after = {name: one for name, one in told.items() if name not in ended} | begun
+                after = {name: text for name, text in told.items() if name not in ended} | begun
                 self._busy.add(place.key)
                 self._start(partial(self._tell, place, what, after, [*ended]))
 
@@ -413,7 +413,7 @@ class Teller:
             failures = {other: text for other, text in old.failures.items() if other != key}
             if why:
                 return replace(old, failures=failures | {key: why})
-            known = {name: one for name, one in old.acknowledged.items() if name not in ended}
+            known = {name: mark for name, mark in old.acknowledged.items() if name not in ended}
             told = old.told | {key: after}
             return replace(old, failures=failures, told=told, acknowledged=known)
 
@@ -444,8 +444,8 @@ def listing(found: Collection[Problem], path: Path, wall: float) -> str:
     """The problems `found` with their names and marks, the silences, and the destinations in the file `path`."""
     state, places = read_state(), destinations(path)
     lines = [
-        "  ".join(filter(None, (name_of(one), str(one), state.words(name_of(one), wall))))
-        for one in found
+        "  ".join(filter(None, (name_of(alarm), str(alarm), state.words(name_of(alarm), wall))))
+        for alarm in found
     ] or ["No problems."]
     for what, mark in _lasting(state.silenced, wall).items():
         lines.append(f"Silence of {what}, by {mark.by} until {_clock(mark.until, wall)}")

@@ -187,7 +187,7 @@ def _source(value: Any) -> Any:
     """A path or a hub id as text. Any other object but bytes is returned unchanged."""
     if isinstance(value, (str, os.PathLike)):
         return _path(value)
-    return _where(lambda one: not isinstance(one, (bytes, bytearray, memoryview)), _same)(value)
+    return _where(lambda given: not isinstance(given, (bytes, bytearray, memoryview)), _same)(value)
 
 
 def _model(value: Any) -> str | LeaseId:
@@ -207,7 +207,7 @@ def _devices(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (_word(value),)
     devices = tuple(
-        _where(lambda one: isinstance(one, (tuple, list, set, frozenset)), _same)(value)
+        _where(lambda given: isinstance(given, (tuple, list, set, frozenset)), _same)(value)
     )
     if not all(isinstance(device, str) for device in devices):
         raise ValueError
@@ -238,7 +238,7 @@ def _number(value: Any) -> float:
 
 def words(value: Any) -> list[str]:
     """The arguments of a command line."""
-    found = list(map(plain, _where(lambda one: isinstance(one, (list, tuple)), _same)(value)))
+    found = list(map(plain, _where(lambda given: isinstance(given, (list, tuple)), _same)(value)))
     if not all(isinstance(word, (str, int, float)) for word in found):
         raise ValueError
     return [_text(str(word)) for word in found]
@@ -809,7 +809,9 @@ RULES: dict[str, Rule] = {
         Rule(
             "an optimizer, such as torch.optim.Adam(module.parameters())",
             _where(
-                lambda one: isinstance(one.state, Mapping) and isinstance(one.param_groups, list),
+                lambda given: (
+                    isinstance(given.state, Mapping) and isinstance(given.param_groups, list)
+                ),
                 OBJECT.read,
             ),
         )
@@ -835,7 +837,8 @@ RULES: dict[str, Rule] = {
     "stillness": Rule(
         "an object with why_not(), mark() and change()",
         _where(
-            lambda one: callable(one.why_not) and callable(one.mark) and callable(one.change), _same
+            lambda item: callable(item.why_not) and callable(item.mark) and callable(item.change),
+            _same,
         ),
     ),
     "who": WORD._replace(expected="a notebook's file name or a process id"),
@@ -872,7 +875,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("devices", "ledger", "policy"), optional(TEXT)),
     "wall": CALLABLE,
     "probe": optional(
-        Rule("a Probe", _where(lambda one: callable(one.samples) and one.devices, _same))
+        Rule("a Probe", _where(lambda probe: callable(probe.samples) and probe.devices, _same))
     ),
 }
 

@@ -531,7 +531,7 @@ class _Replay:
             self._publish()
             if not any(self._try(model) for model in self._in_order()):
                 break
-        for request in [one for one in self.held if not self._must_yield(one)]:
+        for request in [request for request in self.held if not self._must_yield(request)]:
             self.held.remove(request)
             self._arrive(request)
 

@@ -487,7 +487,7 @@ def core_of(wheel: Path, python: str) -> list[str]:
     The wheel may be of another version than this command. pip would judge a marker for its own Python.
     """
     with zipfile.ZipFile(wheel) as opened:
-        [name] = [one for one in opened.namelist() if one.endswith(".dist-info/METADATA")]
+        [name] = [file for file in opened.namelist() if file.endswith(".dist-info/METADATA")]
         needs = message_from_bytes(opened.read(name)).get_all("Requires-Dist", [])
     found = []
     for need, _, marker in (line.partition(";") for line in needs):
@@ -710,7 +710,7 @@ def status(*, prefix: str | None = None, root: str | None = None) -> str:
 
 def _rows(where: Places, now: Path) -> Iterator[tuple[str, str]]:
     used, made = users(where), read_made(where)
-    for version in sorted(where.versions(), key=lambda one: one != now):
+    for version in sorted(where.versions(), key=lambda path: path != now):
         who = used[version]
         by = f"used by {', '.join(map(str, who))}" if who else "used by no process that is seen"
         of = f", Python {', '.join(_pythons_of(version))}" if version == now else ", older"
@@ -779,7 +779,7 @@ def _still_used(where: Places, made: Made) -> list[Process]:
         peek = KeeperPeek(ledger / boot_id())
         living, book = set(peek.living()), peek.look()
         owners = [section.owner for section in book.sections.values()] if book else []
-        found |= {Process(one.pid, one.user) for one in owners if one.id in living}
+        found |= {Process(owner.pid, owner.user) for owner in owners if owner.id in living}
     return sorted(process for process in found if process.pid != os.getpid())
 
 

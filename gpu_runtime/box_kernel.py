@@ -87,7 +87,7 @@ def require_usable():
 
 def remove():
     """Removes the finder, and the modules that it has found."""
-    for finder in [one for one in sys.meta_path if isinstance(one, Finder)]:
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, Finder)]:
         sys.meta_path.remove(finder)
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""

@@ -539,7 +539,7 @@ def _requirement(package: str, of: str = "gpu-console") -> str:
     except metadata.PackageNotFoundError:
         # In a kernel of `gpu box install` the package is not on `sys.path`.
         beside = metadata.distributions(name=of, path=[os.path.dirname(os.path.dirname(__file__))])
-        lines = next((one.requires for one in beside), None) or ()
+        lines = next((distribution.requires for distribution in beside), None) or ()
     needed = {re.split(r"[^\w.-]", line)[0]: line.partition(";")[0].strip() for line in lines}
     for name, line in needed.items():
         if name.lower().replace("-", "_") == package.lower():

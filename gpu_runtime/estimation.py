@@ -723,7 +723,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):
-            value = max((one for one in value if type(one) is int), default=None)
+            value = max((number for number in value if type(number) is int), default=None)
         if type(value) is int and value > 0:
             return value
     return None

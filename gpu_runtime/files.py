@@ -293,8 +293,8 @@ def is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
         below: list[Any] = []
-        for one in level:
-            inner = one.values() if isinstance(one, dict) else one
+        for outer in level:
+            inner = outer.values() if isinstance(outer, dict) else outer
             below += [item for item in inner if isinstance(item, (dict, list))]
         if not below:
             return False
@@ -330,7 +330,7 @@ def require_regular_files(directory: Path, most: int = 256 * MIB) -> None:
 
     That is a device or a pipe, or a text or JSON file of more than `most` bytes.
     """
-    for entry in sorted(os.scandir(directory), key=lambda one: one.name):
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         try:
             found = entry.stat()
         except OSError:  # a link to nothing: the library does not see it either

@@ -95,10 +95,10 @@ def configure(
         c.Spawner.environment = _value(c.Spawner, "environment", {}) | parking
     known = _value(c.JupyterHub, "services", [])
     culling = {"environment": given | {"GPU_CONSOLE_USER_NAMES": user_names}}
-    cullers = [one for one in known if _is_idle_culler(one.get("command"))]
-    for one in cullers:
-        one["command"] = guarded(one["command"], cull_unsaved)
-        one["environment"] = culling["environment"] | one.get("environment", {})
+    cullers = [entry for entry in known if _is_idle_culler(entry.get("command"))]
+    for culler in cullers:
+        culler["command"] = guarded(culler["command"], cull_unsaved)
+        culler["environment"] = culling["environment"] | culler.get("environment", {})
     if cull_after is not None and not cullers:
         seconds = round(parse_seconds(cull_after))
         command = [sys.executable, "-m", IDLE_CULLER, f"--timeout={seconds}"]
@@ -134,7 +134,7 @@ def _with_roles(known: Sequence[dict[str, Any]], more: Iterable[dict[str, Any]])
     """The roles `known` and `more`. If a name is in both, the role has the scopes of both."""
     found = [dict(role) for role in known]
     for role in more:
-        same = next((one for one in found if one["name"] == role["name"]), None)
+        same = next((old for old in found if old["name"] == role["name"]), None)
         if same is None:
             found.append(role)
         else:
@@ -223,7 +223,7 @@ def unsaved_in(sections: Iterable[Section]) -> Unsaved:
     """What each server would lose, by the `sections` of a book."""
     found: dict[tuple[str, str], list[str]] = {}
     for section in sections:
-        own = [one for one in section.leases if one.kind != "block" and not one.droppable]
+        own = [lease for lease in section.leases if lease.kind != "block" and not lease.droppable]
         size = sum(lease.bytes for lease in own)
         if size:
             owner = section.owner
@@ -302,7 +302,7 @@ def proven(sections: Iterable[Section], users: Mapping[int, str]) -> list[Sectio
 
     A user's private ledger may claim anything, also that a process is of another user, whose server would then stay.
     """
-    return [one for one in sections if users.get(one.owner.pid) == one.owner.user]
+    return [section for section in sections if users.get(section.owner.pid) == section.owner.user]
 
 
 def _book(ledger: Any) -> Any:

@@ -169,22 +169,22 @@ def clear(errors: Iterable[BaseException]) -> None:
         error.__traceback__ = _without_closures(error.__traceback__)
         if isinstance(error, AttributeError):
             error.obj = None
-        if not all(isinstance(one, _PLAIN) for one in error.args):
+        if not all(isinstance(value, _PLAIN) for value in error.args):
             error.args = tuple(
-                one if isinstance(one, _PLAIN) else describe(one) for one in error.args
+                value if isinstance(value, _PLAIN) else describe(value) for value in error.args
             )
 
 
 def _without_closures(traceback: TracebackType | None) -> TracebackType | None:
     """The `traceback`, cut before the first of the user's functions that has a closure."""
-    kept, one = None, traceback
-    while one is not None:
-        if one.tb_frame.f_code.co_freevars and _is_users(one.tb_frame):
+    kept, entry = None, traceback
+    while entry is not None:
+        if entry.tb_frame.f_code.co_freevars and _is_users(entry.tb_frame):
             if kept is None:
                 return None
             kept.tb_next = None
             return traceback
-        kept, one = one, one.tb_next
+        kept, entry = entry, entry.tb_next
     return traceback
 
 
@@ -196,9 +196,9 @@ def variables_of(frames: Iterable[FrameType]) -> list[Any]:
     found: list[Any] = []
     for frame in frames:
         others = (frame.f_globals, frame.f_builtins, frame.f_code)
-        for one in gc.get_referents(frame):
-            if not (isinstance(one, FrameType) or any(one is other for other in others)):
-                found.append(one)
+        for value in gc.get_referents(frame):
+            if not (isinstance(value, FrameType) or any(value is other for other in others)):
+                found.append(value)
     return found
 
 
@@ -224,7 +224,7 @@ def frames_named(name: Name) -> list[FrameType]:
     if name.kind == RUNNING:
         here = _stack(threading.get_ident())
         return [frame for frame in here if f"{frame.f_code.co_name}()" == name.name]
-    threads = [one for one in threading.enumerate() if f"thread {one.name}" == name.name]
+    threads = [thread for thread in threading.enumerate() if f"thread {thread.name}" == name.name]
     return [frame for thread in threads for frame in _stack(thread.ident)]
 
 

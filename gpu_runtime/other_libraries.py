@@ -68,8 +68,8 @@ def _objects() -> Iterator[Held]:
         if isinstance(kind, type):
             kinds |= dict.fromkeys(subclasses(kind), library)
     count: dict[tuple[str, str], int] = {}
-    for one in instances(kinds) if kinds else ():
-        key = kinds[type(one)], type(one).__name__
+    for instance in instances(kinds) if kinds else ():
+        key = kinds[type(instance)], type(instance).__name__
         count[key] = count.get(key, 0) + 1
     for (library, name), number in count.items():
         yield Held(library, f"{number} objects of {name}", "")
@@ -104,6 +104,6 @@ def _tensorflow() -> Iterator[Held]:
     context = _called(imported("tensorflow.python.eager.context"), "context_safe")
     if context is None or not context._initialized:
         return
-    for number, name in enumerate(one for one in context.list_logical_devices("GPU")):
+    for number, name in enumerate(device for device in context.list_logical_devices("GPU")):
         size = context.get_memory_info(name.name.removeprefix("/device:"))["current"]
         yield Held("tensorflow", "a memory pool", f"cuda:{number}", size)

@@ -523,7 +523,7 @@ class Runtime:
     def _others_wait(self) -> bool:
         """Whether a use of another process waits. Each cell calls this: 4 µs, where `status` takes 0.8 ms."""
         tickets = self._session.read_book().tickets
-        return any(one.verb == "use" and one.owner != self._session.me for one in tickets)
+        return any(ticket.verb == "use" and ticket.owner != self._session.me for ticket in tickets)
 
     # -- for the agent of a fleet's host
 

@@ -86,7 +86,7 @@ def lines(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
+        sign if sign.isprintable() or sign == "\n" else "\N{REPLACEMENT CHARACTER}" for sign in text
     )
 
 
@@ -99,7 +99,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     """`Did you mean qwen? `, or an empty text if no name is similar."""
     import difflib
 
-    names = {text: one for one in known for text in (one, one.partition("@")[0])}
+    names = {text: word for word in known for text in (word, word.partition("@")[0])}
     close = difflib.get_close_matches(name[:MOST_QUOTED], names, n=1)
     return f"Did you mean {names[close[0]]}? " if close else ""
 

@@ -263,7 +263,7 @@ class Settings:
     def __init__(self, given_by: Mapping[str, str] | None = None, **values: Any) -> None:
         """Uses these `values`, else the defaults. `given_by` has the sources of the values, by name."""
         # A dataclass of so many fields takes 3 ms of each import.
-        defaults = {name: one.default for name, one in _SETTINGS.items()}
+        defaults = {name: setting.default for name, setting in _SETTINGS.items()}
         vars(self).update(defaults, **values, given_by=given_by or {})
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -321,15 +321,15 @@ class Settings:
             SettingRow(
                 name=name.upper(),
                 value=_show(getattr(self, name)),
-                default=_show(one.default),
+                default=_show(setting.default),
                 source=self.given_by.get(name, "default"),
-                doc=one.doc,
+                doc=setting.doc,
             )
-            for name, one in _SETTINGS.items()
+            for name, setting in _SETTINGS.items()
         )
 
 
-_SETTINGS = {name: one for name, one in vars(Settings).items() if isinstance(one, _Setting)}
+_SETTINGS = {name: value for name, value in vars(Settings).items() if isinstance(value, _Setting)}
 NAMES = tuple(_SETTINGS)
 
 

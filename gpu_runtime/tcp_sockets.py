@@ -109,10 +109,10 @@ def user_of_client(connection: socket.socket) -> int | None:
             connection.getpeername(),
             connection.getsockname(),
         )
-        ends = [socket.inet_pton(connection.family, one) for one in (host, own_host)]
+        ends = [socket.inet_pton(connection.family, address) for address in (host, own_host)]
         if ends[0] != ends[1] and not host.startswith("127."):
             return None  # a client on this machine has the same address as this end
-        ports = [one.to_bytes(2, "big") for one in (port, own_port)]
+        ports = [number.to_bytes(2, "big") for number in (port, own_port)]
         found = next(_ask(_ONE, connection.family, _STATE_ANY, *ports, *ends), None)
         return found[2] if found else None
     except OSError:  # the client has disconnected, or a sandbox forbids netlink sockets
@@ -164,4 +164,4 @@ def socket_inodes(pids: Iterable[int]) -> frozenset[int]:
 
 def of_another_user(port: int) -> int | None:
     """The user id of another user's process that listens on `port`, or None."""
-    return next((one.uid for one in listeners(port) if one.uid != os.geteuid()), None)
+    return next((server.uid for server in listeners(port) if server.uid != os.geteuid()), None)

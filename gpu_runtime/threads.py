@@ -363,7 +363,7 @@ def import_whole(name: str, *attributes: str) -> None:
     nothing: the import statement raises the error again.
     """
     module = imported(name)
-    if module is not None and all(one in vars(module) for one in attributes):
+    if module is not None and all(attribute in vars(module) for attribute in attributes):
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -374,8 +374,8 @@ def import_whole(name: str, *attributes: str) -> None:
     def work() -> None:
         with contextlib.suppress(Exception):  # the caller's import statement raises it again
             found = importlib.import_module(name)
-            for one in attributes:
-                getattr(found, one, None)
+            for attribute in attributes:
+                getattr(found, attribute, None)
 
     uninterrupted(work, to_the_end=True)
 

@@ -26,10 +26,10 @@ from .rendering import text, views
 DRAW_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # the longest wait for a process
 SORTS: dict[str, Callable[[views.Process], Any]] = {
-    "cards": lambda one: (-one.card_bytes, -one.host_bytes),
-    "RAM": lambda one: -one.host_bytes,
-    "last cell": lambda one: -one.idle_seconds,
-    "user": lambda one: (one.user, one.name),
+    "cards": lambda process: (-process.card_bytes, -process.host_bytes),
+    "RAM": lambda process: -process.host_bytes,
+    "last cell": lambda process: -process.idle_seconds,
+    "user": lambda process: (process.user, process.name),
 }
 ACTIONS = {"p": "park", "e": "evict the models of", "i": "interrupt", "x": "end"}
 HELP = "↑↓ choose · s sort · / filter · p park or unpark · e evict · i interrupt · x end · q quit"
@@ -54,20 +54,20 @@ class Top:
         words = self._words.lower().split()
         sort, by = list(SORTS.items())[self._sort]
         self._shown = [
-            one
-            for one in sorted(views.processes(snapshot), key=by)
-            if all(word in f"{one.name} {one.user} {one.state} {one.pid}".lower() for word in words)
+            row
+            for row in sorted(views.processes(snapshot), key=by)
+            if all(word in f"{row.name} {row.user} {row.state} {row.pid}".lower() for word in words)
         ]
-        if self._chosen not in {one.id for one in self._shown}:
+        if self._chosen not in {process.id for process in self._shown}:
             self._chosen = self._shown[0].id if self._shown else ""
         while not self._outcomes.empty():
             self._said = self._outcomes.get()
-        one = self._process
+        process = self._process
         if self._typing:
             last = f"Filter: {self._words}▏ (Enter keeps it, Esc clears it)"
-        elif self._asked and one:
-            name = text.shorten(one.name, 30)  # y and n must be seen in a narrow terminal, too
-            last = f"y or n: {ACTIONS[self._asked]} {name} (pid {one.pid}) of {one.user}?"
+        elif self._asked and process:
+            name = text.shorten(process.name, 30)  # y and n must be seen in a narrow terminal, too
+            last = f"y or n: {ACTIONS[self._asked]} {name} (pid {process.pid}) of {process.user}?"
         else:
             last = self._said or HELP
         filtered = f", with {self._words!r}" if self._words else ""
@@ -76,22 +76,22 @@ class Top:
 
     @property
     def _process(self) -> views.Process | None:
-        return next((one for one in self._shown if one.id == self._chosen), None)
+        return next((process for process in self._shown if process.id == self._chosen), None)
 
     def key(self, key: str) -> bool:
         """Does what the pressed `key` is for. Returns whether the view goes on."""
         if self._typing:
             self._type(key)
         elif self._asked:
-            one, verb = self._process, self._asked
+            row, verb = self._process, self._asked
             self._asked = ""
-            if key in ("y", "Y") and one is not None:
-                self._said = f"{ACTIONS[verb].capitalize()} {one.name}: waiting for its answer …"
-                self._start(lambda: self._outcomes.put(self._act(verb, one)))
+            if key in ("y", "Y") and row is not None:
+                self._said = f"{ACTIONS[verb].capitalize()} {row.name}: waiting for its answer …"
+                self._start(lambda: self._outcomes.put(self._act(verb, row)))
         elif key in ("q", "Q", "\x03"):
             return False
         elif key in (*UP, *DOWN) and self._shown:
-            ids = [one.id for one in self._shown]
+            ids = [process.id for process in self._shown]
             step = 1 if key in DOWN else -1
             self._chosen = ids[min(len(ids) - 1, max(0, ids.index(self._chosen) + step))]
         elif key == "s":
@@ -112,20 +112,20 @@ class Top:
         elif key.isprintable():
             self._words += key
 
-    def _act(self, verb: str, one: views.Process) -> str:
+    def _act(self, verb: str, process: views.Process) -> str:
         """Carries out the action, and returns its outcome in words."""
         try:
             if verb in "ix":
-                return self._rt.interrupt(one.id, end=verb == "x").because
+                return self._rt.interrupt(process.id, end=verb == "x").because
             if verb == "p":
-                act = self._rt.evict if one.card_bytes else self._rt.preload
-                return act(LeaseId(one.id, KERNEL), timeout=ANSWER_SECONDS).because
+                act = self._rt.evict if process.card_bytes else self._rt.preload
+                return act(LeaseId(process.id, KERNEL), timeout=ANSWER_SECONDS).because
             done = [
-                self._rt.evict(LeaseId(one.id, lease.name), timeout=ANSWER_SECONDS).because
-                for lease in one.section.leases
+                self._rt.evict(LeaseId(process.id, lease.name), timeout=ANSWER_SECONDS).because
+                for lease in process.section.leases
                 if lease.kind == "model" and lease.on_device
             ]
-            return "; ".join(done) or f"{one.name} has no model on a card"
+            return "; ".join(done) or f"{process.name} has no model on a card"
         except GpuError as error:
             return " ".join(str(error).split())
 

@@ -46,10 +46,10 @@ def instances(classes: Collection[type]) -> list[Any]:
         gc.disable()
         found = {}
         for generation in range(len(gc.get_count())):  # the youngest first: objects only grow older
-            for one in _listed(generation, classes):
-                found[id(one)] = one
-        for one in _frozen(classes):
-            found[id(one)] = one
+            for instance in _listed(generation, classes):
+                found[id(instance)] = instance
+        for instance in _frozen(classes):
+            found[id(instance)] = instance
         return list(found.values())
     finally:
         if collects:
@@ -111,8 +111,8 @@ def _frozen(classes: Collection[type]) -> list[Any]:
     key = frozenset(map(id, classes))
     found = _Frozen.found.get(key)
     if found is None:
-        found = _Frozen.found[key] = [weakref.ref(one) for one in _reachable(classes)]
-    return [one for known in found if (one := known()) is not None]
+        found = _Frozen.found[key] = [weakref.ref(instance) for instance in _reachable(classes)]
+    return [instance for known in found if (instance := known()) is not None]
 
 
 def _reachable(classes: Collection[type]) -> list[Any]:
@@ -121,8 +121,10 @@ def _reachable(classes: Collection[type]) -> list[Any]:
     seen = set(map(id, level))
     found: list[Any] = []
     while level:
-        below = {id(one): one for one in gc.get_referents(*readable(level)) if gc.is_tracked(one)}
-        level = [one for key, one in below.items() if key not in seen]
+        below = {
+            id(value): value for value in gc.get_referents(*readable(level)) if gc.is_tracked(value)
+        }
+        level = [value for key, value in below.items() if key not in seen]
         seen.update(below)
-        found += (one for one in level if type(one) in classes)
+        found += (value for value in level if type(value) in classes)
     return found

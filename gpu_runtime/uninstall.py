@@ -66,18 +66,18 @@ def uninstall(yes: bool = False, prefix: str = "") -> Outcome | str:
     if not found:
         return _outcome(f"nothing of gpu-console is here. {_rest()}")
     if not yes:
-        lines = [f"  {one.path}  ({one.what}, {show_bytes(one.bytes)})" for one in found]
+        lines = [f"  {entry.path}  ({entry.what}, {show_bytes(entry.bytes)})" for entry in found]
         return "\n".join(["This is removed by  gpu uninstall --yes", *lines, _rest()])
     _require_unused()
     try:
-        for one in found:
-            _remove(one.path)
+        for entry in found:
+            _remove(entry.path)
         for directory in (*_states(), config_home()):
             if directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir()):
                 directory.rmdir()
     except OSError as error:
         raise GpuError(f"{error.filename} cannot be removed: {error.strerror}") from error
-    return _outcome(f"{', '.join(str(one.path) for one in found)}: removed. {_rest()}")
+    return _outcome(f"{', '.join(str(entry.path) for entry in found)}: removed. {_rest()}")
 
 
 def _outcome(because: str) -> Outcome:
@@ -98,9 +98,9 @@ def written() -> Iterator[Written]:
     for directory in _states():
         for path in sorted(directory.iterdir()):
             inside = sorted(path.iterdir()) if path.name == "catalog" and path.is_dir() else []
-            own = [one for one in inside if one.stem == Path(OURS).stem]
-            for one in own if len(own) < len(inside) else [path]:
-                yield Written(one, CONTENTS.get(path.name, "state"))
+            own = [file for file in inside if file.stem == Path(OURS).stem]
+            for entry in own if len(own) < len(inside) else [path]:
+                yield Written(entry, CONTENTS.get(path.name, "state"))
     for name in ("keys.json", ".keys.json.lock"):
         if (config_home() / name).exists():
             yield Written(config_home() / name, "keys of programs")
@@ -123,8 +123,8 @@ def _states() -> list[Path]:
 
 def _rest() -> str:
     """What stays, and the command that removes the package."""
-    ours = {one.path for one in written()}
-    own = [path for one in (state_home() / "catalog", config_home()) for path in one.glob("*")]
+    ours = {entry.path for entry in written()}
+    own = [path for place in (state_home() / "catalog", config_home()) for path in place.glob("*")]
     kept = ", ".join(sorted(str(path) for path in own if not {path, path.parent} & ours))
     stays = f"What you wrote stays: {kept}. " if kept else ""
     if Path(host_config.CONFIG_FILE).exists():
@@ -137,7 +137,7 @@ def _require_unused() -> None:
 
     Raises GpuError if one is in use, or if the driver has parked a process (`gpu park --checkpoint`).
     """
-    notes = [note for one in _states() for note in one.glob(f"parked/{boot_id()}/*.json")]
+    notes = [note for state in _states() for note in state.glob(f"parked/{boot_id()}/*.json")]
     for pid in (note.stem.partition("-")[0] for note in notes):
         if psutil.pid_exists(int(pid)):
             raise GpuError(

@@ -95,15 +95,15 @@ class Verb(NamedTuple):
         """Carries the verb out with the parsed `args`, and returns data. `rt` is None if the verb needs no runtime."""
         if self.act is not None:
             return self.act(rt, args)
-        positionals = [getattr(args, one.name) for one in self.arguments if not one.is_option]
-        options = given(args, *(one.name for one in self.arguments if one.is_option))
+        positionals = [getattr(args, part.name) for part in self.arguments if not part.is_option]
+        options = given(args, *(part.name for part in self.arguments if part.is_option))
         return getattr(rt, self.name)(*positionals, **options)
 
     def takes(self, place: str) -> tuple[Argument, ...]:
         """The arguments that can be typed in `place`, which is MAGIC or CLI, except hidden ones."""
         if place == MAGIC and self.plain_in_notebook:
             return ()
-        return tuple(one for one in self.arguments if one.options["help"] != argparse.SUPPRESS)
+        return tuple(part for part in self.arguments if part.options["help"] != argparse.SUPPRESS)
 
     def synopsis(self, place: str, short: bool = False) -> str:
         """The verb as it is typed in `place`. If `short`, more than two options are written as `[options]`."""
@@ -117,7 +117,7 @@ class Verb(NamedTuple):
 
 def typed(arguments: Iterable[Argument]) -> list[str]:
     """The `arguments` as a synopsis shows them."""
-    return [f"[{one.usage}]" if one.is_optional else one.usage for one in arguments]
+    return [f"[{part.usage}]" if part.is_optional else part.usage for part in arguments]
 
 
 # -- constructors: one line of the table for each argument ---------------------------------------
@@ -433,7 +433,7 @@ def evictions(rt: Any, args: argparse.Namespace) -> Any:
     """A DataFrame from `rt` of the evictions, or with `--all` in `args` of all events."""
     read = rt.events if args.all else rt.evictions
     frame = read(**given(args, "limit"))
-    frame.attrs["owners"] |= {id: one.owner.label for id, one in rt.status().sections.items()}
+    frame.attrs["owners"] |= {id: holder.owner.label for id, holder in rt.status().sections.items()}
     return frame
 
 
@@ -797,7 +797,7 @@ def find(name: str, place: str) -> Verb:
         )
     found = _suggested(name, place)
     hint = f"Did you mean {' or '.join(found)}? " if found else ""
-    lines = [f"\n  {place} {one:10}{VERBS[one].doc}" for one in found] if len(found) > 1 else []
+    lines = [f"\n  {place} {near:10}{VERBS[near].doc}" for near in found] if len(found) > 1 else []
     raise UnknownVerb(
         f"no verb is called {quoted(name)}. {hint}All of them:  {place} help{''.join(lines)}",
         verb=name,

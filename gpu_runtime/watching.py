@@ -59,7 +59,7 @@ def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
         return None
     if book is None:
         return None
-    sections = [one for one in book.sections.values() if one.owner.pid in processes]
+    sections = [section for section in book.sections.values() if section.owner.pid in processes]
     owners = {section.owner.id for section in sections}
     uses = [lease.last_used for section in sections for lease in section.leases]
     uses += [ticket.arrived for ticket in book.tickets if ticket.owner in owners]
@@ -84,7 +84,7 @@ def followed() -> Runtime:
         return rt
     active = active_ledgers()
     directory = directory_of(rt)
-    if not active or any(one.ledger.directory == directory for one in active):
+    if not active or any(used.ledger.directory == directory for used in active):
         return rt
     return guest(active[0].ledger)
 
