@@ -293,7 +293,7 @@ class CellSchedule:
         """Called when a cell ended. After an error or an interrupt, no further cell is expected."""
         if self._queue is None:
             return
-        self._running = [one for one in self._running if one[0] is not result.info]
+        self._running = [cell for cell in self._running if cell[0] is not result.info]
         self._position.ended(self._clock())
         if not result.success:
             self._queue.failed()
@@ -337,7 +337,7 @@ class CellSchedule:
     def _after(self, queued: list[WaitingCell]) -> list[WaitingCell]:
         """The cells that wait: those of the file if the `queued` ones are the next of them, else the queued ones."""
         expected = self._from_file[: len(queued)]
-        follows = [one.code.strip() for one in queued] == [one.code.strip() for one in expected]
+        follows = [cell.code.strip() for cell in queued] == [cell.code.strip() for cell in expected]
         return self._from_file if follows else queued
 
 
@@ -593,8 +593,8 @@ class _Cell(ast.NodeVisitor):
         parameters = [*body.args.posonlyargs, *body.args.args]
         given: dict[str, ast.AST] = {}
         defaults = parameters[len(parameters) - len(body.args.defaults) :]
-        given |= {one.arg: value for one, value in zip(defaults, body.args.defaults, strict=True)}
-        given |= {one.arg: value for one, value in zip(parameters, call.args, strict=False)}
+        given |= {slot.arg: value for slot, value in zip(defaults, body.args.defaults, strict=True)}
+        given |= {slot.arg: value for slot, value in zip(parameters, call.args, strict=False)}
         given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         inside = {name: tuple(self.scan.values(value)) for name, value in given.items()}
         self.scan.bound, self.depth = {**outside, **inside}, self.depth + 1

@@ -643,7 +643,7 @@ def candidates(
     else:
         verb = verbs.VERBS.get(before[0])
         arguments, typed = (verb.takes(verbs.MAGIC), before[1:]) if verb else ((), before)
-    options = {flag: one for one in arguments if one.is_option for flag in one.flags}
+    options = {flag: option for option in arguments if option.is_option for flag in option.flags}
     option = options.get(typed[-1]) if typed else None
     if option is not None and option.takes_value:
         return values(option, runtime)
@@ -768,10 +768,10 @@ class NotebookNames(Namespace):
         values = self._variables
         found = []
         for variable in self.variables():
-            one = id(values.get(variable))
+            identity = id(values.get(variable))
             known, cell = self._bound.get(variable, (0, ""))
             what = names.describe(values.get(variable))
-            found.append(Name(variable, VARIABLE, what, cell if known == one else ""))
+            found.append(Name(variable, VARIABLE, what, cell if known == identity else ""))
         found += (name for name, _ in self._outputs())
         errors = names.functions_of(self._errors())
         return [*found, *names.frame_names(), Name(LAST_ERROR, ERROR, errors and f"in {errors}")]
@@ -780,10 +780,10 @@ class NotebookNames(Namespace):
         """The objects to which `name` refers, with one entry for each reference."""
         if name.kind == OUTPUT:
             return [
-                _value_at(one)
+                _value_at(place)
                 for known, places in self._outputs()
                 if known == name
-                for one in places
+                for place in places
             ]
         return super().held(name)
 
@@ -819,9 +819,9 @@ class NotebookNames(Namespace):
 
     def delete(self, variable: str) -> None:
         """Deletes a `variable`, and every output that is the same object as the variable."""
-        one = id(self._variables.pop(variable, None))
+        identity = id(self._variables.pop(variable, None))
         for _, places in self._outputs():
-            if id(_value_at(places[0])) == one:
+            if id(_value_at(places[0])) == identity:
                 _drop_places(places)
 
     # -- outputs

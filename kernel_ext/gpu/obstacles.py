@@ -56,8 +56,8 @@ def why_not_modules() -> str:
     """Why libraries are a reason not to move: they hold memory of a card and maybe addresses of tensors, or a
     connection to other processes.
     """
-    for one in other_libraries.held():
-        return f"{one}, and may keep addresses of tensors"
+    for library in other_libraries.held():
+        return f"{library}, and may keep addresses of tensors"
     return _why_not_groups()
 
 
@@ -130,14 +130,14 @@ class Own:
         threads += _debugger_threads()
         self.threads = [thread for thread in threads if thread is not None]
         self.kernel, io_loops = kernel, [getattr(kernel, "io_loop", None)]
-        io_loops += [getattr(one, "io_loop", None) for one in self.shells]
-        loops = [getattr(one, "asyncio_loop", None) for one in io_loops]
+        io_loops += [getattr(subshell, "io_loop", None) for subshell in self.shells]
+        loops = [getattr(loop, "asyncio_loop", None) for loop in io_loops]
         # Panel repeats a function of its own for each page, also for `%gpu console`.
         panel = _loaded("panel.io.state", "state")
         parts = [kernel, app, shell, self.subshells, panel, *self.threads, *io_loops, *loops]
         parts += [getattr(kernel, name, None) for name in ("session", "comm_manager", "log")]
         parts += [getattr(app, "iopub_thread", None), *streams]
-        self._ids = {id(one) for one in parts if one is not None}
+        self._ids = {id(part) for part in parts if part is not None}
 
     def has(self, value: Any) -> bool:
         """Whether `value` is one of the objects."""
@@ -193,7 +193,7 @@ def _debugger_threads() -> list[threading.Thread]:
     debugger = pydevd.get_global_debugger() if pydevd is not None else None
     made = list(getattr(debugger, "created_pydb_daemon_threads", ()))
     active = list(threading._active.values())  # type: ignore[attr-defined]
-    return made + [one for one in active if daemon in type(one).__mro__]
+    return made + [thread for thread in active if daemon in type(thread).__mro__]
 
 
 @functools.cache
@@ -222,7 +222,7 @@ def _wrappers() -> tuple[CodeType, ...]:
     """The codes of the functions in which ipykernel 7 wraps the methods of a kernel."""
     made_by = _loaded("ipykernel.utils", "_async_in_context")
     constants = made_by.__code__.co_consts if made_by is not None else ()
-    return tuple(one for one in constants if isinstance(one, CodeType))
+    return tuple(constant for constant in constants if isinstance(constant, CodeType))
 
 
 def _loaded(module: str, name: str) -> Any:
@@ -236,7 +236,7 @@ def _callbacks_of(holder: Any) -> tuple[Any, ...] | None:
     if kind is _loaded("zmq.eventloop.zmqstream", "ZMQStream"):
         called = (holder._recv_callback, holder._send_callback)
         nothing = kind.send_multipart.__code__.co_consts  # has the function that does nothing
-        return tuple(one for one in called if getattr(one, "__code__", kind) not in nothing)
+        return tuple(hook for hook in called if getattr(hook, "__code__", kind) not in nothing)
     periodic = [_loaded(name, "PeriodicCallback") for name in ("tornado.ioloop", PANEL)]
     return (holder.callback,) if kind in periodic else None
 
@@ -409,7 +409,7 @@ def _threads(own: Own, but: set[int | None]) -> dict[int, FrameType]:
         ident: frame
         for ident, frame in sys._current_frames().items()
         if ident not in but
-        and not any(known.get(ident) is one for one in own.threads)
+        and not any(known.get(ident) is thread for thread in own.threads)
         and not _is_ours(stack(frame)[-1].f_globals)
     }
 
@@ -523,7 +523,7 @@ def _code(value: Any) -> CodeType | None:
 
 def is_users_class(kind: type) -> bool:
     """Whether a function of the class is the user's."""
-    functions = [one for one in vars(kind).values() if type(one) is FunctionType]
+    functions = [value for value in vars(kind).values() if type(value) is FunctionType]
     return bool(functions) and not any(map(_is_installed_function, functions))
 
 
@@ -541,8 +541,8 @@ def _is_installed(code: CodeType) -> bool:
 def _installed_folders(path: tuple[str, ...]) -> tuple[str, ...]:
     """The folders of Python's library, and those folders of `path` into which pip has installed something."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [one for one in path if one and any(Path(one).glob("*.dist-info"))]
-    return tuple({f"{one}/" for folder in folders for one in (folder, Path(folder).resolve())})
+    folders += [entry for entry in path if entry and any(Path(entry).glob("*.dist-info"))]
+    return tuple({f"{place}/" for folder in folders for place in (folder, Path(folder).resolve())})
 
 
 def _described(value: Any) -> str:

@@ -623,21 +623,21 @@ def _holds_memory() -> bool:
     if torch.cuda.is_initialized():
         return True
     found = instances({torch.UntypedStorage, *subclasses(torch.Tensor)})
-    return any(_may_be_large(one, torch) for one in found)
+    return any(_may_be_large(data, torch) for data in found)
 
 
-def _may_be_large(one: Any, torch: Any) -> bool:
-    """Whether the tensor or storage `one` is on the CPU and has 1 MiB or more, or does not say so.
+def _may_be_large(data: Any, torch: Any) -> bool:
+    """Whether the tensor or storage `data` is on the CPU and has 1 MiB or more, or does not say so.
 
     A sparse tensor does not say. A tensor of a subclass, such as a weight of 4 bits, is not asked: it may run code.
     """
-    if type(one) not in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
+    if type(data) not in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
         return True
-    if one.device.type != "cpu":
+    if data.device.type != "cpu":
         return False
-    if type(one) is torch.UntypedStorage:
-        return one.nbytes() >= MIB
-    return one.layout is not torch.strided or one.nbytes >= MIB
+    if type(data) is torch.UntypedStorage:
+        return data.nbytes() >= MIB
+    return data.layout is not torch.strided or data.nbytes >= MIB
 
 
 # -- messages that may read memory although no cell runs
@@ -734,7 +734,7 @@ def _is_of_page(callback: Any, content: dict[str, Any]) -> bool:
         shown = [callback.__self__]
     else:
         return False
-    kinds = {kind for one in shown for kind in type(one).__mro__}
+    kinds = {kind for instance in shown for kind in type(instance).__mro__}
     return not any(map(obstacles.is_users_class, kinds))
 
 

@@ -110,11 +110,11 @@ class _Statements:
         if isinstance(node, ast.Delete):
             return all(map(self._is_variable, node.targets))
         if isinstance(node, ast.Assign):
-            bound = all(isinstance(one, ast.Name) for one in node.targets)
+            bound = all(isinstance(target, ast.Name) for target in node.targets)
             return bound and isinstance(node.value, ast.Constant)
         if isinstance(node, ast.Import):  # only what was imported before, so no code runs
             return all(
-                one.name in ("gc", "torch") and one.name in sys.modules for one in node.names
+                alias.name in ("gc", "torch") and alias.name in sys.modules for alias in node.names
             )
         return (
             isinstance(node, ast.Expr)
@@ -130,7 +130,7 @@ class _Statements:
 
     def _may_call(self, call: ast.Call) -> bool:
         function = self._function(call.func)
-        options = [one.value for one in call.keywords if one.arg]
+        options = [keyword.value for keyword in call.keywords if keyword.arg]
         if len(options) < len(call.keywords):
             return False
         torch = self._torch
@@ -194,7 +194,7 @@ class _Statements:
             return node.id in self._names and _is_plain(value)
         if isinstance(node, ast.Subscript):
             return self._is_small(node.value) and all(
-                isinstance(one, INDEX) for one in ast.walk(node.slice)
+                isinstance(part, INDEX) for part in ast.walk(node.slice)
             )
         if isinstance(node, ast.Call):
             method = node.func
@@ -225,7 +225,7 @@ class _Statements:
     def _is_formatted(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.JoinedStr):
             return False
-        parts = [one.value for one in node.values if isinstance(one, ast.FormattedValue)]
+        parts = [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
         return all(map(self._is_small, parts))
 
 
@@ -238,7 +238,7 @@ def _is_plain(value: Any, depth: int = 2) -> bool:
     if type(value) in (int, float, complex, bool, str, NoneType):
         return True
     if depth and type(value) in (list, tuple) and len(value) <= MOST_SHOWN:
-        return all(_is_plain(one, depth - 1) for one in value)
+        return all(_is_plain(item, depth - 1) for item in value)
     return False
 
 
@@ -277,7 +277,7 @@ def _is_constant(code: str) -> bool:
 def has_hooks(shell: Any) -> bool:
     """Whether code of the user runs before or after each cell, or changes each cell."""
     hooks = [hook for name in HOOKS for hook in shell.events.callbacks[name]]
-    changes = [type(one).visit for one in shell.ast_transformers]
+    changes = [type(transformer).visit for transformer in shell.ast_transformers]
     if not {*map(_package, [*hooks, *changes])} <= HOOK_PACKAGES:
         return True
     shown = [type(getattr(shell, name, None)) for name in ("displayhook", "display_pub")]
@@ -287,7 +287,7 @@ def has_hooks(shell: Any) -> bool:
             formatter.singleton_printers,
             formatter.deferred_printers,
         )
-        shown += [function for one in printers for function in one.values()]
+        shown += [function for group in printers for function in group.values()]
     return any(map(obstacles.is_users, shown)) or runs_before_hooks(shell)
 
 

@@ -203,7 +203,7 @@ class OthersWait:
     def news(self, snapshot: Snapshot) -> str:
         """A sentence about new requests that have waited 5 s for a card on which this process holds memory; or ""."""
         me = snapshot.owner.id
-        held = [one for one in snapshot.leases() if one.owner == me and one.on_device]
+        held = [lease for lease in snapshot.leases() if lease.owner == me and lease.on_device]
         cards = {share.device for lease in held for share in lease.shares}
         new = [
             ticket
@@ -225,7 +225,7 @@ def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
     waited = show_seconds(snapshot.now - ticket.arrived)
     there = {share.device for share in ticket.need}
-    ours = [one for one in held if any(share.device in there for share in one.shares)]
+    ours = [lease for lease in held if any(share.device in there for share in lease.shares)]
     largest = max(ours, key=lambda lease: lease.bytes)
     act = "park" if largest.kind == "kernel" else f"evict {largest.name}"
     title = lease_title(largest, None) if largest.kind != "kernel" else "this notebook's code"
