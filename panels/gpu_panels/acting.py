@@ -77,16 +77,16 @@ def _unpin_evict(rt: Any, proposal: Proposal) -> Outcome:
 
 
 _SPECIAL: dict[str, Callable[[Any, Proposal], Outcome]] = {
-    "defrag": lambda rt, one: rt.defrag(one.owner, timeout=ANSWER_SECONDS),
-    "resume": lambda rt, one: rt.resume(one.owner),
-    "interrupt": lambda rt, one: rt.interrupt(one.owner),
-    "compact": lambda rt, one: rt.defrag(timeout=ANSWER_SECONDS),
-    "drain": lambda rt, one: rt.drain(one.name, timeout=ANSWER_SECONDS),
-    "undrain": lambda rt, one: rt.drain(one.name, undo=True),
+    "defrag": lambda rt, proposal: rt.defrag(proposal.owner, timeout=ANSWER_SECONDS),
+    "resume": lambda rt, proposal: rt.resume(proposal.owner),
+    "interrupt": lambda rt, proposal: rt.interrupt(proposal.owner),
+    "compact": lambda rt, proposal: rt.defrag(timeout=ANSWER_SECONDS),
+    "drain": lambda rt, proposal: rt.drain(proposal.name, timeout=ANSWER_SECONDS),
+    "undrain": lambda rt, proposal: rt.drain(proposal.name, undo=True),
     "evict_idle": _evict_idle,
-    "drop": lambda rt, one: rt.evict(one.subject, drop=True, timeout=ANSWER_SECONDS),
+    "drop": lambda rt, proposal: rt.evict(proposal.subject, drop=True, timeout=ANSWER_SECONDS),
     "unpin_evict": _unpin_evict,
-    "move": lambda rt, one: rt.move(one.subject, one.device, timeout=ANSWER_SECONDS),
+    "move": lambda rt, proposal: rt.move(proposal.subject, proposal.device, timeout=ANSWER_SECONDS),
 }
 
 

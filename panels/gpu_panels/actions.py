@@ -206,7 +206,7 @@ def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
     """Since when a process has not answered the request of `report`, as a sentence; empty if it has, or need not."""
     if snapshot is None or report.state != "waiting":
         return ""
-    silent_since = [one.since for one in snapshot.unanswered if one.ticket.name == report.target]
+    silent_since = [wait.since for wait in snapshot.unanswered if wait.ticket.name == report.target]
     if not silent_since:
         return ""
     since = clock(snapshot.wall - (snapshot.now - silent_since[0]))

@@ -231,7 +231,7 @@ class HostChooser:
         key = f"hosts {self._host} {title}"
         self.panel.show(
             poller.once(
-                key, found, lambda one: answers.as_chooser(*one, chosen=self._host, tab=title)
+                key, found, lambda view: answers.as_chooser(*view, chosen=self._host, tab=title)
             )
         )
 

@@ -240,7 +240,7 @@ class MemberPoller:
         found = self._all.result
         if found.snapshot is None:
             return found
-        seen = self.once("seen", found.snapshot, lambda one: seen_by(one, self._member))
+        seen = self.once("seen", found.snapshot, lambda snapshot: seen_by(snapshot, self._member))
         return found._replace(snapshot=seen)
 
     def first(self, timeout: float) -> PollResult:
@@ -274,7 +274,7 @@ def _urgent_part(snapshot: Snapshot | None) -> Any:
     if snapshot is None:
         return None
     part_of_lease = attrgetter("name", "shares", "target", "phase", "keep", "importance")
-    held = [(id, [*map(part_of_lease, one.leases)]) for id, one in snapshot.sections.items()]
+    held = [(id, [*map(part_of_lease, holder.leases)]) for id, holder in snapshot.sections.items()]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
     devices = [
         (view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices

@@ -513,7 +513,7 @@ class FragmentationTab(Tab):
         if maps is None:
             return
         memories = fragmentation.process_memories(maps, snapshot)
-        chosen = next((one for one in memories if one.id == self._chosen), None)
+        chosen = next((memory for memory in memories if memory.id == self._chosen), None)
         chosen = chosen or next(iter(memories), None)
         self.table.empty = fragmentation.EMPTY
         may_act, id = self.actions.may_act, chosen.id if chosen else ""
@@ -593,7 +593,7 @@ class HoursTab(Tab):
         self.calendar.show(self.poller.once("hours: calendar", over_time, hours.calendar))
         _show_records(self.table, found)
         self.table.empty = hours.NO_HOURS
-        between = [one for one in waits if one["user"] != one["waited_for"]]
+        between = [wait for wait in waits if wait["user"] != wait["waited_for"]]
         self.waits.visible = self._waits_head.visible = bool(between)
         _show_records(self.waits, between)
 

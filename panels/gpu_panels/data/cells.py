@@ -122,8 +122,8 @@ def if_awake(
     asleep, stays = why_no_answer(snapshot, owner_id), snapshot.stays.get(lease_id, "")
     leaves = ("evict", "park")
     return tuple(
-        one._replace(why_not=asleep or one.why_not or (stays if one.verb in leaves else ""))
-        for one in buttons
+        offer._replace(why_not=asleep or offer.why_not or (stays if offer.verb in leaves else ""))
+        for offer in buttons
     )
 
 

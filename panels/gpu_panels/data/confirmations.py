@@ -419,7 +419,7 @@ def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
 
 
 def _ticket(key: str, snapshot: Snapshot) -> Ticket | None:
-    return next((one for one in snapshot.waiting if one.key == key), None)
+    return next((ticket for ticket in snapshot.waiting if ticket.key == key), None)
 
 
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:

@@ -263,7 +263,7 @@ def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
             for section in snapshot.sections.values()
             if (size := section.residue.get(view.device.id, 0))
         ),
-        key=lambda one: (-one[0], one[1]),
+        key=lambda entry: (-entry[0], entry[1]),
     )
     size = sum(size for size, _, _ in held)
     if not size:
@@ -273,7 +273,7 @@ def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
     title = f"{show_bytes(size)} that stays when notebooks are parked: {beyond}"
     named = []
     for size_there, process, section in held:
-        whys = [f" ({clean(one.words())})" for one in section.staying_on(view.device.id)]
+        whys = [f" ({clean(staying.words())})" for staying in section.staying_on(view.device.id)]
         named.append(f"{show_bytes(size_there)} {process}{''.join(whys)}")
     label = RESIDUE if is_cache else STAYS
     return Stretch(label, size, "residue", "\n".join([title, *_first(named)]))
@@ -281,7 +281,7 @@ def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
 
 def _strangers_label(snapshot: Snapshot, view: DeviceView, size: int) -> str:
     """The name of the one program that holds most of the `size` bytes, or `other programs`."""
-    found = [one for one in snapshot.strangers if one.device == view.device.id]
+    found = [stranger for stranger in snapshot.strangers if stranger.device == view.device.id]
     is_one = len(found) == 1 and (found[0].bytes or 0) >= ALMOST_ALL * size
     return short(found[0].command) if is_one and found[0].command else STRANGERS
 
@@ -359,7 +359,7 @@ def device_rows(snapshot: Snapshot, may_act: bool = True) -> Rows:
     """A row for each device. The host has its own axis, since host memory is much larger."""
     drawn = bars(snapshot)
     # The palette gets the labels in a stable order.
-    labels = sorted({one.label for bar in drawn for one in bar.segments if one.label})
+    labels = sorted({segment.label for bar in drawn for segment in bar.segments if segment.label})
     cards = [bar.scale_bytes for bar in drawn if not bar.device.is_host]
     longest = max(cards, default=1)
     kept = {view.device.id: reserved(snapshot, view) for view in snapshot.devices}
@@ -527,7 +527,7 @@ def _buttons(stretch: Stretch, drawing: _Drawing) -> tuple[Button, ...]:
 
 def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterator[Button]:
     """All buttons of a `lease`, of a model also Drop and Move. `room` is the result of `room_after`."""
-    common = {one.verb: one for one in usual_buttons(lease, owner) if one.verb != "who"}
+    common = {button.verb: button for button in usual_buttons(lease, owner) if button.verb != "who"}
     if lease.kind == KERNEL:
         yield from common.values()
         return

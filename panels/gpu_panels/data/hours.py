@@ -37,7 +37,7 @@ def chart(records: Sequence[Record]) -> str:
     if not records:
         return ""
     records = _by_day(records) if len(records) > MOST_BARS else records
-    sums = [{state: float(one[state]) for state in ON_CARD} for one in records]
+    sums = [{state: float(record[state]) for state in ON_CARD} for record in records]
     most = max(sum(bar.values()) for bar in sums) or 1.0
     every = -(-len(sums) // MOST_LABELS)
     bars, labels = [], []
@@ -111,7 +111,7 @@ def calendar(records: Sequence[Record]) -> str:
 
 def own_week(records: Sequence[Record], user: str) -> str:
     """A line about the last seven days of `user`, from the report by user; empty if nothing was recorded of them."""
-    mine = next((one for one in records if one["user"] == user), None)
+    mine = next((record for record in records if record["user"] == user), None)
     if mine is None:
         return ""
     idle = float(mine[IDLE]) + float(mine[BLOCKING])

@@ -25,7 +25,7 @@ def seen_by(snapshot: Snapshot, user: str) -> Snapshot:
     Each other user has one section without a pid. It has the bytes of all processes of this user, and no name of a
     notebook, a model or a process. The sums of the devices stay as they are.
     """
-    own = {id: one for id, one in snapshot.sections.items() if one.owner.user == user}
+    own = {id: section for id, section in snapshot.sections.items() if section.owner.user == user}
     theirs: dict[str, list[Section]] = {}
     for id, section in snapshot.sections.items():
         if id not in own:
@@ -33,8 +33,8 @@ def seen_by(snapshot: Snapshot, user: str) -> Snapshot:
     waiting = {ticket.owner for ticket in snapshot.waiting}
     sums = [_sum(name, sections, snapshot) for name, sections in theirs.items()]
     sum_of = {
-        section.owner.id: one.owner.id
-        for one, sections in zip(sums, theirs.values(), strict=True)
+        section.owner.id: total.owner.id
+        for total, sections in zip(sums, theirs.values(), strict=True)
         for section in sections
     }
     return replace(
@@ -42,9 +42,9 @@ def seen_by(snapshot: Snapshot, user: str) -> Snapshot:
         owner=replace(snapshot.owner, user=user),
         sections=own
         | {
-            one.owner.id: one
-            for one, sections in zip(sums, theirs.values(), strict=True)
-            if one.leases or not waiting.isdisjoint(section.owner.id for section in sections)
+            total.owner.id: total
+            for total, sections in zip(sums, theirs.values(), strict=True)
+            if total.leases or not waiting.isdisjoint(section.owner.id for section in sections)
         },
         tickets=tuple(
             ticket if ticket.owner in own else _anonymous(ticket, number, sum_of)
@@ -54,8 +54,8 @@ def seen_by(snapshot: Snapshot, user: str) -> Snapshot:
         events=tuple(event for event in snapshot.events if event.owner in own),
         specs=(),
         strangers=(),
-        unanswered=tuple(one for one in snapshot.unanswered if one.ticket.owner in own),
-        presences={id: one for id, one in snapshot.presences.items() if id in own},
+        unanswered=tuple(wait for wait in snapshot.unanswered if wait.ticket.owner in own),
+        presences={id: presence for id, presence in snapshot.presences.items() if id in own},
         names={id: names for id, names in snapshot.names.items() if id in own},
         declared={id: models for id, models in snapshot.declared.items() if id in own},
         member=user,
@@ -108,7 +108,7 @@ def hours_of(
     """
     if by in ("card", "time") or (others and by in ("user", "waits")):
         return records
-    return [one for one in records if one["user"] == user and by != "waits"]
+    return [record for record in records if record["user"] == user and by != "waits"]
 
 
 def refusal(proposal: Proposal, snapshot: Snapshot, member: str) -> str:

@@ -85,8 +85,8 @@ QUEUE = (
 def queue(snapshot: Snapshot) -> tuple[Row, ...]:
     """The requests that wait for memory, in the order of the queue, then the requests to other processes."""
     silent: dict[str, list[Unanswered]] = {}
-    for one in snapshot.unanswered:
-        silent.setdefault(one.ticket.key, []).append(one)
+    for unanswered in snapshot.unanswered:
+        silent.setdefault(unanswered.ticket.key, []).append(unanswered)
     asked = [ticket for ticket in snapshot.tickets if ticket.verb != "use"]
     rows = [
         _waiting_row(ticket, position, snapshot, silent.get(ticket.key, []))
@@ -98,8 +98,8 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
 
 def _no_answer_since(silent: Sequence[Unanswered], snapshot: Snapshot) -> str:
     """A sentence such as `No answer since 12:03:11 from train.ipynb (pid 7).`"""
-    names = " and ".join(holder_cell(one.owner.id, snapshot).text for one in silent)
-    longest = snapshot.now - min(one.since for one in silent)
+    names = " and ".join(holder_cell(unanswered.owner.id, snapshot).text for unanswered in silent)
+    longest = snapshot.now - min(unanswered.since for unanswered in silent)
     return f"No answer since {clock(snapshot.wall - longest)} from {names}."
 
 
@@ -183,14 +183,14 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
     First those that do not answer or whose load failed, then those that hold most of the cards.
     """
     found = []
-    for one in processes(snapshot):
-        row = _notebook_row(one, snapshot)
+    for process in processes(snapshot):
+        row = _notebook_row(process, snapshot)
         is_calm = "alarm" not in row.cells[2].kind
-        found.append(((is_calm, -one.card_bytes), row))
+        found.append(((is_calm, -process.card_bytes), row))
     held: dict[tuple[int, str, str], int] = {}
-    for one in snapshot.strangers:
-        key = one.pid, one.command, one.user
-        held[key] = held.get(key, 0) + (one.bytes or 0)  # the driver may give no number
+    for stranger in snapshot.strangers:
+        key = stranger.pid, stranger.command, stranger.user
+        held[key] = held.get(key, 0) + (stranger.bytes or 0)  # the driver may give no number
     for (pid, command, user), size in held.items():
         cells = (
             Cell(clean(command) or "unknown program", hint=f"pid {pid}", kind="alarm"),
@@ -206,8 +206,8 @@ def notebooks(snapshot: Snapshot) -> tuple[Row, ...]:
     return tuple(row for _, row in found)
 
 
-def _notebook_row(one: Process, snapshot: Snapshot) -> Row:
-    section, owner, own = one.section, one.section.owner, one.section.lease(KERNEL)
+def _notebook_row(process: Process, snapshot: Snapshot) -> Row:
+    section, owner, own = process.section, process.section.owner, process.section.lease(KERNEL)
     models = sorted(
         (lease for lease in section.leases if lease is not own), key=lambda lease: -lease.bytes
     )
@@ -217,14 +217,14 @@ def _notebook_row(one: Process, snapshot: Snapshot) -> Row:
     names += [f"{OWN_CODE}{_in_brackets(own)}"] if own else []
     cells = (
         notebook_cell(owner, snapshot)._replace(kind="strong"),
-        Cell(one.user),
-        _activity_cell(one, snapshot),
+        Cell(process.user),
+        _activity_cell(process, snapshot),
         _last_cell(section, snapshot.now),
-        bytes_cell(one.card_bytes or None, NOTHING),
-        bytes_cell(one.host_bytes or None, NOTHING),
+        bytes_cell(process.card_bytes or None, NOTHING),
+        bytes_cell(process.host_bytes or None, NOTHING),
         Cell(", ".join(names), kind="soft"),
     )
-    button = _what_to_press(section, one.ticket, snapshot)
+    button = _what_to_press(section, process.ticket, snapshot)
     return Row(owner.id, cells, (button,) if button else ())
 
 
@@ -236,9 +236,9 @@ def _in_brackets(lease: Lease) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def _activity_cell(one: Process, snapshot: Snapshot) -> Cell:
+def _activity_cell(process: Process, snapshot: Snapshot) -> Cell:
     """What the process does: it waits, does not answer, runs a cell, is parked, or is idle."""
-    section, ticket = one.section, one.ticket
+    section, ticket = process.section, process.ticket
     kernel = kernel_cell(section, snapshot.now, snapshot.trouble(section.owner.id))
     if kernel.kind == "alarm":
         return kernel
@@ -255,7 +255,7 @@ def _activity_cell(one: Process, snapshot: Snapshot) -> Cell:
     if section.busy_since or pins:
         return Cell("runs", 0, f"uses {clean(pins[0].name)}" if pins else "", "strong")
     own = section.lease(KERNEL)
-    if own is not None and own.on_host and not one.card_bytes:
+    if own is not None and own.on_host and not process.card_bytes:
         return state_of(own, snapshot)
     return Cell("idle")
 
@@ -276,7 +276,7 @@ def _last_cell(section: Section, now: float) -> Cell:
         return Cell(
             f"for {lasting(now - section.busy_since)}", now - section.busy_since, "It runs now"
         )
-    if since := min((one.pinned_since for one in section.leases if one.pinned_since), default=0.0):
+    if since := min((use.pinned_since for use in section.leases if use.pinned_since), default=0.0):
         return Cell(f"for {lasting(now - since)}", now - since, "So long it has used its model")
     if section.idle_since:
         ago = now - section.idle_since
@@ -391,7 +391,7 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
         only = f"Only {user} and root may {VERBS[verb].lower()} it; this page is {me}'s"
         return Button(f"{verb} {target}", VERBS[verb], "" if may else only)
     if verb == "cancel":
-        ticket = next(one for one in snapshot.tickets if one.key == target)
+        ticket = next(ticket for ticket in snapshot.tickets if ticket.key == target)
         return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
     owner_id, _, name = target.partition("/")
     title = snapshot.title(owner_id, name)
@@ -412,7 +412,7 @@ def summary(snapshot: Snapshot) -> str:
     words = [f"{count} problem{'s' if count != 1 else ''}" if count else NO_PROBLEMS]
     if waits := len({ticket.owner for ticket in snapshot.waiting}):
         words.append(f"{waits} wait{'s' if waits == 1 else ''}")
-    failed = sum(bool(_failed_load(one, snapshot)) for one in snapshot.sections.values())
+    failed = sum(bool(_failed_load(section, snapshot)) for section in snapshot.sections.values())
     if failed:
         words.append(f"{failed} load{'s' if failed != 1 else ''} failed")
     words += [f"{view.device.id} drained" for view in snapshot.devices if view.drained]
@@ -716,9 +716,9 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
     buttons = () if section.lease(KERNEL) else (VARIABLES,)  # else that lease's row has it
     for device in section.residue:
-        for number, one in enumerate(section.staying_on(device)):
-            state = Cell(f"stays: {clean(one.why)}", kind="short")
-            cells = _beyond_leases(OWN_CODE, device, one.bytes, state)
+        for number, staying in enumerate(section.staying_on(device)):
+            state = Cell(f"stays: {clean(staying.why)}", kind="short")
+            cells = _beyond_leases(OWN_CODE, device, staying.bytes, state)
             yield Row(f"{section.owner.id}//{device}/{number}", process + cells, buttons)
             buttons = ()
         if cache := section.cache_on(device):

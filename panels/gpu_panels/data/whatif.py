@@ -111,7 +111,7 @@ def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
         for step in plan.steps
         if isinstance(step, Shed) or (isinstance(step, (Move, Drop)) and step.lease in plan.victims)
     ]
-    return [one for one in sentences if one]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _eviction_words(snapshot: Snapshot, step: Move | Drop | Shed, is_asked: bool) -> str:

@@ -93,7 +93,7 @@ class Reader:
             front, ()
         )  # by the notebook in front: the last one is shown, or the tile's
         shown = tile
-        if opened and watching.directory_of(tile.rt) not in [one.directory for one in opened]:
+        if opened and watching.directory_of(tile.rt) not in [ledger.directory for ledger in opened]:
             shown = self._of(watching.guest(opened[-1]))
         others = [name for name in self._active(ledgers, tile) if name.key != self._key(shown)]
         self._close_unused()
@@ -145,7 +145,7 @@ class Reader:
 
         def look() -> dict[str, tuple[Any, ...]]:
             return {
-                kernel.id: tuple(one for pid in kernel.pids for one in reader.of_process(pid))
+                kernel.id: tuple(ledger for pid in kernel.pids for ledger in reader.of_process(pid))
                 for kernel in kernels
             }
 

@@ -176,11 +176,11 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
     is_other_user = owner.user and owner.user != snapshot.owner.user
     leases = sorted(section.leases, key=lambda lease: (lease.on_host, -lease.bytes, lease.name))
     rows = [_row(lease, section, snapshot) for lease in leases]
-    waits = [one.arrived for one in snapshot.waiting if one.owner == owner.id]
+    waits = [ticket.arrived for ticket in snapshot.waiting if ticket.owner == owner.id]
     residue = sum(section.residue.values())
-    for number, one in enumerate(section.staying):
-        found = {"where": one.device, "state": f"stays: {clean(one.why)}"}
-        rows.append(_plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes, **found))
+    for number, staying in enumerate(section.staying):
+        found = {"where": staying.device, "state": f"stays: {clean(staying.why)}"}
+        rows.append(_plain_row(f"{owner.id}//{number}", OWN_CODE, staying.bytes, **found))
     if cache := sum(section.cache_on(device) for device in section.residue):
         rows.append(_plain_row(f"{owner.id}//", RESIDUE, cache))
     return {
@@ -252,11 +252,11 @@ def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
     """The group of programs that do not use gpu-console. `unleased` is the sum of their bytes on the cards."""
     rows = [
         _plain_row(
-            f"stranger/{one.device}/{one.pid}",
-            f"{clean(one.command) or 'unknown program'} (pid {one.pid})",
-            one.bytes or 0,
+            f"stranger/{stranger.device}/{stranger.pid}",
+            f"{clean(stranger.command) or 'unknown program'} (pid {stranger.pid})",
+            stranger.bytes or 0,
         )
-        for one in snapshot.strangers
+        for stranger in snapshot.strangers
     ]
     group: dict[str, Any] = {"id": "strangers", "title": "programs without gpu-console"}
     group |= {"bytes": show_bytes(unleased), "rows": rows, "pid": 0}
