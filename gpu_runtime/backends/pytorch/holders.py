@@ -176,7 +176,7 @@ class _Walk:
         return issubclass(kind, types.ModuleType)
 
     def _children(self, parent: Any) -> list[Any]:
-        """The objects to which `one` refers, in Python and in C++, with an entry per reference."""
+        """The objects to which `parent` refers, in Python and in C++, with an entry per reference."""
         kind = type(parent)
         if kind is torch.UntypedStorage:
             return []
@@ -375,7 +375,7 @@ def _is_held(objects: list[Any]) -> bool:
 
 
 def _named(holder: Any) -> str:
-    """The name of the referrer `one`; empty if it has no name."""
+    """The name of the referrer `holder`; empty if it has no name."""
     if isinstance(holder, type):
         return f"class {holder.__module__}.{holder.__qualname__}"
     if isinstance(holder, dict) and "__name__" in holder and "__loader__" in holder:

@@ -574,12 +574,12 @@ class KernelBackend(Backend):
         park_file.read([(away.storage._cdata, away.stored, to) for away, to in rows if away.stored])
 
     def _address(self, away: Away) -> int:
-        """The address of the bytes of `one` on a simulated card. Those in a file are compared."""
+        """The address of the bytes of `away` on a simulated card. Those in a file are compared."""
         self._read([away], [None])
         return swap.address(away.bytes)
 
     def _content(self, away: Away) -> torch.UntypedStorage:
-        """The bytes of `one` in host memory. Those in a file are read and compared. Raises Damaged."""
+        """The bytes of `away` in host memory. Those in a file are read and compared. Raises Damaged."""
         if away.copy is not None:
             return away.copy.untyped_storage()
         content = torch.empty(away.storage.nbytes(), dtype=torch.uint8)
@@ -793,7 +793,7 @@ _ONE_REFERENCE = 3  # what `sys.getrefcount` returns in `_is_used` if only `Away
 
 
 def _is_used(away: Away) -> bool:
-    """Whether anything but `one` refers to its storage: a tensor, a graph, or a Python object."""
+    """Whether anything but `away` refers to its storage: a tensor, a graph, or a Python object."""
     storage = away.storage
     if torch._C._storage_Use_Count(storage._cdata) > 1:
         return True

@@ -855,7 +855,7 @@ def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
 
 
 def _from_cpp(value: Any) -> int:
-    """The references to the Python object of `one` that its own C++ object holds."""
+    """The references to the Python object of `value` that its own C++ object holds."""
     uses = 0
     if isinstance(value, Tensor):
         uses = value._use_count()
