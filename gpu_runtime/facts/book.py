@@ -703,11 +703,11 @@ class Section(Value, dict=True, gc=True):  # `dict` keeps `_sums`, and needs `gc
         return self._sums[2]
 
     def staying_on(self, device: str) -> tuple[Staying, ...]:
-        return tuple(one for one in self.staying if one.device == device)
+        return tuple(part for part in self.staying if part.device == device)
 
     def cache_on(self, device: str) -> int:
         """The residue on `device` without what is known not to leave: context, cache, own tensors."""
-        stays = sum(one.bytes for one in self.staying_on(device))
+        stays = sum(part.bytes for part in self.staying_on(device))
         return max(0, self.residue.get(device, 0) - stays)
 
     @cached_property
@@ -1155,7 +1155,7 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
 
 
 def _size_of(book: Book, device: str) -> int:
-    return sum([one.total_bytes for one in book.devices if one.id == device])
+    return sum([entry.total_bytes for entry in book.devices if entry.id == device])
 
 
 def _raised_by_returns(old: Book, new: Book, changed: Collection[str], device: str) -> bool:
@@ -1165,7 +1165,7 @@ def _raised_by_returns(old: Book, new: Book, changed: Collection[str], device: s
         waiting = [ticket for ticket in book.tickets if waits_to_return(book, ticket)]
         total = 0
         for lease in (
-            one for id in changed if id in book.sections for one in book.sections[id].leases
+            lease for id in changed if id in book.sections for lease in book.sections[id].leases
         ):
             if device == HOST:
                 exempt = lease.phase is Phase.LEAVING and not lease.droppable

@@ -162,7 +162,7 @@ def _unleased(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _how_to_end(seen: Snapshot, view: DeviceView) -> str:
-    pids = [str(one.pid) for one in seen.strangers if one.device == view.device.id]
+    pids = [str(stranger.pid) for stranger in seen.strangers if stranger.device == view.device.id]
     command = f": kill {' '.join(pids)}" if len(pids) in (1, 2) else ""
     return f"Its user or root can end it{command}"
 
@@ -288,7 +288,7 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
     cards = [view for view in seen.devices if not view.device.is_host]
     for view in cards:
         here = [event for event in recent if event.device == view.device.id]
-        left = [one for one in here if one.action in _LEFT and one.reason in _FOR_ANOTHER]
+        left = [event for event in here if event.action in _LEFT and event.reason in _FOR_ANOTHER]
         turns = _turns(left)
         if len(turns) < LEAST_TURNS:
             continue

@@ -362,8 +362,8 @@ class OutOfMemoryStory(Value):
             "optimizer state": self.held.optimizer_bytes,
             "cache": self.held.cached_bytes,
         }
-        largest = sorted(self.held.holders, key=lambda one: -one.bytes)
-        names = [f"{one.name} {show_bytes(one.bytes)}" for one in largest if one.bytes]
+        largest = sorted(self.held.holders, key=lambda holder: -holder.bytes)
+        names = [f"{holder.name} {show_bytes(holder.bytes)}" for holder in largest if holder.bytes]
         of_it = ", ".join(f"{show_bytes(size)} {what}" for what, size in parts.items() if size)
         held = [show_bytes(self.held.held_bytes)]
         held += ["of it " + of_it] if of_it else []
