@@ -235,7 +235,7 @@ def require_no_link(db: sqlite3.Connection, path: Path) -> None:
     if access_to(path.parent).group is None:
         return
     # No member of the group can change the path to the parent of the ledger's directory.
-    above = next(one.parent for one in path.parents if os.path.lexists(one / MARK))
+    above = next(folder.parent for folder in path.parents if os.path.lexists(folder / MARK))
     expected = os.path.join(os.path.realpath(above), *path.relative_to(above).parts)
     opened = db.execute("PRAGMA database_list").fetchone()[2]
     if opened != expected:
@@ -578,7 +578,7 @@ def slug_of(simulated: Iterable[Device]) -> str:
     if not cards:
         return ""
     groups = [f"{len(list(same))}x{size}" for size, same in itertools.groupby(cards)]
-    host = next((one for one in devices if one.is_host and one.simulated), None)
+    host = next((device for device in devices if device.is_host and device.simulated), None)
     return f"sim-{'-'.join(groups)}" + (f"-host{_compact(host.total_bytes)}" if host else "")
 
 

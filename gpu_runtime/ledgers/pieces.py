@@ -284,11 +284,11 @@ def _facts_after(before: bytes, facts: Sequence[Any], old: Sequence[Any]) -> byt
         known = kept.get(name)  # None: it had no member
         if known and isinstance(value, tuple):
             same = dict(zip(map(id, was), _decode_list(known), strict=True))
-            value = [same.get(id(one), one) for one in value]
+            value = [same.get(id(item), item) for item in value]
         elif known and isinstance(value, dict):
             bytes_of = _decode_map(known)
             value = {
-                key: bytes_of[key] if one is was.get(key) else one for key, one in value.items()
+                key: bytes_of[key] if item is was.get(key) else item for key, item in value.items()
             }
         kept[name] = value
     return encode(kept)
@@ -299,9 +299,9 @@ _decode_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _ZERO, _NOTHING = encode(0), encode([])
 
 
-def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+def _same_objects(sequence: Sequence[object], other: Sequence[object]) -> bool:
     """Whether both sequences have the same objects. Equality is not enough: `True` equals 1."""
-    return len(one) == len(other) and all(map(is_, one, other))
+    return len(sequence) == len(other) and all(map(is_, sequence, other))
 
 
 # -- writing one's own part ------------------------------------------------------------------------

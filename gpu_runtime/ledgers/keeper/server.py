@@ -267,7 +267,7 @@ class Server:
         opened.setblocking(False)
         self._next_number += 1
         connection = _Connection(opened, self._next_number)
-        others = [one for one in self._connections.values() if one.uid == connection.uid]
+        others = [other for other in self._connections.values() if other.uid == connection.uid]
         if connection.uid != os.geteuid() and len(others) >= self._most_connections:
             opened.close()
             return

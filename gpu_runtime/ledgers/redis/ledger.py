@@ -233,7 +233,7 @@ class RedisLedger(Ledger):
             part = in_roster(proof.roster, owner_id).part if proof.roster else Part()
         except NOT_A_PAGE:  # a damaged roster proves nothing
             return ""
-        known = {one.key: one for one in part.tickets}
+        known = {proven.key: proven for proven in part.tickets}
         if ticket and not _same_request(known.get(ticket.key), ticket):
             return ""
         return proof.user

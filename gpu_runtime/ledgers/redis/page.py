@@ -443,7 +443,7 @@ class RedisBook:
             return "its page cannot be read"
         # A roster is written before the page. So the last roster of an owner may be one revision
         # ahead, if the write of the page did not succeed.
-        least = max((one.rev - 1 for one in living.values()), default=0)
+        least = max((roster.rev - 1 for roster in living.values()), default=0)
         if known and known.name == seen.generation:
             least = max(least, self._least_rev)
         if seen.rev < least:
@@ -451,7 +451,7 @@ class RedisBook:
         if known and known.name != seen.generation:
             # The page was made again, perhaps by an owner with another directory, which did not see
             # the rosters in this directory.
-            with_section = {id for id, one in living.items() if one.part.section is not None}
+            with_section = {id for id, roster in living.items() if roster.part.section is not None}
             missing = with_section - seen.page.book.sections.keys()
             if missing:
                 return f"{len(missing)} living owners are missing in it"
@@ -508,8 +508,8 @@ class RedisBook:
             raise self._older("a process in the last two minutes")
         page = seen.page if seen else None
         pieces = rebuilt(page.pieces if page else Pieces(), living)
-        rev = max([seen.rev if seen else 0, *(one.rev for one in living.values())]) + 1
-        any_roster = any(one.part.section is not None for one in living.values())
+        rev = max([seen.rev if seen else 0, *(roster.rev for roster in living.values())]) + 1
+        any_roster = any(roster.part.section is not None for roster in living.values())
         known = seen is not None or self._page is not None or any_roster
         owners = pieces.book.owner_ids() | (self._page.book.owner_ids() if self._page else set())
         closed = closed_seconds(len(owners)) if known or not is_ours else 0.0
@@ -687,13 +687,13 @@ def rebuilt(pieces: Pieces, living: Mapping[str, Living]) -> Pieces:
     shared = pieces.shared
     devices = {device.id: device for device in shared.devices}
     limits, drained = dict(shared.limits), shared.drained
-    for one in sorted(living.values(), key=lambda one: one.rev):
-        devices = {device.id: device for device in one.shared.devices} | devices
-        limits = one.shared.limits | limits
-        if one.part.section is not None and not shared.drained:
-            drained = one.shared.drained
+    for roster in sorted(living.values(), key=lambda roster: roster.rev):
+        devices = {device.id: device for device in roster.shared.devices} | devices
+        limits = roster.shared.limits | limits
+        if roster.part.section is not None and not shared.drained:
+            drained = roster.shared.drained
     shared = replace(shared, devices=tuple(devices.values()), limits=limits, drained=drained)
-    parts = {**pieces.parts, **{id: one.part for id, one in living.items()}}
+    parts = {**pieces.parts, **{id: roster.part for id, roster in living.items()}}
     parts = {id: part for id, part in parts.items() if part.section is not None or part.tickets}
     tickets = in_order([ticket for part in parts.values() for ticket in part.tickets])
     found = Pieces()
