@@ -164,7 +164,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     context = Context(book, request, world)
     if card in context.blind or card not in context.room_now:
         return None
-    givers = [one for one in context.leases if _gives(one, lease, card, world)]
+    givers = [other for other in context.leases if _gives(other, lease, card, world)]
     free, host_free = context.room_now[card], context.room_now[HOST]
     turn = exchange(lease, givers, max(0, free), host_free)
     if turn is None:
@@ -176,7 +176,7 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     need = (Share(card, lease.bytes_on(HOST) - (0 if giver else moves)),)
     leaves = (one for one in context.leases if one.phase is Phase.LEAVING and one.bytes_on(card))
     leaving = next(leaves, None)
-    busy = leaving or next((one for one in givers if _is_busy(one, request, world)), None)
+    busy = leaving or next((other for other in givers if _is_busy(other, request, world)), None)
     if context.blocking or busy:
         why = "Another request is ahead"
         if busy:
@@ -202,18 +202,18 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
     return _enqueue(book, request, world, Wait(because, (step,)), need)
 
 
-def _gives(one: Lease, lease: Lease, card: str, world: World) -> bool:
-    """Whether pieces of `one` may leave the `card`, now or later, so that `lease` returns."""
-    if one.id == lease.id or one.droppable or one.kind == "block" or not one.bytes_on(card):
+def _gives(giver: Lease, lease: Lease, card: str, world: World) -> bool:
+    """Whether pieces of `giver` may leave the `card`, now or later, so that `lease` returns."""
+    if giver.id == lease.id or giver.droppable or giver.kind == "block" or not giver.bytes_on(card):
         return False
-    if one.importance < lease.importance or one.keep or not can_move(one, world):
+    if giver.importance < lease.importance or giver.keep or not can_move(giver, world):
         return False
-    return len([share for share in one.shares if share.device != HOST]) == 1
+    return len([share for share in giver.shares if share.device != HOST]) == 1
 
 
-def _is_busy(one: Lease, request: Request, world: World) -> bool:
+def _is_busy(lease: Lease, request: Request, world: World) -> bool:
     importance = request.lease.importance
-    return bool(reason_to_stay(one, world, asker=request.lease.owner, importance=importance))
+    return bool(reason_to_stay(lease, world, asker=request.lease.owner, importance=importance))
 
 
 def _as_it_was(
@@ -637,12 +637,12 @@ def exchange(
     missing = lease.bytes_on(HOST) - free
     if missing <= 0:
         return None, lease.bytes_on(HOST)
-    able = [one for one in givers if one.piece_bytes]
-    if sum([one.card_bytes for one in able]) < missing:
+    able = [other for other in givers if other.piece_bytes]
+    if sum([other.card_bytes for other in able]) < missing:
         return None
     # With a spare piece of each, one of them always has room for its next piece.
-    giver = max(able, key=lambda one: one.card_bytes)
-    piece = max([one.piece_bytes for one in able])
+    giver = max(able, key=lambda other: other.card_bytes)
+    piece = max([other.piece_bytes for other in able])
     if host_free < missing + piece and free + host_free < lease.piece_bytes + piece:
         return None
     if host_free >= giver.piece_bytes:
@@ -807,7 +807,7 @@ def _with_layout(request: Request, world: World, never: Container[str]) -> Reque
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
-    cards = [one.id for one in world.devices if not one.is_host and one.id not in never]
+    cards = [device.id for device in world.devices if not device.is_host and device.id not in never]
     alone = may_use_one_card(rules) and any(
         not rules.devices or id in rules.devices for id in cards
     )
@@ -841,7 +841,7 @@ def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate,
     drained = [device for device in out if not rules.devices or device in rules.devices]
     size = request.footprint.bytes
     found = _with_reserved((*several, *alone), context)
-    return (*found, *[Candidate((Share(one, size),), False, out[one]) for one in drained])
+    return (*found, *[Candidate((Share(card, size),), False, out[card]) for card in drained])
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
@@ -971,7 +971,7 @@ def _first_by_past_use(context: Context) -> str:
         return ""
     ticket, hours = found
     owners = map(context.book.owner, (ticket.owner, context.request.lease.owner))
-    first, second = [one.user if one else "another user" for one in owners]
+    first, second = [owner.user if owner else "another user" for owner in owners]
     return (
         f"{first} is first, with {ticket.past_use} card-hours in the last day; "
         f"{second} has had {hours} ({FAIR})"

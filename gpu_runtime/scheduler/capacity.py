@@ -162,7 +162,7 @@ def filled_to_size(book: Book, world: World, devices: Collection[str]) -> tuple[
     Bytes that return to where they were may use more than the budget (law 16). They never use more
     than a device has: the claims and the measured bytes of all others still count.
     """
-    sizes = {one.id: one.total_bytes for one in world.devices if one.id in devices}
+    sizes = {device.id: device.total_bytes for device in world.devices if device.id in devices}
     book = replace(book, limits={**book.limits, **sizes})
     return book, replace(world, limits={**world.limits, **sizes})
 

@@ -145,7 +145,7 @@ def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
 
     If `leaving` is True, bytes that are being moved out count as held.
     """
-    return _left_beside(book, world, lambda one: leaving or one.phase is not Phase.LEAVING)
+    return _left_beside(book, world, lambda lease: leaving or lease.phase is not Phase.LEAVING)
 
 
 def _left_beside(book: Book, world: World, counts: Callable[[Lease], bool]) -> dict[str, int]:
@@ -174,9 +174,9 @@ def over_cap(book: Book, world: World) -> dict[str, int]:
     beyond = {card: -size for card, size in left(book, world).items()}
     for section in book.sections.values():
         if section.owner.user == cap.user:
-            for one in section.staying:
-                if one.device in beyond:
-                    beyond[one.device] += one.bytes
+            for part in section.staying:
+                if part.device in beyond:
+                    beyond[part.device] += part.bytes
     return {card: size for card, size in beyond.items() if size > 0}
 
 
@@ -218,7 +218,7 @@ def as_capped(book: Book, section: Section, cap: Cap, world: World) -> Section:
 
 def owners_of(book: Book, cap: Cap | None) -> set[str]:
     """The ids of all processes that the `cap` counts together."""
-    return {id for id, one in book.sections.items() if cap and one.owner.user == cap.user}
+    return {id for id, section in book.sections.items() if cap and section.owner.user == cap.user}
 
 
 def overstaying(book: Book, world: World) -> Iterator[Lease]:

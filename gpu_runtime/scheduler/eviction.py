@@ -303,9 +303,9 @@ def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ..
     way = way or find()
     if way is None and any([one.shadow_bytes and not one.droppable for one in context.leases]):
         way = find(own_shadows="kept") or find(own_shadows="freed")
-    if way is None and any([one.disk_room for one in context.leases]):
+    if way is None and any([lease.disk_room for lease in context.leases]):
         way = find(to_disk=True)
-    if way is None and any([one.residue and one.on_device for one in context.leases]):
+    if way is None and any([lease.residue and lease.on_device for lease in context.leases]):
         way = find(ends=True)
     old = context.old
     if way is None and old and old.droppable and old.bytes_on(HOST):  # it may be loaded again
@@ -349,7 +349,7 @@ def _cheapest(
         host_later += shadows_total(shadowed)
         host_later += sum([lease.bytes_on(HOST) for lease in _warm(context, wanted)])
         if own_shadows == "freed":
-            idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
+            idle = [lease if lease.droppable else replace(lease, shadow_bytes=0) for lease in idle]
     in_pieces = world.rules.offload and any([lease.piece_bytes for lease in idle])
     host = PartsRoom(host_now, host_later, in_pieces and not one_memory(world.devices))
     found: list[Way] = []
@@ -359,7 +359,7 @@ def _cheapest(
     for best in found:
         room = leaving_the_host(context, rank, best.leaving, shadowed, host_now, wanted)
         if room is not None:
-            others = [one for one in found if one is not best]
+            others = [way for way in found if way is not best]
             most = MOST_OTHERS if request.wait else len(others)  # a dry run shows all ways
             freed, unloaded = room
             return best._replace(warm=unloaded, shadows=freed, others=tuple(others[:most]))
@@ -375,10 +375,11 @@ def _idle(
     """
     book, world = context.book, context.world
     able = _evictable(context, spared)
-    able = [one for one in able if one.droppable or not why_no_return(book, one, world)]
+    able = [lease for lease in able if lease.droppable or not why_no_return(book, lease, world)]
     if ends:
         able = [
-            _ended(one, one.freed_by(())) if one.residue and one.droppable else one for one in able
+            _ended(lease, lease.freed_by(())) if lease.residue and lease.droppable else lease
+            for lease in able
         ]
     return eviction_order(able, world, rank)
 
@@ -484,20 +485,20 @@ def leavers(context: Context, rank: Policy) -> tuple[Leaver, ...]:
     rank = with_uses_of_equal_models(rank, context.leases)
     book, request, world = context.book, context.request, context.world
     cards = request.placement.devices or tuple(_limits_of_open_cards(book, world))
-    idle = [one for one in _idle(context, rank, frozenset()) if any(map(one.bytes_on, cards))]
-    idle.sort(key=lambda one: one.id in context.silent)
+    idle = [lease for lease in _idle(context, rank, frozenset()) if any(map(lease.bytes_on, cards))]
+    idle.sort(key=lambda lease: lease.id in context.silent)
     found: list[Leaver] = []
-    moving = [one.offload_bytes for one in idle if can_move(one, world)]
+    moving = [lease.offload_bytes for lease in idle if can_move(lease, world)]
     if sum(moving) > context.room_now.get(HOST, 0):
         spared = context.silent_shadows | {request.lease.id}
         held = shadow_order(held_shadows(book, spared=spared, to_disk=True), world, rank)
-        copies = [one for one in held if one.shadow_bytes]
+        copies = [lease for lease in held if lease.shadow_bytes]
         found += [_leaver(one, world, (Share(HOST, one.shadow_bytes),), "copy") for one in copies]
         loaded = eviction_order(_warm(context, request.lease.id), world, rank)
-        found += [_leaver(one, world, one.shares) for one in loaded if one.on_host]
-        stowed = [one for one in held if not one.shadow_bytes]
-        found += [_to_disk(one) for one in stowed]
-    return (*found, *[_leaver(one, world, one.shares) for one in idle])
+        found += [_leaver(lease, world, lease.shares) for lease in loaded if lease.on_host]
+        stowed = [lease for lease in held if not lease.shadow_bytes]
+        found += [_to_disk(lease) for lease in stowed]
+    return (*found, *[_leaver(lease, world, lease.shares) for lease in idle])
 
 
 def _to_disk(lease: Lease) -> Leaver:
@@ -610,7 +611,7 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
         " ".join([head, *eviction.sentences]),
         tuple(eviction.steps),
         eviction.recalled,
-        considered=(way.candidate, *[one.candidate for one in way.others]),
+        considered=(way.candidate, *[other.candidate for other in way.others]),
         silent=tuple(id for id in eviction.recalled if id in context.silent),
         shadows=tuple(eviction.recalled_shadows),
     )
@@ -656,7 +657,7 @@ class _Eviction:
         self.unloaded: set[str] = set()
         # Ids of leases whose shadows cannot be freed. There are three reasons: the shadow is freed
         # already, the lease leaves its card and needs the shadow, or its owner does not answer.
-        needed = [one for one in way.leaving if one.shadow_bytes and keeps_shadow(one)]
+        needed = [lease for lease in way.leaving if lease.shadow_bytes and keeps_shadow(lease)]
         self.spared = {lease.id for lease in needed}
         self.spared |= context.silent_shadows
         self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet

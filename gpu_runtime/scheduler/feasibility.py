@@ -123,7 +123,7 @@ def sets_that_stay(
         yield from too_many
         return
     for leaving in sets:
-        staying = tuple([one for one in precious if one not in leaving])
+        staying = tuple([lease for lease in precious if lease not in leaving])
         left = host_bytes - precious_bytes(leaving)
         if not _is_needless(staying, left):
             yield from less_pieces(staying, left)

@@ -143,7 +143,7 @@ def _promise(room: HostRoom) -> tuple[int, tuple[int, int], int, str]:
     if fitting or most_free >= room.need_bytes:
         return 2, nobody, min(fitting, default=most_free), room.host
     together = list(room.free_bytes)
-    for importance, wished in sorted(room.idle_bytes, key=lambda one: (-one[0], one[1])):
+    for importance, wished in sorted(room.idle_bytes, key=lambda worth: (-worth[0], worth[1])):
         more = room.idle_bytes[importance, wished]
         together = [a + b for a, b in zip(together, more, strict=True)]
         if _most(room, together) >= room.need_bytes:
@@ -165,4 +165,4 @@ def largest_first(sizes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     >>> largest_first([("a", 1), ("b", 2), ("c", 2)])
     ('b', 'c', 'a')
     """
-    return tuple(name for name, _ in sorted(sizes, key=lambda one: (-one[1], one[0])))
+    return tuple(name for name, _ in sorted(sizes, key=lambda model: (-model[1], model[0])))

@@ -116,8 +116,8 @@ def _leavers(
     """The candidates of the first decision. Those that leave in the `steps` are marked."""
     leaving = {(step.lease, isinstance(step, Shed)) for step in steps}
     return tuple(
-        replace(one, leaves=(one.lease, one.what in ("copy", "to disk")) in leaving)
-        for one in leavers(book, request, world, rank)
+        replace(leaver, leaves=(leaver.lease, leaver.what in ("copy", "to disk")) in leaving)
+        for leaver in leavers(book, request, world, rank)
     )
 
 
@@ -162,9 +162,9 @@ def _with_effort(
     evicted = [lease for id in victims if (lease := before.find(id))]
     own_seconds, measured = _own_seconds(grant)
     moves = [step for step in leaving if isinstance(step, Move)]
-    offloaded = sum(lease.offload_bytes for one in moves if (lease := before.find(one.lease)))
+    offloaded = sum(lease.offload_bytes for move in moves if (lease := before.find(move.lease)))
     sheds = [
-        lease for one in evictions if isinstance(one, Shed) and (lease := before.find(one.lease))
+        lease for step in evictions if isinstance(step, Shed) and (lease := before.find(step.lease))
     ]
     # What moves to a disk is written, and then read and compared.
     stowing = 2 * sum(lease.seconds_from_disk for lease in sheds if not lease.shadow_bytes)
@@ -273,13 +273,13 @@ def interference(loads: Sequence[Event]) -> str:
     the source of the newest load. If only one of the two kinds of loads was measured, or none, the
     result is empty.
     """
-    measured = [one for one in loads if one.seconds and one.source == loads[-1].source]
-    alone = [one.seconds for one in measured if not one.beside]
-    beside = [one for one in measured if one.beside]
+    measured = [load for load in loads if load.seconds and load.source == loads[-1].source]
+    alone = [load.seconds for load in measured if not load.beside]
+    beside = [load for load in measured if load.beside]
     if not alone or not beside:
         return ""
-    names = sorted({name for one in beside for name in one.beside})[:MOST_BESIDE]
-    slower = median(one.seconds for one in beside)
+    names = sorted({name for load in beside for name in load.beside})[:MOST_BESIDE]
+    slower = median(load.seconds for load in beside)
     return (
         f"Loads took {show_seconds(median(alone))} alone, and {show_seconds(slower)} beside "
         f"{', '.join(names)}."

@@ -233,7 +233,7 @@ class Context:
         self.ahead = requests_ahead(book, request, world)
         self.blocking = self.ahead  # those of them that this request must not pass
         if request.held or any([ticket.blocked_since for ticket in self.ahead]):
-            must_not = [one for one in self.ahead if not may_pass(book, one, request, world)]
+            must_not = [other for other in self.ahead if not may_pass(book, other, request, world)]
             self.blocking = tuple(must_not)
         # Maps a card to the bytes that the requested lease has on this card, if the lease is in parts
         # and may return to the card. These bytes need no free room.

@@ -531,7 +531,7 @@ def _steps_for(
         return alone
     because = f"RAM is full; {because}"
     freed = [shed_step(other, because, reason, by) for other in found[0]]
-    return (*freed, *[Drop(one.id, one.shares, because, reason, by) for one in found[1]])
+    return (*freed, *[Drop(other.id, other.shares, because, reason, by) for other in found[1]])
 
 
 def _only_host_memory_is_needed(lease: Lease, ticket: Ticket) -> bool:
@@ -642,7 +642,7 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
             continue  # the requester itself is stopped, so no owner makes room for it
         owners = _unresponsive_owners(seen, ticket)
         found += [Unanswered(owner, ticket, since) for owner in owners]
-    return tuple(sorted(found, key=lambda one: one.since))
+    return tuple(sorted(found, key=lambda silence: silence.since))
 
 
 def _since(ticket: Ticket) -> float:

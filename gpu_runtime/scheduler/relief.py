@@ -229,7 +229,7 @@ def _steps(
     because = f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}."
     drops = on_host or (demand.drop and world.rules.relief == "always")
     steps = _departure(book, lease, host_room, world, rank, because, drop=drops)
-    return tuple(one for one in steps if demand.may_drop or not isinstance(one, Drop))
+    return tuple(step for step in steps if demand.may_drop or not isinstance(step, Drop))
 
 
 def _departure(

@@ -191,11 +191,11 @@ def _busy_beside(book: Book, lease: Lease) -> tuple[str, ...]:
     """The names of the other models that are in use or arriving on the cards of `lease`."""
     cards = {share.device for share in lease.shares}
     busy = {
-        one.name
-        for one in book.leases()
-        if one.id != lease.id
-        and (one.pins or one.phase is Phase.ARRIVING)
-        and any(share.device in cards for share in (*one.shares, *one.target))
+        other.name
+        for other in book.leases()
+        if other.id != lease.id
+        and (other.pins or other.phase is Phase.ARRIVING)
+        and any(share.device in cards for share in (*other.shares, *other.target))
     }
     return tuple(sorted(busy)[:MOST_BESIDE])
 

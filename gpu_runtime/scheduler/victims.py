@@ -283,9 +283,9 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
     fit.
     """
     able = [
-        one
-        for one in leases
-        if 0 < one.piece_bytes <= host_bytes and one.kind != KERNEL and _on_one_card(one)
+        lease
+        for lease in leases
+        if 0 < lease.piece_bytes <= host_bytes and lease.kind != KERNEL and _on_one_card(lease)
     ]
     for first in able[:MOST_FIRST]:
         left, parts = host_bytes, []
@@ -563,9 +563,9 @@ def worth_less(
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return ()
 
-    def worth_there(one: Lease) -> tuple[int, int, float]:
+    def worth_there(moved: Lease) -> tuple[int, int, float]:
         # A lease in parts is a load from its source away once it is unloaded, like one in host memory.
-        there = replace(one, shares=(Share(HOST, one.own_bytes),), target=(), filled=())
+        there = replace(moved, shares=(Share(HOST, moved.own_bytes),), target=(), filled=())
         return worth(there, world, rank)
 
     own = worth_there(lease)
@@ -744,7 +744,7 @@ def reserve_shadow(
     lease = book.lease(owner, name)
     if lease is None or lease.phase is not Phase.ARRIVING or lease.shares or size <= 0:
         return book, False
-    if not (lease.movable and world.rules.offload) or any(one.unified for one in world.devices):
+    if not (lease.movable and world.rules.offload) or any(card.unified for card in world.devices):
         return book, False
     if any(ticket.shadows for ticket in book.tickets):
         return book, False
