@@ -42,14 +42,11 @@ from ..files import make_directory
 from ..ledgers.access import access_to, state_in
 from ..units import GIB, show_seconds
 from . import journal
-from .journal import opened
+from .journal import SQLITE_CORRUPT, SQLITE_ERROR, SQLITE_NOTADB, limit_values, opened, sqlite_code
 
 # -- a SQLite file that outlives a boot: the history, and the account of hours
 
 log = logging.getLogger("gpu_runtime")
-
-
-UNUSABLE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class StateFile:
@@ -78,7 +75,7 @@ class StateFile:
                 self._write(act)
             except sqlite3.Error as error:
                 # Else the file is damaged or is no history: another attempt would fail too.
-                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF not in UNUSABLE:
+                if sqlite_code(error) not in (SQLITE_CORRUPT, SQLITE_NOTADB, SQLITE_ERROR):
                     raise
                 self._set_aside(error)
                 self._write(act)
@@ -122,7 +119,7 @@ class StateFile:
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         db = opened(self.path)
         # Another user of the ledger may have put anything into the file.
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.most_row_bytes)
+        limit_values(db, self.most_row_bytes)
         return db
 
     def _warn(self, what: str, error: Exception) -> None:
@@ -519,7 +516,7 @@ def _over_time(rows: Iterable[Hour]) -> list[dict[str, Any]]:
     for row in rows:
         if row.key.state in ON_CARD:
             found[row.start][row.key.state] += row.byte_seconds / GIB_HOUR
-    zone = datetime.UTC
+    zone = datetime.timezone.utc
     return [
         {"time": datetime.datetime.fromtimestamp(start, zone)}
         | {COLUMNS[state]: round(found[start][state], 3) for state in ON_CARD}

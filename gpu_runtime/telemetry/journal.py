@@ -28,6 +28,8 @@ import logging
 import os
 import sqlite3
 import stat
+import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -181,8 +183,7 @@ class Journal:
                     insert_decisions(db, decided)
                 self._insert(db, rows)
         except (sqlite3.Error, OSError) as error:
-            kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if kind == sqlite3.SQLITE_BUSY:
+            if sqlite_code(error) == SQLITE_BUSY:
                 return  # many processes write at once; the next write includes these
             self._broken = True
             log.warning(
@@ -271,6 +272,28 @@ class Journal:
         )
         db.execute("CREATE INDEX IF NOT EXISTS events_of_model ON events(model)")
         return db
+
+
+# SQLite's result codes, and of what Python 3.10 says without a code. Source: https://www.sqlite.org/rescode.html
+SQLITE_ERROR, SQLITE_BUSY, SQLITE_INTERRUPT, SQLITE_CORRUPT, SQLITE_NOTADB = 1, 5, 9, 11, 26
+_TEXTS = {
+    "locked": SQLITE_BUSY, "readonly": 8, "interrupted": SQLITE_INTERRUPT, "disk I/O": 10,
+    "malformed": SQLITE_CORRUPT, "full": 13, "unable to open": 14, "not a database": SQLITE_NOTADB,
+}  # fmt: skip
+
+
+def sqlite_code(error: Exception) -> int:
+    """SQLite's primary result code for `error`; SQLITE_ERROR if none is known."""
+    if (code := getattr(error, "sqlite_errorcode", None)) is not None:
+        return int(code) & 0xFF
+    said = str(error) if isinstance(error, sqlite3.Error) else ""
+    return next((code for text, code in _TEXTS.items() if text in said), SQLITE_ERROR)
+
+
+def limit_values(db: sqlite3.Connection, most_bytes: int) -> None:
+    """Lets `db` read no larger value than `most_bytes`. Python 3.10 sets no such limit."""
+    if sys.version_info >= (3, 11):
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most_bytes)
 
 
 def opened(path: Path) -> sqlite3.Connection:
@@ -428,7 +451,7 @@ def events_of(path: Path, model: str | None, since: float, source: str = "") -> 
             stamp = path.stat().st_mtime_ns
             return [] if _endless.get(path) == stamp else _read(path, model, since, source)
         except (sqlite3.Error, OSError) as error:
-            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+            if sqlite_code(error) == SQLITE_INTERRUPT:
                 _endless[path] = stamp
             elif attempt < ATTEMPTS:
                 continue  # its user may be writing it
@@ -439,11 +462,23 @@ def events_of(path: Path, model: str | None, since: float, source: str = "") -> 
     return []
 
 
+def _fill(db: sqlite3.Connection, content: bytes) -> None:
+    """Makes `db` a copy of the database whose file has this `content`."""
+    if sys.version_info >= (3, 11):
+        db.deserialize(content)
+        return
+    with tempfile.NamedTemporaryFile() as file:  # its journal, if any, is of this user
+        file.write(content)
+        file.flush()
+        with contextlib.closing(sqlite3.connect(file.name)) as copied:
+            copied.backup(db)
+
+
 def _read(path: Path, model: str | None, since: float, source: str) -> list[Event]:
     steps = itertools.count(1)
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
-        db.deserialize(read_plain(path, MOST_BYTES, int(path.parent.name)))
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        _fill(db, read_plain(path, MOST_BYTES, int(path.parent.name)))
+        limit_values(db, MOST_BYTES)
         db.execute("PRAGMA trusted_schema=OFF")
         db.set_progress_handler(lambda: next(steps) > MOST_STEPS // STEPS_AT_ONCE, STEPS_AT_ONCE)
         rows = db.execute(
@@ -458,6 +493,7 @@ def decoded(decode: Callable[[Any], T], rows: Iterable[tuple[Any, ...]]) -> list
     """The values in the `rows` of one column, without those that are damaged."""
     found = []
     for (body,) in rows:
+        # A damaged row says nothing, and the others are as they were.
         with contextlib.suppress(msgspec.MsgspecError, TypeError, UnicodeDecodeError):
             found.append(decode(body))
     return found

@@ -35,6 +35,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ...facts import SCHEMA, Owner
+from ...threads import import_whole
 from ...version import VERSION
 from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
 from ..liveness import Life, boot_id, life_of_process, name_of, namespaces, start_ticks
@@ -479,7 +480,8 @@ def locked(directory: Path) -> socket.socket | None:
 
 def _holder(directory: Path) -> int | None:
     """The pid of this user's keeper that has the lock of `directory`. Raises OSError."""
-    import psutil  # the keeper has no other use for it
+    import_whole("psutil")  # the keeper has no other use for it
+    import psutil
 
     name = f"@gpu-console/{book_name(directory)}"
     for found in psutil.net_connections("unix"):
