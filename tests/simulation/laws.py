@@ -160,7 +160,8 @@ class Laws:
             in_parts = (
                 lease.piece_bytes and ticket and len(ticket.need) == 1
             )  # else whole leases leave
-            if in_parts and less > 0 and (leaves or host_left > 0):
+            # A model leaves as a whole if RAM has no room for its pieces, before others have left it.
+            if in_parts and less > 0 and host_left >= 0:
                 fewer[id] = (Share(HOST, less),)
             if ticket and enough_on(fewer) == {share.device for share in ticket.need}:
                 self._broken(f"{id} leaves for {request.key} in vain: {going}")
