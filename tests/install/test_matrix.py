@@ -52,12 +52,12 @@ ENVIRONMENTS = [
     Environment("3.13", "torch jupyterlab ipykernel pandas"),
     Environment("3.14", "torch jupyterlab ipykernel pandas"),
 ]  # fmt: skip
-# What depends on the inner parts of torch and of Python; tables of pandas; a real JupyterLab in a browser; kernels
+# What depends on the inner parts of torch and of Python, and on its SQLite; tables of pandas; a real JupyterLab in a browser; kernels
 # with gpu-console in their environment, and with an installation for all users.
 FILES = """
     backends/test_canaries.py backends/test_old_torch.py backends/test_search.py backends/test_kernel_memory.py
     backends/test_parked_programs.py owner/test_parts.py owner/test_blocks.py ledgers/test_invariants.py
-    faces/test_frames.py browser/test_lab_extension.py
+    telemetry faces/test_frames.py browser/test_lab_extension.py
     install/test_environments.py::test_a_kernel_of_each_environment_does_what_the_page_says
 """.split()
 
