@@ -763,7 +763,7 @@ class Box:
             client.ring([*self.book().sections])
             for name in parent.models:
                 with contextlib.suppress(UnknownModel):
-                    rt.use(name, timeout=1)
+                    self._again(partial(rt.use, name, timeout=1))
                     raise AssertionError(f"{kernel.process} uses {name} of {parent.process}")
             self._ready(kernel, rt)
 
