@@ -542,6 +542,11 @@ class Lease(Value):
         return max(0, self.bytes_on(HOST) - self.disk_bytes)
 
     @property
+    def bytes_on_disk(self) -> int:
+        """The bytes that the lease has on a disk, or has reserved there for the move that is under way."""
+        return max(self.own_bytes, self.disk_bytes) if self.stowing else self.disk_bytes
+
+    @property
     def stow_bytes(self) -> int:
         """The bytes that can move to the disk once they are in host memory; 0 if not all of them fit."""
         rest = self.own_bytes - self.disk_bytes

@@ -91,7 +91,7 @@ def room(session: Session, book: Book, lease: Lease) -> int:
     free = disk.f_bavail * disk.f_frsize
     most = session.settings.gpu_park_disk_gb
     others = [peer for peer in book.leases() if peer.id != lease.id]
-    there = {peer.id: peer.disk_bytes + (peer.stow_bytes if peer.stowing else 0) for peer in others}
+    there = {peer.id: peer.bytes_on_disk for peer in others}
     if most is None:
         left = free - int(SPARE_PART * disk.f_blocks * disk.f_frsize)
     else:

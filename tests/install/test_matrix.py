@@ -52,8 +52,8 @@ ENVIRONMENTS = [
     Environment("3.13", "torch jupyterlab ipykernel pandas"),
     Environment("3.14", "torch jupyterlab ipykernel pandas"),
 ]  # fmt: skip
-# What depends on the inner parts of torch and of Python, and on its SQLite; tables of pandas; a real JupyterLab in a browser; kernels
-# with gpu-console in their environment, and with an installation for all users.
+# What depends on the inner parts of torch and of Python, and on its SQLite; tables of pandas; a real JupyterLab in a
+# browser; kernels with gpu-console in their environment, and with an installation for all users.
 FILES = """
     backends/test_canaries.py backends/test_old_torch.py backends/test_search.py backends/test_kernel_memory.py
     backends/test_parked_programs.py owner/test_parts.py owner/test_blocks.py ledgers/test_invariants.py

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Device, Event, Lease, Owner, Phase, Section, Share, Ticket
+from gpu_runtime.facts import HOST, Device, Event, Lease, Owner, Phase, Section, Share, Ticket
 from gpu_runtime.ledgers import invariants, pieces
 from gpu_runtime.ledgers.keeper import core, server, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
@@ -338,6 +338,20 @@ def test_a_renewed_request_needs_no_turn_and_ends_no_decision():
     page = keeper.known.revision
     assert Written in write(2, page, gib=3)
     assert write(0, page, replace(first, refreshed=6.0, users=2)) == [core.Turn], "its wish is new"
+
+
+def test_room_on_the_disk_is_reserved_on_the_newest_page():
+    """It claims no bytes of a device. Two processes that read one page reserved the same room."""
+    keeper = keeper_of(2)
+    held = {"shares": (Share(HOST, 3 * GIB),), "disk_room": 5 * GIB}
+    for number in range(2):
+        leases = (Lease(owner(number).id, "m", **held),)
+        write(keeper, number, Part(Section(owner(number), leases=leases), (), 1))
+    page = keeper.known.revision
+    for number, reply in enumerate((Written(2, page + 1), core.Turn(2))):
+        leases = (Lease(owner(number).id, "m", **held, stowing=True),)
+        part = msgspec.Raw(core.encode(Part(Section(owner(number), leases=leases), (), 2)))
+        assert keeper.receive(number, Put(2, page, part), 0.0)[0] == (number, reply)
 
 
 def test_facts_of_all_owners_are_written_again_if_a_release_has_added_an_event():

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...compat import dataclass_transform
 from ...errors import LedgerRefused
-from ...facts import MOST_EVENTS, Book, Owner, Ticket
+from ...facts import DISK, MOST_EVENTS, Book, Owner, Section, Ticket
 from ...files import DEEPEST, is_deep
 from ...version import VERSION
 from ..invariants import refuse_unlawful
@@ -242,6 +242,10 @@ class Late(NamedTuple):
 
     number: int
     since: float  # when the first one came, in the caller's seconds
+
+
+def _on_disk(section: Section | None) -> int:
+    return sum([lease.bytes_on_disk for lease in section.leases]) if section is not None else 0
 
 
 class _Change(NamedTuple):
@@ -510,6 +514,7 @@ class Keeper:
         before = old.section.claims() if old.section else {}
         after = mine.section.claims() if mine.section else {}
         more = {place: size - before.get(place, 0) for place, size in after.items()}
+        more[DISK] = _on_disk(mine.section) - _on_disk(old.section)
         return _Change(renews, True, {place: size for place, size in more.items() if size > 0})
 
     def _oldest_page(self, me: str, put: Put, change: _Change) -> int:
