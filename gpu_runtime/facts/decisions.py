@@ -412,6 +412,14 @@ class Refuse(Value, tag=True):
 
 
 Verdict = Grant | Wait | Refuse
+
+
+def verdict_kind(verdict: Verdict) -> str:
+    """The kind of `verdict` as people say it: granted, waiting or refused."""
+    kinds: dict[type, str] = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
+    return kinds[type(verdict)]
+
+
 Policy = Callable[[Lease, World], float]  # the lease with the lowest result is evicted first
 
 

@@ -29,15 +29,12 @@ from .book import (
 )
 from .decisions import (
     Declared,
-    Grant,
     Leaver,
     ModelSpec,
     PlanLevel,
-    Refuse,
     Request,
     Rules,
     Verdict,
-    Wait,
     World,
 )
 
@@ -504,12 +501,6 @@ class Replayed(Value):
         if self.same:
             return f"Decided again: the same.{by}"
         return f"Decided again: {self.now} {' '.join(self.differs)}{by}"
-
-
-def verdict_kind(verdict: Verdict) -> str:
-    """The kind of `verdict` as people say it: granted, waiting or refused."""
-    kinds: dict[type, str] = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
-    return kinds[type(verdict)]
 
 
 class BlockState(StrEnum):

@@ -50,7 +50,7 @@ from ..facts import (
     one_memory,
     where,
 )
-from ..facts.snapshot import verdict_kind
+from ..facts.decisions import verdict_kind
 from ..units import show_bytes, show_seconds
 from .admission import admit, leavers
 from .capacity import room, sample_of

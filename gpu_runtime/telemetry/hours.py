@@ -536,7 +536,8 @@ def _waits(rows: list[Hour]) -> list[dict[str, Any]]:
             for key, hour in waited.items()
             if key[:2] == row.key[:2] and key.device == row.key.device
         ]
-        bytes_, seconds = sum(row.byte_seconds for row in total), sum(row.seconds for row in total)
+        bytes_ = sum(hour.byte_seconds for hour in total)
+        seconds = sum(hour.seconds for hour in total)
         if bytes_:
             hours[row.key.user, row.key.name] += seconds * row.byte_seconds / bytes_ / HOUR
     found = [

@@ -245,6 +245,7 @@ class Late(NamedTuple):
 
 
 def _on_disk(section: Section | None) -> int:
+    """The bytes that an owner has on a disk, or has reserved there. They are no claim of a device."""
     return sum([lease.bytes_on_disk for lease in section.leases]) if section is not None else 0
 
 
