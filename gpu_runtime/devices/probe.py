@@ -32,6 +32,7 @@ from .sampler_client import Sampling
 log = logging.getLogger("gpu_runtime")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 FIRST_SECONDS = 3.0  # the longest wait until a new helper has measured for the first time
+RENEWAL_SECONDS = 10.0  # the longest wait for what a process holds now, as after its load
 
 
 class Probe:
@@ -65,7 +66,7 @@ class Probe:
         self._sampling = None
         if directory is not None and self._cards:
             self._sampling = Sampling(directory, ledger)
-            self._sampling.first(FIRST_SECONDS)
+            self._sampling.wait(FIRST_SECONDS)
 
     def _memory(self, device: Device) -> Memory:
         card = self._cards.get(device.id)
@@ -199,8 +200,13 @@ class Probe:
             return None
         return cuda.max_memory_allocated(number) - cuda.memory_allocated(number)
 
+    def renew(self) -> None:
+        """Waits until the helper has measured after this call: earlier figures show a load's middle."""
+        if self._sampling:
+            self._sampling.wait(RENEWAL_SECONDS, oldest=0.0)
+
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Maps each real card of `devices` to the bytes that the driver reports for process `pid`.
+        """Maps each real card of `devices` to the bytes that the driver reported last for process `pid`.
 
         They include the process's CUDA context, and are 0 if the driver reports none.
         """

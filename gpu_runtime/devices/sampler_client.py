@@ -158,13 +158,17 @@ class Sampling:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
 
-    def first(self, seconds: float) -> None:
-        """Waits at most `seconds` for figures that are now at most LATE_SECONDS old. Starts a helper if none runs."""
+    def wait(self, seconds: float, oldest: float = LATE_SECONDS) -> None:
+        """Waits at most `seconds` for figures that are now at most `oldest` seconds old.
+
+        With 0 for `oldest`, they are measured after this call. Starts a helper if none runs.
+        """
         began = boot_seconds()
         self.look_after()
+        self._ring()
         while boot_seconds() - began <= seconds:
             figures = self.figures()
-            if figures is not None and began - figures.began_at <= LATE_SECONDS:
+            if figures is not None and began - figures.began_at <= oldest:
                 return
             time.sleep(0.005)
 

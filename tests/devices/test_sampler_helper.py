@@ -175,12 +175,19 @@ def test_fresh_figures_are_those_measured_after_the_request(place, clock, starte
         os.close(ear)
 
 
-@pytest.mark.parametrize("age, waits", [(LATE_SECONDS, False), (LATE_SECONDS + 0.1, True)])
-def test_the_first_figures_are_waited_for_if_there_are_only_late_ones(
-    place, clock, started, age, waits
+@pytest.mark.parametrize(
+    "oldest, age, waits",
+    [
+        (LATE_SECONDS, LATE_SECONDS, False),
+        (LATE_SECONDS, LATE_SECONDS + 0.1, True),
+        (0.0, 0.1, True),
+    ],
+)
+def test_figures_are_waited_for_if_there_are_only_older_ones(
+    place, clock, started, oldest, age, waits
 ):
     place.publish(figures(clock.now - age))
-    Sampling(place.path).first(2.0)
+    Sampling(place.path).wait(2.0, oldest)
     assert (clock.slept > 2.0) is waits and len(started) == 1
 
 

@@ -42,6 +42,15 @@ def test_two_kernels_share_one_helper_and_its_figures(host, driver):
     assert os.getsid(helper) == helper, "the stop button signals a kernel's whole group"
 
 
+def test_a_model_counts_with_what_the_driver_reports_after_its_load(host, driver):
+    """Figures of before would count a load in its middle, or an engine that was not there yet."""
+    kernel = host.kernel()
+    for size in (GIB, 2 * GIB, 3 * GIB):
+        driver.set(_0_processes=f"41:{size}")
+        now = kernel.evaluate("(rt.probe.renew(), rt.probe.charged(41, ('cuda:0',)))[1]")
+        assert now == {"cuda:0": size}
+
+
 def test_eight_kernels_that_start_at_once_elect_one(host, driver):
     driver.set(count=8)
     code = (

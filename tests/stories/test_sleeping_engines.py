@@ -233,9 +233,9 @@ def test_on_a_card_the_driver_shows_what_an_engine_has_given_back(host, driver, 
                 words = f"{name!r}, {str(model)!r}, backend='vllm', size='4GiB'"
                 assert kernel.evaluate(f"rt.register({words}) and None") is None
             for name in "ab":
-                assert (
-                    kernel.evaluate(f"rt.preload({name!r}, timeout={PATIENCE}).where") == "cuda:0"
-                )
+                loaded = kernel.evaluate(f"rt.preload({name!r}, timeout={PATIENCE}).where")
+                assert loaded == "cuda:0"
+                until(lambda: f":{4 * GIB}" in driver.lines.get("0.processes", ""))
             leases = "{one.name: [one.where, one.bytes] for one in rt.status().leases()}"
             found = kernel.evaluate(leases)
             assert found["b"] == ["cuda:0", 4 * GIB] and found["a"][0] == HOST

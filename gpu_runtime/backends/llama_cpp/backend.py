@@ -433,8 +433,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
             if engine.pid is None:
                 charged, numbers = {}, self._card_numbers(shares)
             else:  # the driver's figures include the worker's CUDA context
-                devices = tuple(share.device for share in shares)
-                charged, numbers = self.probe.charged(engine.pid, devices), None
+                charged, numbers = self._on_cards((engine.pid,), shares), None
             report(total, total)
             return taken(facts, shares, part, charged, numbers)
 

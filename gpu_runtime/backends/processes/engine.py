@@ -441,7 +441,8 @@ class EngineBackend(Backend, Generic[H, V]):
         )
 
     def _on_cards(self, pids: Iterable[int], shares: Shares) -> dict[str, int]:
-        """The bytes that the driver reports for the processes `pids` on each real card of `shares`."""
+        """The bytes that the driver reports now for the processes `pids` on each real card of `shares`."""
+        self.probe.renew()
         devices = tuple(share.device for share in shares)
         charged: dict[str, int] = {}
         for pid in pids:
