@@ -1,6 +1,6 @@
 """Serves models over HTTP: reads calls, orders them, chooses a model, and calls its engine.
 
-A visitor is a person or program whose request was admitted. A stand-in is a model that answers when the requested
+A visitor is a person or program whose request was admitted. A fallback is a model that answers when the requested
 model cannot.
 
     requests       reads a request's body into a Call, or refuses it

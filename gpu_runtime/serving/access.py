@@ -109,7 +109,7 @@ class KeyRules:
             return choices
         found = tuple(choice for choice in choices if self.may_call(visitor, choice.model))
         if not found:
-            which = f"the stand-ins of {call.model} that could answer now"
+            which = f"the fallbacks of {call.model} that could answer now"
             text = f"{which} are not allowed for this key"
             raise Refused(403, "model_not_allowed", text, param="model")
         return found

@@ -1,8 +1,8 @@
 """Chooses the models that may answer a call, and their order.
 
-A call names a model or a task. For a model, the order is: first the requested model, then the local stand-ins that
+A call names a model or a task. For a model, the order is: first the requested model, then the local fallbacks that
 `tasks.yaml` names for it, then the clouds that `tasks.yaml` names for it. If none can answer, the call is refused with
-503. Local stand-ins with smaller contexts are tried first, since they need less memory. If `tasks.yaml` has no line for
+503. Local fallbacks with smaller contexts are tried first, since they need less memory. If `tasks.yaml` has no line for
 the model, no other model answers. The candidates of a task are chosen by which models are warm, and by how long the
 loads and answers of each model took before. The last part looks up what these decisions need.
 """
@@ -131,8 +131,8 @@ def chain(
 ) -> tuple[Choice, ...]:
     """The models that may answer a call of `asked`, in the order in which they are tried.
 
-    `others` are the stand-ins of `tasks.yaml`. `context(name)` is a model's context length in tokens, and `known(name)`
-    is whether a name is a local model. `allow_cloud()`, which reads a file, is called only if a stand-in is a cloud.
+    `others` are the fallbacks of `tasks.yaml`. `context(name)` is a model's context length in tokens, and `known(name)`
+    is whether a name is a local model. `allow_cloud()`, which reads a file, is called only if a fallback is a cloud.
 
     >>> contexts = {"big": 32768, "small": 4096}
     >>> others = ["claude:haiku", "big", "small"]
@@ -419,9 +419,9 @@ class Choices:
             return found, call
         if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
             raise self._unknown(call.model, may_name)
-        stand_ins = self._config().stand_ins(call.model)
+        fallbacks = self._config().fallbacks(call.model)
         guard = self._guard
-        choices = chain(call.model, stand_ins, self._context, self._known, lambda: guard.allowed)
+        choices = chain(call.model, fallbacks, self._context, self._known, lambda: guard.allowed)
         warm = self._rt.here
         fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
         if not fitting:

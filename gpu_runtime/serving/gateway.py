@@ -138,7 +138,7 @@ class Gateway:
 
         `record` is a result of `self.record`, if the caller wants to know what the call waits for. If the asyncio task
         is cancelled, everything that the call holds is released. A streamed reply is returned after its first event. So
-        if an error occurs before, a stand-in from `tasks.yaml` can answer, or the caller gets an HTTP status.
+        if an error occurs before, a fallback from `tasks.yaml` can answer, or the caller gets an HTTP status.
         """
         record = record or self.record(kind, client)
         with record.until_answered(), self._accepted():
@@ -185,7 +185,7 @@ class Gateway:
 
     @property
     def serving(self) -> ServingConfig:
-        """The tasks, clients and stand-ins that apply now."""
+        """The tasks, clients and fallbacks that apply now."""
         return self._tasks.content()
 
     def reload_tasks(self) -> None:
@@ -600,7 +600,7 @@ def raise_if_final(error: Exception, choice: Choice, choices: tuple[Choice, ...]
     """Raises Refused if the call ends with this `error` of `choice`. Else the next model is tried.
 
     A refusal ends the call if the queue is full, if there is only one choice, or if the requested model refuses because
-    of a mistake in the call. If a stand-in refuses, for example because the prompt is too long, the next one is tried.
+    of a mistake in the call. If a fallback refuses, for example because the prompt is too long, the next one is tried.
     """
     cause, refused = blame(error, choice.model)
     if refused is None:

@@ -1,6 +1,6 @@
 """`tasks.yaml`: its content, the file, and what it changes in a call.
 
-It has tasks, clients' profiles and stand-ins:
+It has tasks, clients' profiles and fallbacks:
 
     tasks:                                  # addressed as  model: "task:classify"
       classify:
@@ -73,7 +73,7 @@ class ServingConfig(Value, forbid_unknown_fields=True):
     aliases: dict[str, str] = {}
     preload: tuple[str, ...] = ()
 
-    def stand_ins(self, model: str) -> tuple[str, ...]:
+    def fallbacks(self, model: str) -> tuple[str, ...]:
         """The models that may answer when `model` cannot."""
         return self.fallback.get(model, self.fallback.get("*", ()))
 

@@ -161,9 +161,9 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
         assert k.gateway.state().breakers == {} and k.where() == {"qwen": "disk"}
 
 
-async def test_a_stand_in_answers_only_if_configured():
-    stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
-    async with harness(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
+async def test_a_fallback_answers_only_if_configured():
+    fallbacks = ServingConfig(fallback={"qwen": ("phi",)})
+    async with harness(fallbacks, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
         assert (reply.model, answer_text(reply), reply.json["model"]) == ("phi", "hello", "phi")
         told = reply.json["x_gpu"]
@@ -194,11 +194,11 @@ async def test_a_call_whose_engine_died_before_its_answer_is_repeated_once(strea
         assert k.scripts["qwen"] == []
 
 
-async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
-    """The stand-in needs no reload. If the stand-in fails too, the requested model is tried once more."""
-    stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
+async def test_a_fallback_answers_before_a_dead_engine_is_tried_again():
+    """The fallback needs no reload. If the fallback fails too, the requested model is tried once more."""
+    fallbacks = ServingConfig(fallback={"qwen": ("phi",)})
     scripts = {"qwen": [DIED], "phi": [FAILED]}
-    async with harness(stand_ins, qwen=4, phi=4, scripts=scripts) as k:
+    async with harness(fallbacks, qwen=4, phi=4, scripts=scripts) as k:
         reply = await k.chat("qwen", "hello")
         assert (reply.model, answer_text(reply)) == ("qwen", "hello")
         assert scripts == {"qwen": [], "phi": []}
@@ -206,9 +206,9 @@ async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
 
 
 async def test_a_call_that_kills_every_engine_is_tried_once_more_on_the_first_alone():
-    stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
+    fallbacks = ServingConfig(fallback={"qwen": ("phi",)})
     scripts = {"qwen": [DIED, DIED], "phi": [DIED]}
-    async with harness(stand_ins, qwen=4, phi=4, scripts=scripts) as k:
+    async with harness(fallbacks, qwen=4, phi=4, scripts=scripts) as k:
         with refusal(503):
             await k.chat("qwen", "hello")
         begun = [line for line in k.log if not line.endswith("ended")]
@@ -217,7 +217,7 @@ async def test_a_call_that_kills_every_engine_is_tried_once_more_on_the_first_al
         assert (counts["failed"], counts["refused_503"]) == (1, 1) and not counts.get("answered")
 
 
-async def test_a_stand_in_that_cannot_read_the_prompt_is_passed_over():
+async def test_a_fallback_that_cannot_read_the_prompt_is_passed_over():
     """A mistake in the call ends it only at the model that was requested."""
     serving = ServingConfig(fallback={"qwen": ("short", "long")})
     options = {"short": {"context_length": 8}, "long": {"context_length": 32768}}
@@ -252,8 +252,8 @@ async def test_what_is_known_of_a_model_is_that_of_its_present_specification():
         assert k.gateway.facts("task:t") is k.gateway.facts("nobody") is None
 
 
-async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
-    """The stand-in with the smaller context is tried first. The reason in the answer has the figures."""
+async def test_a_fallback_answers_for_a_model_that_does_not_fit():
+    """The fallback with the smaller context is tried first. The reason in the answer has the figures."""
     serving = ServingConfig(fallback={"huge": ("long", "short")})
     options = {"long": {"context_length": 32768}, "short": {"context_length": 4096}}
     async with harness(serving, huge=30, long=4, short=4, options=options) as k:
@@ -438,7 +438,7 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
         assert (reply.model, reply.because) == ("b", "task:free: it is warm and a is not")
         assert (await k.chat("task:pinned")).model == "a"
         assert (await k.chat("task:free")).model == "a"
-        assert k.gateway.state().counts["stood_in"] == 0, "a candidate is no stand-in"
+        assert k.gateway.state().counts["stood_in"] == 0, "a candidate is no fallback"
 
 
 async def test_a_task_leaves_out_a_model_that_is_slower_than_its_budget():
@@ -487,7 +487,7 @@ async def test_the_first_import_of_a_library_is_no_load(monkeypatch):
 
 
 async def test_a_model_that_never_fits_is_507_and_not_repeated():
-    """SDKs repeat a 503. With a stand-in that only fails for now, the answer is still 503."""
+    """SDKs repeat a 503. With a fallback that only fails for now, the answer is still 503."""
     async with harness(giant=4000) as k:
         with refusal(507, "does_not_fit") as refused:
             await k.chat("giant")

@@ -41,7 +41,7 @@ def bot(**limits: Any) -> dict[str, AccessKey]:
 
 
 async def test_a_key_calls_its_models_only():
-    """It must allow a stand-in too. A task that it allows by name has all its candidates."""
+    """It must allow a fallback too. A task that it allows by name has all its candidates."""
     config = ServingConfig(tasks={"chat": Task(("phi",))}, fallback={"qwen": ("phi", "qwen-2")})
     scripts = {"qwen": [RuntimeError("it broke")]}
     options = {"serving": config, "keys": lambda: KEYS, "scripts": scripts}

@@ -1,4 +1,4 @@
-"""The choice of models that may answer: the candidates of a task, the stand-ins of a model, and clouds."""
+"""The choice of models that may answer: the candidates of a task, the fallbacks of a model, and clouds."""
 
 import asyncio
 import os
@@ -167,7 +167,7 @@ def test_the_guard_is_true_or_false(tmp_path, value):
         CloudGuard(tmp_path / "serving.json", True).allow(value)
 
 
-def test_the_file_has_tasks_clients_stand_ins_and_names(tmp_path):
+def test_the_file_has_tasks_clients_fallbacks_and_names(tmp_path):
     file = tmp_path / "tasks.yaml"
     file.write_text("""
 tasks:
@@ -190,8 +190,8 @@ preload: [qwen, phi]
         aliases={"gpt": "qwen"},
         preload=("qwen", "phi"),
     )
-    assert config.stand_ins("qwen-32b") == ("qwen-4b", "claude:sonnet")
-    assert config.stand_ins("x") == ("qwen-4b",)
+    assert config.fallbacks("qwen-32b") == ("qwen-4b", "claude:sonnet")
+    assert config.fallbacks("x") == ("qwen-4b",)
     assert read_serving_config(tmp_path / "none.yaml") == ServingConfig()
     assert read_serving_config(None) == ServingConfig()
 
