@@ -276,9 +276,10 @@ def _leave_now(
 
 def stage_bytes(resident: Resident, step: Step) -> int:
     """The bytes of a stage, if the step is an offload so large that its bytes leave in stages; else 0."""
-    if not isinstance(step, Move):
+    lease = resident.truth()  # `resident.lease` does not have the copy in host memory
+    if lease is None or not isinstance(step, Move):
         return 0
-    return admission.departure_stages(resident.lease, step.shares, STAGE_BYTES)
+    return admission.departure_stages(lease, step.shares, STAGE_BYTES)
 
 
 def _leave_in_stages(

@@ -60,6 +60,28 @@ def test_a_loaded_model_keeps_a_copy_and_leaves_without_another_one(runtime):
     assert held(rt) == 8
 
 
+@pytest.mark.parametrize("copied", [8, 3])
+def test_a_model_with_a_copy_leaves_at_once(runtime, copied):
+    """In stages, a copy of some of its bytes stayed beside what had left, and claimed nothing."""
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=1.0)
+    moves = []
+
+    def hook(verb):
+        moves.append((verb, held(rt) - leased(rt).get("host", 0)))
+
+    rt.register("a", hook, backend="fake", size="8GiB", pieces=8, shadow=True)
+    rt.preload("a")
+    resident = rt._session.residents["a"]
+    assert release.free_shadow(resident)
+    resident.handle.shadow = (rt.probe.place(HOST).allocate(copied * GIB),)
+    resident.shadow_bytes = copied * GIB
+    rt._session.publish()
+    assert (shadows(rt), held(rt)) == ({"a": copied}, copied)
+    rt.evict("a")
+    assert moves[1:] == [("move", 0)]
+    assert (leased(rt), held(rt)) == ({"host": 8}, 8)
+
+
 def test_a_dropped_model_has_no_copy_left_to_free(runtime):
     """A request of another process may arrive after the drop. It must not fail on a model that is gone."""
     rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=1.0)
