@@ -392,7 +392,7 @@ def _admitted(
         after, verdict = admit(book, request, world, session.rank)
         return after, (verdict, book, after, world)
 
-    verdict, book, after, world = session.decide(
+    verdict, book, after, world = session.transact(
         decide, fresh=True, in_full=lambda events, answer: in_full(events, answer[0])
     )
     if is_new(book, after, request, verdict):

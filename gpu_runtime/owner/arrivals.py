@@ -297,7 +297,7 @@ def _settle(
         return book, has_room_for_shadow(book, session.me, lease.name, world)
 
     # The book has the shadow until it is freed: another thread may have begun to move the model with it.
-    if not session.decide(settle, fresh=True) and release.free_shadow(resident):
+    if not session.transact(settle, fresh=True) and release.free_shadow(resident):
         session.publish()
 
 

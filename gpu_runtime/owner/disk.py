@@ -208,7 +208,7 @@ def _reserve(session: Session, resident: Resident) -> int:
         return book.with_lease(replace(lease, disk_room=left, stowing=True)), left
 
     try:
-        left = session.decide(reserve)
+        left = session.transact(reserve)
     except LedgerUnavailable:
         raise
     except (GpuError, OSError) as error:

@@ -135,8 +135,8 @@ def _leave(session: Session, leases: list[Lease]) -> None:
         if session.me in session.ledger.read().sections:
             *earlier, last = release.released_in_pages(leases)
             for page in earlier:
-                session.decide(partial(leave, page, False))
-            session.decide(partial(leave, last, True))
+                session.transact(partial(leave, page, False))
+            session.transact(partial(leave, last, True))
     except GpuError as error:  # the next owner that checks finds this one dead
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()

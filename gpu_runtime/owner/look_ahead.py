@@ -271,7 +271,7 @@ class LookAhead:
         _, verdict = deciding(books.publish(book, session.truth(), world), world)
         if isinstance(verdict, Wait) and not verdict.steps:
             return verdict
-        return session.decide(deciding, fresh=True)
+        return session.transact(deciding, fresh=True)
 
     def _perform(self, resident: Resident, verdict: Grant, key: Key) -> None:
         session, name = self._session, resident.spec.name

@@ -319,7 +319,7 @@ def obey(session: Session) -> tuple[Order, ...]:
     try:
         before: tuple[Move | Drop | Shed, ...] = ()
         while True:
-            steps, orders = session.decide(decision)
+            steps, orders = session.transact(decision)
             for step in steps:
                 release.step_aside(session, step, key, by=step.by)
             if steps == before or not any(map(_frees_host_memory, steps)):
@@ -372,7 +372,7 @@ def carry_out_order(session: Session, order: Order) -> None:
 
 
 def _answer(session: Session, order: Order, action: str, because: str, size: int) -> None:
-    session.decide(
+    session.transact(
         lambda book, world: (
             recall.answer(book, world, session.me, order, action, because, size),
             None,

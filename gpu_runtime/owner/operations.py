@@ -544,7 +544,7 @@ def drain(
     user, world = attributed(speaking_for(), mine), session.world()
     was_drained = device.key in book.drained
     act = relief.undrain if undo else relief.drain
-    session.decide(lambda book, world: (act(book, device, user, world), None))
+    session.transact(lambda book, world: (act(book, device, user, world), None))
     if undo:
         said = "can be used again" if was_drained else "was not drained"
         return Outcome("drain --undo", device.id, True, f"{device.id} {said}", where=device.id)
@@ -827,7 +827,7 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
         dead = session.ledger.dead(book).intersection(ids)
         return books.reap(book, dead, world, said_by), None
 
-    session.decide(end)
+    session.transact(end)
     because = f"its memory counts as free; {show_bytes(freed)} came free. {holds}"
     return Outcome(verb="evict", name=process, done=True, because=because, bytes=freed)
 

@@ -83,7 +83,7 @@ def perform(
     try:
         for _ in range(MOST_DECISIONS):
             resident.moves_again_at = 0.0  # do not wait for the pause after a failed move
-            step = session.decide(partial(decision, key.text, kept), fresh=fresh)
+            step = session.transact(partial(decision, key.text, kept), fresh=fresh)
             if isinstance(step, GpuError):
                 try:
                     raise step
@@ -212,7 +212,7 @@ def decided(
     """Performs the steps of `decide(book, world, key)`, by which leases of this process leave, after `begins()`."""
     key = session.new_key(verb)
     try:
-        steps = session.decide(lambda book, world: decide(book, world, key.text))
+        steps = session.transact(lambda book, world: decide(book, world, key.text))
         if steps:
             begins()
         for step in steps:
@@ -268,7 +268,7 @@ def _leave_now(
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))
     session.probe.empty_cache()
     session.probe.watch_peaks()  # bytes that have left must not count in later peaks
-    session.decide(
+    session.transact(
         lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True
     )
     return None
@@ -309,7 +309,7 @@ def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> 
     now = session.clock()
     resident.lease = replace(resident.lease.holding(shares), settled_at=now, away_since=now)
     session.probe.empty_cache()
-    session.decide(
+    session.transact(
         lambda book, world: (admission.part_left(book, step, shares, world), None), fresh=True
     )
 
@@ -392,7 +392,7 @@ def abandon(session: Session, name: str, key: Key, because: str = "") -> None:
         book = books.abandon(book, session.me, name, key.text, world, because)
         return books.publish(book, session.truth(), world), None  # with the time of the next try
 
-    session.decide(stay)
+    session.transact(stay)
 
 
 # -- shadows (`GPU_SHADOWS`)
@@ -443,10 +443,10 @@ def reserve_shadow(session: Session, resident: Resident, shares: Shares) -> dict
 
     # Once `patient` is false, `decide` ignores the other load.
     patient, until = True, session.clock() + MOST_SHADOW_SECONDS
-    done, copies, loader = session.decide(decide)
+    done, copies, loader = session.transact(decide)
     while loader is not None:
         patient = _waits_for_loader(session, loader) and session.clock() < until
-        done, copies, loader = session.decide(decide)
+        done, copies, loader = session.transact(decide)
     if not done:
         return {}
     if not files:
@@ -567,7 +567,7 @@ def publish_released(session: Session, lease: Lease | None) -> None:
     """Publishes that the user of this process has forgotten the model with this `lease`, if any."""
     leases = (lease,) if lease is not None else ()
     because = f"{session.owner.label} forgot it."
-    session.decide(lambda book, world: (note_released(book, leases, world, because), None))
+    session.transact(lambda book, world: (note_released(book, leases, world, because), None))
 
 
 def read_earlier_uses(session: Session, resident: Resident) -> None:

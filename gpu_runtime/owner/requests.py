@@ -210,7 +210,7 @@ def wait_for_change(
 
 
 def _ask_once(session: Session, ask: Ask, believes_book: bool = True) -> Verdict:
-    return session.decide(lambda book, world: recall.ask(book, ask, world, believes_book))
+    return session.transact(lambda book, world: recall.ask(book, ask, world, believes_book))
 
 
 def _runs(session: Session, owner: str) -> bool:
@@ -235,7 +235,7 @@ def _ask(
 
 
 def _journal_declined(session: Session, ask: Ask, because: str) -> None:
-    session.decide(lambda book, world: (recall.declined(book, ask, world, because), None))
+    session.transact(lambda book, world: (recall.declined(book, ask, world, because), None))
 
 
 # -- the state of the processes in the book: running, idle, stopped, silent or ended

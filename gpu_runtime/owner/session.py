@@ -296,7 +296,7 @@ class Session:
 
     # -- transactions
 
-    def decide(
+    def transact(
         self,
         decision: Decision[T],
         fresh: bool = False,
@@ -309,12 +309,12 @@ class Session:
         that only the journal keeps. Raises LedgerUnavailable.
         """
         try:
-            return self._decide(decision, self.world(fresh), in_full)
+            return self._transact(decision, self.world(fresh), in_full)
         except _Renamed as renamed:
             self._rename(renamed.names)
-            return self._decide(decision, self.world(fresh), in_full)
+            return self._transact(decision, self.world(fresh), in_full)
 
-    def _decide(
+    def _transact(
         self,
         decision: Decision[T],
         world: World,
@@ -361,7 +361,7 @@ class Session:
 
     def publish(self) -> None:
         """Writes this owner's section as it is now."""
-        self.decide(lambda book, world: (book, None))
+        self.transact(lambda book, world: (book, None))
 
     def announce(self, name: str) -> None:
         """Publishes that this process can load the model `name`.
@@ -404,7 +404,7 @@ class Session:
         **more: Any,
     ) -> None:
         """Writes one event on a lease into the book."""
-        self.decide(
+        self.transact(
             lambda book, world: (
                 transitions.note(book, world, lease, action, reason, because, **more),
                 None,
@@ -422,7 +422,7 @@ class Session:
             book = self.ledger.read()
             moving = {lease.key for lease in book.leases() if lease.phase is not Phase.SETTLED}
             if book.ticket(key.text) or key.text in moving:
-                self.decide(lambda book, world: (book.without_ticket(key.text), None))
+                self.transact(lambda book, world: (book.without_ticket(key.text), None))
         except LedgerUnavailable as error:
             log.debug("a ticket stays until the ledger can be written: %s", error)
         except BaseException:
@@ -433,7 +433,7 @@ class Session:
         """Removes owners that are proven dead from the book. Returns the number of dead owners."""
         dead = self.ledger.dead(self.ledger.read())
         if dead:
-            self.decide(lambda book, world: (transitions.reap(book, dead, world), None))
+            self.transact(lambda book, world: (transitions.reap(book, dead, world), None))
         return len(dead)
 
     # -- reading

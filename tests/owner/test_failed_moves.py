@@ -283,7 +283,7 @@ def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime
         raise LedgerUnavailable("the disk is full", path="/x")
 
     with monkeypatch.context() as broken:
-        broken.setattr(session, "decide", fails)
+        broken.setattr(session, "transact", fails)
         maintenance.carry_out_order(session, order)
     assert order.key not in session.orders
 
@@ -316,7 +316,7 @@ def test_an_answer_that_left_the_book_before_it_was_read_is_given_again(runtime,
     [key] = b._session.standing
     maintenance.tick(a._session)
     until(lambda: a._session.orders[key.text])
-    a._session.decide(lambda book, world: (replace(book, events=()), None))
+    a._session.transact(lambda book, world: (replace(book, events=()), None))
     maintenance.tick(a._session)
     maintenance.tick(b._session)
     assert not b._session.standing
@@ -352,7 +352,7 @@ def test_the_status_says_of_what_ram_has_no_room_for_what_an_eviction_would_say(
         bus = Bus(rt, "only")
         bus.broken = None
         lease = rt._session.residents["only"].lease
-        rt._session.decide(lambda book, world, lease=lease: (book.with_lease(lease), None))
+        rt._session.transact(lambda book, world, lease=lease: (book.with_lease(lease), None))
         found = rt.status().stays
         assert set(found) == ({lease.id} if stays else set())
         if stays:

@@ -90,11 +90,10 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
         monitor=False, ledger=ledger if ledger == "memory:" else f"keeper://{tmp_path}/ledger"
     )
     fakes(rt, a="14GiB", b="14GiB", c="14GiB")
-    looks = []
-    decide = rt._session.decide
+    looks, real = [], rt._session.transact
     with rt.use("a"):
         monkeypatch.setattr(
-            rt._session, "decide", lambda *args, **named: looks.append(1) or decide(*args, **named)
+            rt._session, "transact", lambda *args, **named: looks.append(1) or real(*args, **named)
         )
 
         def wait(name):
@@ -1001,7 +1000,7 @@ def test_the_threads_of_a_process_write_one_after_the_other(runtime, tmp_path, m
     monkeypatch.setattr(session.ledger, "transact", counted)
     together(*[session.publish] * 20)
     assert len(most) == 20 and max(most) == 1
-    session.decide(lambda book, _: (session.publish(), (book, None))[1])  # in a signal handler
+    session.transact(lambda book, _: (session.publish(), (book, None))[1])  # in a signal handler
 
 
 def test_a_turn_that_does_not_end_holds_up_nobody(runtime, tmp_path, monkeypatch):
@@ -1016,7 +1015,7 @@ def test_a_turn_that_does_not_end_holds_up_nobody(runtime, tmp_path, monkeypatch
         assert written.wait(PATIENCE)
         return book, None
 
-    session.decide(
+    session.transact(
         lambda book, world: handler(book, world) if not written.is_set() else (book, None)
     )
     other.join(PATIENCE)

@@ -154,13 +154,13 @@ def test_a_wait_that_begins_after_the_request_goes_on(two):
         earlier = replace(
             later, key=key.text, owner=session.me, verb="cancel", arrived=later.arrived - 1
         )
-        session.decide(lambda book, world: (book.with_ticket(earlier), None))
+        session.transact(lambda book, world: (book.with_ticket(earlier), None))
         with pytest.raises(GpuError, match="nothing waits for llama any more"):
             operations.obey_cancel(
                 waiter._session, recall.Order(key.text, "cancel", "llama", who="ann")
             )
         same = replace(earlier, arrived=later.arrived)
-        session.decide(lambda book, world: (book.with_ticket(same), None))
+        session.transact(lambda book, world: (book.with_ticket(same), None))
         operations.obey_cancel(
             waiter._session, recall.Order(key.text, "cancel", "llama", who="ann")
         )
