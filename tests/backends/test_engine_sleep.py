@@ -141,7 +141,7 @@ def test_a_server_that_does_not_sleep_or_wake_is_ended(
     if wakes:
         asleep(backend, loaded)
     if fault == "late":
-        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 0.2)
+        monkeypatch.setattr(engine, "LEAST_CHANGE_SECONDS", 0.2)
         loaded.engine._started_in = 0.0
     (place / "fault").write_text(fault)
     with pytest.raises(EngineDied, match=f"it did not {'wake' if wakes else 'sleep'}: it {said}"):

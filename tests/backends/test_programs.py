@@ -131,7 +131,7 @@ def test_a_program_that_does_not_sleep_or_wake_is_ended(
     if wakes:
         asleep(backend, model)
     if fault == "never":
-        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", scaled(3))
+        monkeypatch.setattr(engine, "LEAST_CHANGE_SECONDS", scaled(3))
         model.engine._started_in = 0.0
     (tmp_path / "fault").write_text(fault)
     verb = "wake" if wakes else "sleep"
@@ -173,7 +173,7 @@ def test_a_command_that_fails_or_hangs_ends_the_program_and_leaves_nothing(
     backend, load, tmp_path, monkeypatch, command, said
 ):
     if said == HANGS:
-        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 1.0)
+        monkeypatch.setattr(engine, "LEAST_CHANGE_SECONDS", 1.0)
     pids = tmp_path / "pids"
     command = [word.replace("PIDS", str(pids)) for word in command]
     model = load(sleep=command, wake="/wake")

@@ -97,7 +97,7 @@ def test_a_worker_that_does_not_wake_is_ended_and_the_model_is_loaded_anew(
     rt.evict("phi")
     assert where(rt) == {"phi": "host"}
     if fault == "late":
-        monkeypatch.setattr(engine, "LEAST_TURN_SECONDS", 0.2)
+        monkeypatch.setattr(engine, "LEAST_CHANGE_SECONDS", 0.2)
         registry.find(rt._session, "phi").handle.engine._load_seconds = 0.1
         os.kill(pid, signal.SIGSTOP)
     elif fault == "dead":

@@ -46,7 +46,7 @@ from ..processes.engine import (
     in_words,
 )
 from ..processes.orphan_guard import descendants
-from .recipe import LaunchOrder, Recipe, RequestFields, SendRequest, Turn, recipe
+from .recipe import LaunchOrder, Recipe, RequestFields, SendRequest, StateChange, recipe
 
 if TYPE_CHECKING:
     from ...settings import Settings
@@ -311,15 +311,15 @@ class Server(RestartedEngine):
 
     # -- sleep
 
-    def turn(self, verb: str) -> str:
-        """As `Engine.turn`. It has as much time as its last start took, at least LEAST_TURN_SECONDS."""
-        until = time.monotonic() + max(engine.LEAST_TURN_SECONDS, self._started_in)
+    def sleep_or_wake(self, verb: str) -> str:
+        """As `Engine.sleep_or_wake`. It has as much time as its last start took, at least LEAST_CHANGE_SECONDS."""
+        until = time.monotonic() + max(engine.LEAST_CHANGE_SECONDS, self._started_in)
 
         def send(*request: Any) -> tuple[int, Any]:
             return self._sender(max(POLL_SECONDS, until - time.monotonic()))(*request)
 
-        turn = Turn(self.launch_order(), send, partial(self._run, until), until)
-        return self.recipe.sleep(turn) if verb == "sleep" else self.recipe.wake(turn)
+        change = StateChange(self.launch_order(), send, partial(self._run, until), until)
+        return self.recipe.sleep(change) if verb == "sleep" else self.recipe.wake(change)
 
     def _run(self, until: float, words: tuple[str, ...]) -> int | None:
         """Runs the command `words`, which ends with this process, and writes to the server's log.

@@ -68,7 +68,7 @@ class Command(NamedTuple):
     environment: dict[str, str] = {}
 
 
-class Turn(NamedTuple):
+class StateChange(NamedTuple):
     """An order to sleep or to wake, to the server of `order`, which has until `until` (monotonic seconds)."""
 
     order: LaunchOrder
@@ -163,14 +163,14 @@ class Recipe:
         """Whether a server on the card `device` can sleep; see SLEEPS_ON."""
         return self.SLEEPS_ON is not None and device.startswith(self.SLEEPS_ON)
 
-    def sleep(self, turn: Turn) -> str:
+    def sleep(self, change: StateChange) -> str:
         """Puts the server to sleep: its weights go to host memory, its cache is lost.
 
         Returns why it does not sleep; empty once it sleeps.
         """
         raise NotImplementedError
 
-    def wake(self, turn: Turn) -> str:
+    def wake(self, change: StateChange) -> str:
         """Wakes the server. Returns why it is not awake; empty once it can be used."""
         raise NotImplementedError
 

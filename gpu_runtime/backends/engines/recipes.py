@@ -32,7 +32,7 @@ from .recipe import (
     Recipe,
     RequestFields,
     SendRequest,
-    Turn,
+    StateChange,
     fields_in_openapi,
     filled,
     has_flag,
@@ -293,15 +293,15 @@ class Vllm(Recipe):
             return ""
         return "there is no command vllm here.\n  Install it:  pip install vllm"
 
-    def sleep(self, turn: Turn) -> str:
-        if why := told(turn.send, "/sleep?level=1"):
+    def sleep(self, change: StateChange) -> str:
+        if why := told(change.send, "/sleep?level=1"):
             return why
-        return "" if _vllm_sleeps(turn.send) else "it says that it does not sleep"
+        return "" if _vllm_sleeps(change.send) else "it says that it does not sleep"
 
-    def wake(self, turn: Turn) -> str:
-        if why := told(turn.send, "/wake_up"):
+    def wake(self, change: StateChange) -> str:
+        if why := told(change.send, "/wake_up"):
             return why
-        return "it says that it still sleeps" if _vllm_sleeps(turn.send) else ""
+        return "it says that it still sleeps" if _vllm_sleeps(change.send) else ""
 
     def command(self, order: LaunchOrder) -> Command:
         """The command for `order`. A flag is left out if the user's own arguments set it."""
@@ -374,13 +374,13 @@ class Sglang(Recipe):
             return ""
         return "sglang is not installed in this environment.\n  Install it:  pip install sglang"
 
-    def sleep(self, turn: Turn) -> str:
-        return told(turn.send, "/release_memory_occupation", {})
+    def sleep(self, change: StateChange) -> str:
+        return told(change.send, "/release_memory_occupation", {})
 
-    def wake(self, turn: Turn) -> str:
-        if why := told(turn.send, "/resume_memory_occupation", {}):
+    def wake(self, change: StateChange) -> str:
+        if why := told(change.send, "/resume_memory_occupation", {}):
             return why
-        status, _ = turn.send("GET", "/health_generate", None)  # computes a token
+        status, _ = change.send("GET", "/health_generate", None)  # computes a token
         return "" if status == 200 else f"it answered {status or 'nothing'} to GET /health_generate"
 
     def command(self, order: LaunchOrder) -> Command:
@@ -604,57 +604,57 @@ class Program(Recipe):
         words = (*filled(order, order.spec.options["command"]), *user_arguments(order))
         return Command(words, {"GPU_ENGINE_KEY": order.key})
 
-    def sleep(self, turn: Turn) -> str:
-        return _told_program(turn, "sleep") or _until_asleep(turn, True)
+    def sleep(self, change: StateChange) -> str:
+        return _told_program(change, "sleep") or _until_asleep(change, True)
 
-    def wake(self, turn: Turn) -> str:
-        if why := _told_program(turn, "wake") or _until_asleep(turn, False):
+    def wake(self, change: StateChange) -> str:
+        if why := _told_program(change, "wake") or _until_asleep(change, False):
             return why
-        path = self.health_path(turn.order.spec)
-        while (status := turn.send("GET", path, None)[0]) != 200:
-            if time.monotonic() >= turn.until:
+        path = self.health_path(change.order.spec)
+        while (status := change.send("GET", path, None)[0]) != 200:
+            if time.monotonic() >= change.until:
                 return f"it answered {status or 'nothing'} to GET {path}"
             time.sleep(LOOK_SECONDS)
         return ""
 
 
-def _told_program(turn: Turn, verb: str) -> str:
+def _told_program(change: StateChange, verb: str) -> str:
     """Tells a program to sleep or to wake. Returns why it was not told; empty if it was."""
-    how = turn.order.spec.options[verb]
+    how = change.order.spec.options[verb]
     if isinstance(how, str):
-        return told(turn.send, how)
-    status = turn.run(filled(turn.order, how))
+        return told(change.send, how)
+    status = change.run(filled(change.order, how))
     if status is None:
         return f"its command {how[0]} did not end in time"
     return f"its command {how[0]} ended with code {status}" if status else ""
 
 
-def _until_asleep(turn: Turn, asleep: bool) -> str:
+def _until_asleep(change: StateChange, asleep: bool) -> str:
     """Waits until a program says that it is `asleep`, or that it is not. Returns why it does not say so.
 
     A program without such a field is taken at its word.
     """
-    how = turn.order.spec.options.get("asleep")
+    how = change.order.spec.options.get("asleep")
     while how is not None:
-        says = _says_asleep(turn, how)
+        says = _says_asleep(change, how)
         if isinstance(says, str):
             return says
         if says == asleep:
             break
-        if time.monotonic() >= turn.until:
+        if time.monotonic() >= change.until:
             return f"it says that it {'does not sleep' if asleep else 'still sleeps'}"
         time.sleep(LOOK_SECONDS)
     return ""
 
 
-def _says_asleep(turn: Turn, how: str | list[str]) -> bool | str:
+def _says_asleep(change: StateChange, how: str | list[str]) -> bool | str:
     """Whether a program says that it sleeps; a text, if that cannot be told from its answer."""
     if not isinstance(how, str):
-        status = turn.run(filled(turn.order, how))
+        status = change.run(filled(change.order, how))
         if status is None or status < 0 or status in NOT_STARTED:
             return f"its command {how[0]} {'did not end in time' if status is None else 'failed'}"
         return status == 0
-    status, answer = turn.send("GET", how, None)
+    status, answer = change.send("GET", how, None)
     values = list(answer.values()) if isinstance(answer, dict) else [answer]
     truths = [value for value in values if isinstance(value, bool)]
     if status == 200 and len(truths) == 1:

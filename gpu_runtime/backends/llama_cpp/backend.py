@@ -152,9 +152,9 @@ class LlamaEngine(Engine):
             if not self._load_seconds:
                 self.end()
 
-    def turn(self, verb: str) -> str:
-        """As `Engine.turn`. It has as much time as its load took, at least LEAST_TURN_SECONDS."""
-        seconds = max(engine.LEAST_TURN_SECONDS, self._load_seconds)
+    def sleep_or_wake(self, verb: str) -> str:
+        """As `Engine.sleep_or_wake`. It has as much time as its load took, at least LEAST_CHANGE_SECONDS."""
+        seconds = max(engine.LEAST_CHANGE_SECONDS, self._load_seconds)
         try:
             self._requests.request(verb, seconds=seconds)
         except TimeoutError:

@@ -36,7 +36,7 @@ from ..base import Backend, Progress
 from . import orphan_guard
 
 OnLoss = Callable[[str, str], None]  # called with kind and because
-LEAST_TURN_SECONDS = 30.0  # that an engine has to sleep, or to wake
+LEAST_CHANGE_SECONDS = 30.0  # that an engine has to sleep, or to wake
 KEPT_SECONDS = 10.0  # until the driver reports that a sleeping engine has given its bytes back
 
 
@@ -92,7 +92,7 @@ class Engine:
         if self.error is not None:
             raise type(self.error)(str(self.error), **self.error.facts)
 
-    def turn(self, verb: str) -> str:
+    def sleep_or_wake(self, verb: str) -> str:
         """Lets the engine `verb`: "sleep" or "wake". Returns why it does not; empty once it has.
 
         Raises EngineDied if it has ended.
@@ -384,7 +384,7 @@ class EngineBackend(Backend, Generic[H, V]):
         try:
             engine.asleep = True  # from its first step to sleep until it is awake
             verb = "sleep" if to_host else "wake"
-            if why := engine.turn(verb):
+            if why := engine.sleep_or_wake(verb):
                 engine.fail(f"it did not {verb}: {why.rstrip('.')}")
             if to_host:
                 model.kept = self._kept(model)
