@@ -49,7 +49,7 @@ T = TypeVar("T")
 # The number of threads for each kind of call. A client that waits for a model occupies a thread of "loads".
 GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
 WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
-NODE_TURNS = 3  # after so many of these checks, the agent also checks its own node
+NODE_LOOKS = 3  # after so many of these checks, the agent also checks its own node
 # Backends whose models run in other processes. The agent itself loads no model's bytes.
 IN_PROCESSES = ("fake", "llama_cpp", "transformers")
 VERBS = (  # methods of Runtime that others may call through the agent
@@ -307,15 +307,15 @@ class HostAgent:
 
     def _watch(self) -> None:
         """Ends the uses of clients that have ended, and this process if Ray declared its node dead."""
-        turn = 0
+        looks = 0
         while not self.rt._closed:
             time.sleep(WATCH_SECONDS)
-            turn += 1
+            looks += 1
             try:
                 # Ray does not report the end of a client.
                 if len(self.holds) and (count := self.holds.release_jobs(cluster.ended_jobs())):
                     log.info("%s: ended %d uses of clients that have ended", self.host, count)
-                if turn % NODE_TURNS == 0 and cluster.is_given_up():
+                if looks % NODE_LOOKS == 0 and cluster.is_given_up():
                     # This process was frozen, and its clients use other hosts already.
                     log.warning("%s was declared dead, and ends", self.host)
                     os._exit(1)

@@ -299,7 +299,7 @@ class OwnerFile:
             fd, self.owner, self.path = _locked_file(directory, owner, group)
             self._fd = fd
             _open_files.add(self)
-        self._turn = 0
+        self._writes = 0
 
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
@@ -311,14 +311,14 @@ class OwnerFile:
             raise OSError(
                 f"a roster of {len(payload)} bytes does not fit its slot of {self.SLOT_BYTES}"
             )
-        turn = self._turn + 1
-        frame = _FRAME.pack(_MAGIC, schema, turn, rev, len(payload), zlib.crc32(payload))
+        writes = self._writes + 1
+        frame = _FRAME.pack(_MAGIC, schema, writes, rev, len(payload), zlib.crc32(payload))
         frame += _CHECK.pack(zlib.crc32(frame)) + payload
-        slot = turn % 2
+        slot = writes % 2
         written = os.pwrite(self._fd, frame, slot * self.SLOT_BYTES)
         if written != len(frame):
             raise OSError(28, "No space left on device", str(self.path))
-        self._turn = turn
+        self._writes = writes
 
     def sign(self) -> None:
         """Changes the time of the file, as a sign that a thread of the owner runs. Never fails."""
@@ -387,7 +387,7 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
 
 
 _MAGIC = b"GPUR"
-_FRAME = struct.Struct("<4sIQQII")  # magic, schema, turn, revision, length, checksum of the roster
+_FRAME = struct.Struct("<4sIQQII")  # magic, schema, writes, rev, length, checksum of the roster
 _CHECK = struct.Struct("<I")  # checksum of the frame itself
 # Below the largest integer of a Redis, so that the revision can still be increased.
 _MOST_REV = 1 << 62
@@ -396,10 +396,10 @@ _MOST_REV = 1 << 62
 class Roster(NamedTuple):
     """The part of the book that an owner last wrote into its file, and the book's revision.
 
-    `turn` counts the owner's writes.
+    `writes` is the number of the owner's writes so far.
     """
 
-    turn: int
+    writes: int
     rev: int
     schema: int
     payload: bytes
@@ -467,7 +467,7 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
     [checksum_of_frame] = _CHECK.unpack(check)
     if checksum_of_frame != zlib.crc32(frame):
         return None
-    magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)
+    magic, schema, writes, rev, length, checksum = _FRAME.unpack(frame)
     if length > OwnerFile.SLOT_BYTES or rev > _MOST_REV:
         return None  # not written by gpu-console
     payload = file.read(length)
@@ -475,7 +475,7 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
         return None
     if zlib.crc32(payload) != checksum:
         return None
-    return Roster(turn, rev, schema, payload)
+    return Roster(writes, rev, schema, payload)
 
 
 _open_files: weakref.WeakSet[OwnerFile] = weakref.WeakSet()

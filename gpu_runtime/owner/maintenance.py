@@ -144,7 +144,7 @@ def _doze(session: Session, book: Book, now: float) -> float:
     if _is_calm(session, now):
         if pressed := relief.pressed(book, session.world(), session.rank) - {session.me}:
             session.ledger.ring(pressed)
-        seconds = _until_own_turn(session, book, now)
+        seconds = _until_own_look(session, book, now)
     session.dozing = seconds > POLL_SECONDS
     # `in_use` is checked again after the flag is set. A use that began after the first check has
     # either seen the flag, or is found by this check.
@@ -166,15 +166,15 @@ def _is_calm(session: Session, now: float) -> bool:
     return not looks and now - session.changed_at >= CALM_SECONDS
 
 
-def _until_own_turn(session: Session, book: Book, now: float) -> float:
-    """The seconds until the next turn of this owner. The owners of `book` have their turns one after another.
+def _until_own_look(session: Session, book: Book, now: float) -> float:
+    """The seconds until the next look of this owner. The owners of `book` look one after another.
 
     If they slept equally long, all that were woken together would look together ever after.
     """
     owners = sorted(book.sections)
     period = min(CALM_DOZE_SECONDS, max(POLL_SECONDS, float(len(owners))))
-    turn = period * owners.index(session.me) / len(owners)
-    seconds = period - (now - turn) % period
+    offset = period * owners.index(session.me) / len(owners)
+    seconds = period - (now - offset) % period
     return seconds if seconds >= POLL_SECONDS else seconds + period
 
 
@@ -417,9 +417,9 @@ def reap_neighbours(session: Session, book: Book) -> int:
         return session.reap()
     waiting = {ticket.owner for ticket in book.tickets}
     owners = sorted(book.sections.keys() | waiting | {session.me})
-    session.reap_turn += 1
+    session.reap_calls += 1
     next_place = owners.index(session.me) + 1
-    far_place = next_place + session.reap_turn
+    far_place = next_place + session.reap_calls
     checked = {owners[place % len(owners)] for place in (next_place, far_place)}
     sections = {id: section for id, section in book.sections.items() if id in checked}
     tickets = tuple([ticket for ticket in book.tickets if ticket.owner in checked])

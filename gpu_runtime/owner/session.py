@@ -162,7 +162,7 @@ class Session:
         # Other owners' requests that are carried out, by key: the answer, once it was given.
         self.orders: dict[str, tuple[str, str, int] | None] = {}
         self.overstayed: set[str] = set()  # blocks whose overlong lease was logged
-        self.reap_turn = 0
+        self.reap_calls = 0
         # The last `Memory.pulse` of host memory, and when it was first seen.
         self.host_pulse: tuple[Any, float] | None = None
         self.checked_at, self.opened_at = clock(), time.monotonic()

@@ -166,10 +166,10 @@ def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdic
         return None
     givers = [other for other in context.leases if _gives(other, lease, card, world)]
     free, host_free = context.room_now[card], context.room_now[HOST]
-    turn = exchange(lease, givers, max(0, free), host_free)
-    if turn is None:
+    found = exchange(lease, givers, max(0, free), host_free)
+    if found is None:
         return None
-    giver, moves = turn
+    giver, moves = found
     size = show_bytes(lease.own_bytes)
     title = book.title(request.lease)
     head = f"{title} needs {size}; {card} has {show_bytes(max(0, free))} free."

@@ -220,7 +220,7 @@ class Recorder:
         self._book: Peek | None = None
         self._account, self._hours = Account(), hours_in(directory)
 
-    def turn(self, figures: Figures) -> None:
+    def look(self, figures: Figures) -> None:
         """Records the book and the measured `figures`, and writes if it is time. Raises GpuError."""
         if self._book is None:
             self._book = peek(self._url, self._directory)

@@ -285,7 +285,7 @@ class HistoryThread:
                 # A book that cannot be read is skipped; the next one may be readable.
                 with contextlib.suppress(Exception):
                     if self.figures is not None:
-                        recorder.turn(self.figures)
+                        recorder.look(self.figures)
         finally:
             recorder.end()
 

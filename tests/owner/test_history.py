@@ -167,10 +167,10 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
     directory = rt._session.ledger.directory
     recorder = Recorder(directory, rt._session.ledger.url)
     before = rt._session.ledger.read()
-    recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
+    recorder.look(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
     assert rt._session.ledger.read() == before
     rt.evict("qwen")
-    recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
+    recorder.look(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
     recorder.flush()
     label = f"qwen@{os.getpid()}"
     story = rt.history(60, points=10**6)
@@ -182,7 +182,7 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
 
 @pytest.fixture
 def recorder(tmp_path, monkeypatch, clock):
-    """Lets a recorder take its turn after some seconds, in which the use of its card has changed."""
+    """Lets a recorder look after some seconds, in which the use of its card has changed."""
     device = Device("cuda:0", 20 * GIB, uuid="GPU-a")
     books = (
         book(lease("a", cuda0=size), devices=(device,), limits={"cuda:0": 18 * GIB})
@@ -194,12 +194,12 @@ def recorder(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(recorders, "time", SimpleNamespace(time=lambda: WALL + clock() - 1000))
     made = Recorder(tmp_path / "boot", "memory:")
 
-    def turn(seconds=0.0):
+    def look(seconds=0.0):
         clock.advance(seconds)
-        made.turn(Figures(1, clock(), Sample("host", clock(), GIB)))
+        made.look(Figures(1, clock(), Sample("host", clock(), GIB)))
         return [one.wall - WALL for one in shown(record_in(tmp_path / "boot"), until=WALL + DAY)]
 
-    return turn
+    return look
 
 
 def test_a_recorder_writes_every_five_seconds_and_thins_every_minute(recorder, tmp_path):

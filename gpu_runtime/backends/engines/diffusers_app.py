@@ -120,7 +120,7 @@ class Painter:
     def __init__(self, pipeline: Any) -> None:
         self.accepted = inspect.signature(pipeline.__call__).parameters
         self._pipeline = pipeline
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
         """As `paint`; cancelled if the client of `request` disconnects."""
@@ -150,7 +150,7 @@ class Painter:
                 raise InterruptedError
             return given
 
-        with self._turn:
+        with self._lock:
             if cancelled.is_set():
                 return []
             seed = parameters.pop("seed", None)
