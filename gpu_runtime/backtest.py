@@ -68,7 +68,7 @@ from .scheduler import admission, victims
 from .scheduler.admission import admit
 from .scheduler.policies import POLICIES, policy
 from .scheduler.queue import load_seconds, queue
-from .scheduler.transitions import perform
+from .scheduler.transitions import after_step
 from .units import parse_bytes
 
 # -- the history -----------------------------------------------------------------------------------
@@ -707,7 +707,7 @@ class _Replay:
             self.busy.discard(lane)
         for step in steps:
             before = self.book.find(step.lease)
-            self.book = perform(self.book, step, self.world)
+            self.book = after_step(self.book, step, self.world)
             self.stale = self.stale or bool(self.disk_bytes)
             name = step.lease.partition("/")[2]
             lease, kind = self.book.lease(OWNER.id, name), self.models[name].kind

@@ -56,7 +56,7 @@ from .admission import admit, leavers
 from .capacity import room, sample_of
 from .placement import runners_up
 from .policies import policy
-from .transitions import MOST_BESIDE, perform
+from .transitions import MOST_BESIDE, after_step
 from .victims import copied_bytes, eviction_step, mark_leaving, shed_step
 
 MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
@@ -91,7 +91,7 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         if not round_steps:
             break
         for step in round_steps:
-            after = perform(book, step, world)
+            after = after_step(book, step, world)
             world = _as_if_measured(book, step, world)
             book = after
         steps += tuple(round_steps)

@@ -245,7 +245,7 @@ def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by:
     )
 
 
-def perform(book: Book, step: Step, world: World) -> Book:
+def after_step(book: Book, step: Step, world: World) -> Book:
     """The book as if `step` had succeeded. Dry runs use this function."""
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)

@@ -40,7 +40,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.policies import POLICIES
-from gpu_runtime.scheduler.transitions import perform
+from gpu_runtime.scheduler.transitions import after_step
 from gpu_runtime.settings import Settings
 
 from .results import Row
@@ -170,7 +170,7 @@ class Ours:
                 self._book = self._book.without_ticket(request.key)
                 return None
             for step in verdict.steps:
-                self._book = perform(self._book, step, self._world)
+                self._book = after_step(self._book, step, self._world)
             first = verdict.steps[0]
             if isinstance(first, Load):
                 return self._history.load_seconds(model)

@@ -82,7 +82,7 @@ def test_a_part_takes_the_free_bytes_in_whole_pieces_and_the_ticket_waits_for_th
     page, there = crossing()
     page = leaving(page, 5)
     page, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
-    page = books.perform(page, grant.steps[0], there)
+    page = books.after_step(page, grant.steps[0], there)
     page = leaving(page, 5)
     _, verdict = admit(page, request("rival", 3, by=2, importance="batch"), there, lru)
     assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
@@ -182,16 +182,16 @@ def test_a_crossing_never_overcommits_and_always_ends(total, piece, olds, host, 
                 page = write(admission.part_left(page, step, part, there), by)
                 assert page.claims()[HOST] == host_claims, "the room of the rest is kept"
             elif one.target:
-                page = write(books.perform(page, step, there), by)
+                page = write(books.after_step(page, step, there), by)
             else:
-                page = books.perform(page, Drop(one.id, one.shares), there)
+                page = books.after_step(page, Drop(one.id, one.shares), there)
             continue
         page, _, _ = obey(page, owner(2).id, there, f"obey{there.now}", None, lru)
         under_way = tuple(one.id for one in going if one.owner == owner(1).id)
         here = page.lease(owner(1).id, "new")
         if here.phase is Phase.ARRIVING:
             step = Move(here.id, (), here.filled or here.target)
-            after = books.perform(page, step, there)
+            after = books.after_step(page, step, there)
             done = replace(after.lease(owner(1).id, "new"), pins=0)
             page = write(after.with_lease(done))
             if done.all_on_device:

@@ -683,12 +683,12 @@ def follow(
                 using.append(replace(page.lease(mine, name), pins=1, last_used=there.now))
                 page = page.with_lease(using[-1])
             for step in verdict.steps if isinstance(verdict, Wait) else ():
-                page = books.perform(page, step, there)
+                page = books.after_step(page, step, there)
         there = replace(there, now=there.now + 1.0, wall=there.wall + 1.0)
         for id in page.sections:
             page, steps, _ = obey(page, id, there, f"obey {id}")
             for step in steps:
-                page = books.perform(page, step, there)
+                page = books.after_step(page, step, there)
     return page, answers
 
 

@@ -8,7 +8,7 @@ from gpu_runtime.facts import CellModels, Drop, Grant, Load, Move, Phase, Wait, 
 from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler.plan import load_ahead, next_uses, with_next_uses
 from gpu_runtime.scheduler.policies import lru
-from gpu_runtime.scheduler.transitions import perform
+from gpu_runtime.scheduler.transitions import after_step
 from gpu_runtime.scheduler.victims import eviction_order
 from tests.scheduler.test_laws import B, leases
 from tests.worlds import at, book, lease, owner, request, size, ticket, world
@@ -62,7 +62,7 @@ def test_an_own_idle_model_that_is_used_later_or_never_leaves():
     assert not after.tickets and after.lease(owner().id, "old").phase is Phase.LEAVING
     assert verdict.steps[0].because == "room for b: cell 7 uses it, and no cell before uses old."
     for step in verdict.steps:
-        after = perform(after, step, world(sim0=24))
+        after = after_step(after, step, world(sim0=24))
     _, verdict = guess(after, "b", "b", "c", running=["a"])
     assert isinstance(verdict, Grant)
 

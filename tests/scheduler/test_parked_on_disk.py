@@ -34,7 +34,7 @@ def test_a_parked_notebook_makes_room_in_ram_for_the_one_that_leaves_the_card():
     [ask] = page.tickets
     _, steps, _ = obey(page, owner(2).id, THERE, "k", None, lru)
     assert [(type(step), step.lease) for step in steps] == [(Shed, at(2, "kernel"))]
-    after = books.perform(page, steps[0], THERE)
+    after = books.after_step(page, steps[0], THERE)
     stowed = after.find(at(2, "kernel"))
     assert (stowed.where, stowed.bytes, stowed.ram_bytes, stowed.disk_room) == (
         "disk",
@@ -221,6 +221,6 @@ def test_whoever_is_granted_and_wherever_bytes_are_no_device_is_above_its_budget
             page, steps, _ = obey(page, section.owner.id, THERE, "k", None, lru)
             for step in steps:
                 assert isinstance(step, (Shed, Move))
-                page = books.perform(page, step, THERE)
+                page = books.after_step(page, step, THERE)
         assert all(size <= THERE.limits[id] for id, size in page.claims().items())
     assert isinstance(verdict, (Grant, Refuse)), verdict

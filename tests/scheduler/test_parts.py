@@ -56,7 +56,7 @@ def test_only_the_missing_bytes_leave_rounded_up_to_pieces():
     after, wait = decide(page, request("new", 3), there)
     [step] = wait.steps
     assert step.source == shares(sim0=3) and step.shares == shares(host=3)
-    after = books.perform(after, step, there)
+    after = books.after_step(after, step, there)
     assert after.lease(owner(1).id, "big").shares == shares(sim0=37, host=3)
     assert after.claims() == {"sim:0": size(37), HOST: size(3)}
     _, grant = decide(after, request("new", 3), there)
@@ -80,7 +80,7 @@ def test_only_the_missing_bytes_return():
     [step] = grant.steps
     assert step.source == shares(host=3) and step.shares == shares(sim0=3)
     assert after.claims() == {"sim:0": size(40), HOST: size(3)}
-    after = books.perform(after, step, there)
+    after = books.after_step(after, step, there)
     back = after.lease(owner(1).id, "big")
     assert (back.shares, back.phase) == (shares(sim0=40), Phase.SETTLED)
     assert (after.events[-1].action, after.events[-1].bytes) == ("restored", size(3))
@@ -135,7 +135,7 @@ def test_a_model_in_parts_on_a_card_that_is_too_small_leaves_it_or_is_refused_wi
     after, wait = decide(page, request("big", 40), there)
     [step] = wait.steps
     assert (step.source, step.shares) == (shares(sim0=10), shares(host=10))
-    after = books.perform(after, step, there)
+    after = books.after_step(after, step, there)
     _, grant = decide(after, request("big", 40), there)
     assert grant.steps[0].shares == shares(sim1=40)
 
@@ -233,7 +233,7 @@ def test_another_owner_is_asked_for_a_part_and_gives_it_once():
     assert page.ticket("1:new").recalls == wait.recalls
     page, steps, _ = obey(page, owner(2).id, there, "k")
     assert [step.shares for step in steps] == [shares(host=3)]
-    page = books.perform(page, steps[0], replace(there, now=NOW + 1))
+    page = books.after_step(page, steps[0], replace(there, now=NOW + 1))
     _, again, _ = obey(page, owner(2).id, replace(there, now=NOW + 1), "k2")
     assert again == (), "the ticket is older than the departure"
 
@@ -265,7 +265,7 @@ def test_relief_takes_pieces_a_drain_the_rest_and_no_move_either():
     page = drains.drain(page, there.devices[0], "ann", there)
     page, steps = drains.vacate(page, owner(1).id, there, "k")
     assert [step.shares for step in steps] == [shares(host=37)]
-    page = books.perform(page, steps[0], there)
+    page = books.after_step(page, steps[0], there)
     assert page.lease(owner(1).id, "big").shares == shares(host=40)
     assert books.totals(page)["offloads"] == 1
     wanted = request("big", 40, devices=("sim:1",))
@@ -357,7 +357,7 @@ class Journeys(RuleBasedStateMachine):
             return
         verdict = self._decide(request(name, need * B))
         if isinstance(verdict, Grant):
-            self.page = books.perform(self.page, verdict.steps[0], self.there)
+            self.page = books.after_step(self.page, verdict.steps[0], self.there)
             self.page = self.page.with_lease(
                 replace(self.page.lease(owner(1).id, name), pins=0, droppable=True)
             )
@@ -385,7 +385,7 @@ class Journeys(RuleBasedStateMachine):
         if fail:
             self.page = books.abandon(self.page, found.owner, found.name, found.key, self.there)
         else:
-            self.page = books.perform(self.page, step, self.there)
+            self.page = books.after_step(self.page, step, self.there)
         after = self.page.find(step.lease)
         if after is not None:
             self.page = self.page.with_lease(replace(after, pins=0))

@@ -66,7 +66,7 @@ def test_the_own_shadow_is_freed_first_for_a_victim_that_fits_then():
     page = book(shadowed("used", 6, pins=1), lease("victim", sim0=9, last_used=NOW - 60))
     page, first = decide(page, request("qwen", 12), THERE)
     assert steps_of(first) == [(Shed, "used")]
-    page = books.perform(page, first.steps[0], THERE)
+    page = books.after_step(page, first.steps[0], THERE)
     assert page.find(at(1, "used")).on_device
     _, second = decide(page, request("qwen", 12), THERE)
     assert steps_of(second) == [(Move, "victim")]
@@ -97,7 +97,7 @@ def test_the_shadow_of_another_owner_is_recalled_on_the_ticket():
     assert isinstance(verdict, Wait) and verdict.shadows == (at(2, "theirs"),)
     page, [step], _ = obey(page, owner(2).id, THERE, "k")
     assert isinstance(step, Shed)  # although the model is in use
-    page = books.perform(page, step, THERE)
+    page = books.after_step(page, step, THERE)
     assert obey(page, owner(2).id, THERE, "k")[1] == ()
     _, second = decide(page, request("qwen", 12), THERE)
     assert steps_of(second) == [(Move, "mine")]
@@ -127,7 +127,7 @@ def test_a_recalled_model_takes_the_place_of_its_owners_shadow():
     page = book(shadowed("used", 6, pins=1), victim, tickets=[recall])
     page, [step], _ = obey(page, owner(1).id, THERE, "k")
     assert isinstance(step, Shed)
-    page = books.perform(page, step, THERE)
+    page = books.after_step(page, step, THERE)
     _, [step], _ = obey(page, owner(1).id, THERE, "k")
     assert isinstance(step, Move)
 
@@ -157,7 +157,7 @@ def test_a_person_asks_the_owner_of_a_shadow():
     assert isinstance(verdict, Wait)
     page, [step], orders = obey(page, owner(2).id, THERE, "o")
     assert isinstance(step, Shed) and not orders
-    page = books.perform(page, step, THERE)
+    page = books.after_step(page, step, THERE)
     page, verdict = ask(page, wanted, THERE)
     assert verdict.because == "theirs has no copy in RAM" and not page.tickets
 
