@@ -258,7 +258,7 @@ def _move_back(session: Session, resident: Resident, step: Move, key: Key) -> tu
             because = f"{name} is being moved by another thread."
             raise LoadFailed(because, name=name, source=resident.spec.source)
         try:
-            shares = resident.carry(step, release.wants_shadow(session, resident))
+            shares = resident.move_or_drop(step, release.wants_shadow(session, resident))
         except BaseException:
             resident.stay()
             raise

@@ -808,14 +808,14 @@ class KernelResident(Resident):
             self.claim({})
         self._moving = False
 
-    def carry(self, step: Any, shadow: bool = False) -> Shares:
+    def move_or_drop(self, step: Any, shadow: bool = False) -> Shares:
         """Performs the step. Raises StillInUse if the kernel is used before or during the step.
 
         If bytes on a disk are damaged, the GpuError names their variables.
         """
         self.came_from = "the disk" if self.handle and self.handle.disk_bytes else "RAM"
         try:
-            return super().carry(step)
+            return super().move_or_drop(step)
         except NotStill as error:
             raise StillInUse(f"{error}", name=KERNEL) from None
 

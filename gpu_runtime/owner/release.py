@@ -299,13 +299,13 @@ def _leave_in_stages(
         _leave_part(session, resident, rest, stage)
         moved = resident.lease.bytes_on(HOST) - before
         rest = replace(rest, shares=(Share(HOST, left - moved),))
-    performed, shares = _carry(session, resident, rest, may_drop)
+    performed, shares = _move_or_drop(session, resident, rest, may_drop)
     return step if performed is rest else performed, shares
 
 
 def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> None:
     """Copies pieces, at most `size` bytes in all, to host memory. Frees their room in the book."""
-    shares = resident.carry(replace(step, shares=(Share(HOST, size),)))
+    shares = resident.move_or_drop(replace(step, shares=(Share(HOST, size),)))
     now = session.clock()
     resident.lease = replace(resident.lease.holding(shares), settled_at=now, away_since=now)
     session.probe.empty_cache()
@@ -333,14 +333,14 @@ def _lacks_ram(session: Session, step: Move | Drop) -> DoesNotFit | None:
     )
 
 
-def _carry(
+def _move_or_drop(
     session: Session, resident: Resident, step: Move | Drop, may_drop: bool
 ) -> tuple[Move | Drop, Shares]:
     """Performs the step. Returns the performed step, and the shares measured afterwards."""
     try:
         if error := _lacks_ram(session, step):
             raise error
-        return step, resident.carry(step)
+        return step, resident.move_or_drop(step)
     except Exception as error:
         gone = resident.handle is None  # such as an engine that was ended, as it did not sleep
         if isinstance(step, Drop) and gone:
@@ -352,7 +352,7 @@ def _carry(
         failed = f"{step.because} It could not be moved: {_in_words(error)}."
         log.warning("%s is dropped, since it could not be moved: %s", step.lease, _in_words(error))
         drop = Drop(step.lease, step.source, failed.lstrip(), step.reason, step.by)
-        return drop, () if gone else resident.carry(drop)
+        return drop, () if gone else resident.move_or_drop(drop)
 
 
 def _stays(session: Session, resident: Resident, error: BaseException) -> str:

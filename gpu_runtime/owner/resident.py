@@ -359,7 +359,7 @@ class Resident:
             if self.handle is not None and not self.is_forgotten:
                 self.place = Place.HERE if self.lease.all_on_device else Place.AWAY
 
-    def carry(self, step: Move | Drop, shadow: bool = False) -> Shares:
+    def move_or_drop(self, step: Move | Drop, shadow: bool = False) -> Shares:
         """Performs the step and returns the shares that are measured afterwards.
 
         If `shadow` is true, a model that returns to its card keeps its copy in host memory.
