@@ -682,7 +682,7 @@ def _relieve(session: Session, resident: KernelResident | None) -> None:
     if not relief.overfull(session.ledger.read(), session.me, cards):
         return
     me, rank = session.me, session.rank
-    release.decided(
+    release.perform_steps(
         session, "park", lambda book, world, key: relief.park_kernels(book, me, world, rank, key)
     )
 

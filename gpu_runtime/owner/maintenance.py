@@ -272,7 +272,7 @@ def relieve(session: Session) -> None:
     is_known = books.measure(book, world) is book
     if is_known and not relief.relieve(book, me, world, rank, "")[1]:
         return
-    release.decided(
+    release.perform_steps(
         session,
         "relieve",
         lambda book, world, key: relief.relieve(book, me, world, rank, key),

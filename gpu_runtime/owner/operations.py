@@ -460,7 +460,7 @@ def move_own(
     rules = _move_rules(session, resident, wanted)
     because = f"as {by} requested" if by else "by hand"
 
-    def reserve(key: str, kept: frozenset[str], book: Book, world: World) -> release.Decided:
+    def reserve(key: str, kept: frozenset[str], book: Book, world: World) -> release.NextStep:
         """Returns the book with the model marked as moving, and the step to perform.
 
         The step is None if the model is on these cards. If the move is refused, returns the
@@ -480,7 +480,7 @@ def move_own(
             return book, _move_refused(book, session.me, resident, step, world)
         return after, step
 
-    step = release.perform(session, resident, "move", reserve, by=by, fresh=True)
+    step = release.perform_step(session, resident, "move", reserve, by=by, fresh=True)
     there = resident.lease.where
     if step is None:
         return Outcome("move", name, True, f"{name} is on {there} already", where=there)
@@ -579,7 +579,7 @@ def vacate(session: Session) -> None:
     book = session.ledger.read()
     if not book.drained or not relief.has_leases_on_drained(book, session.me, session.world()):
         return
-    release.decided(
+    release.perform_steps(
         session, "drain", lambda book, world, key: relief.vacate(book, session.me, world, key)
     )
 

@@ -59,14 +59,14 @@ LEAST_DISK_BYTES_PER_SECOND = 50 * MIB  # such a wait is longer by what so slow 
 
 # What a decision returns: the step to perform, None if there is nothing to do, steps that must first
 # free shadows in host memory, or the error of a refusal.
-Decided = tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError | None]
+NextStep = tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError | None]
 
 
-def perform(
+def perform_step(
     session: Session,
     resident: Resident,
     verb: str,
-    decision: Callable[[str, frozenset[str], Book, World], Decided],
+    decision: Callable[[str, frozenset[str], Book, World], NextStep],
     *,
     by: str = "",
     fresh: bool = False,
@@ -110,7 +110,7 @@ def evict(
     """
     name = resident.spec.name
 
-    def leave(key: str, kept: frozenset[str], book: Book, world: World) -> Decided:
+    def leave(key: str, kept: frozenset[str], book: Book, world: World) -> NextStep:
         """Returns the book with the model marked as leaving, and the step to perform."""
         away = resident.place is Place.AWAY and not resident.lease.in_parts
         if resident.handle is None or (away and not drop):
@@ -137,7 +137,7 @@ def evict(
             return book, _only_copy(session, lease, resident.needed_elsewhere())
         return victims.mark_leaving(book, step, key), step
 
-    return perform(session, resident, "evict", leave, by=by)
+    return perform_step(session, resident, "evict", leave, by=by)
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
@@ -203,7 +203,7 @@ def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bo
         del failure  # see pins.py
 
 
-def decided(
+def perform_steps(
     session: Session,
     verb: str,
     decide: Callable[[Book, World, str], tuple[Book, Iterable[Step]]],
