@@ -233,7 +233,7 @@ def _obtain_governed(
     else:
         wanted, footprint, rules = arrivals.read_source(session, spec.name, wishes, deadline)
 
-    def is_here() -> bool:
+    def pin_here() -> bool:
         resident.require_known()
         if anchor is None:
             return resident.place is Place.HERE
@@ -244,7 +244,7 @@ def _obtain_governed(
     key, lost = session.new_key(f"use {resident.spec.name}"), False
     try:
         stage = release.STAGE_BYTES
-        for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here, stage):
+        for verdict in grants(session, key, wanted, footprint, rules, timeout, pin_here, stage):
             step = verdict.steps[0]
             attempts += 1
             try:
