@@ -514,24 +514,22 @@ def _steps_for(
     because = f"{who} asked to evict it." if person else f"{who} needs {needs}."
     reason = "evict" if person else "recall"
     step = eviction_step(going, host_room, world, drop=drop, because=because, reason=reason)
-    alone = (replace(step, by=by),) if step is not None else ()
     if isinstance(step, Move) and why_no_return(book, lease, world):
         return ()
-    if isinstance(step, Move) or (step is not None and drop):
-        return alone
+    if isinstance(step, Move) or (step and drop):
+        return (replace(step, by=by),)
     # Host memory has no room for the lease.
     renewed = _unloaded_for(book, going, step, person, world, rank)
-    found = host_room_for(book, going, host_room, world, rank, owner=lease.owner, renewed=renewed)
-    if found is None and step is None and waits_to_return(book, ticket):
+    made = host_room_for(book, going, host_room, world, rank, owner=lease.owner, renewed=renewed)
+    if made is not None:
+        because = f"RAM is full; {because}"
+        freed = [shed_step(other, because, reason, by) for other in made[0]]
+        return (*freed, *[Drop(other.id, other.shares, because, reason, by) for other in made[1]])
+    if step is None and waits_to_return(book, ticket):
         # The returning bytes leave host memory next, so its budget may be exceeded meanwhile.
         wide = room(*filled_to_size(book, world, {HOST})).get(HOST, 0)
         step = eviction_step(going, wide, world, because=because, reason=reason)
-        return (replace(step, by=by),) if step is not None else ()
-    if found is None:
-        return alone
-    because = f"RAM is full; {because}"
-    freed = [shed_step(other, because, reason, by) for other in found[0]]
-    return (*freed, *[Drop(other.id, other.shares, because, reason, by) for other in found[1]])
+    return (replace(step, by=by),) if step else ()
 
 
 def _only_host_memory_is_needed(lease: Lease, ticket: Ticket) -> bool:
