@@ -477,8 +477,8 @@ class Queue:
             state = ModelState.WARM if self._here(model) else ModelState.COLD
             return ModelActivity(state, running.active, concurrency)
         if running.engine_failed or self._pauses(model):
-            # No place is free: no further call starts until the running calls have ended. Then it is pinned again.
-            return ModelActivity(ModelState.WARM, running.active, running.active)
+            # It can run no more than run now: no further call starts until these have ended. Then it is pinned again.
+            return ModelActivity(ModelState.WARM, running.active, concurrency=running.active)
         # If calls are active and the hold did not wait, the model is on its device. Only the pin is not confirmed yet.
         if running.ready or (running.active and not hold.waited):
             return ModelActivity(ModelState.WARM, running.active, concurrency)
