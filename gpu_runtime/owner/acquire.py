@@ -196,13 +196,13 @@ def _let_others_pass(session: Session, resident: Resident, timeout: float | None
     if session.pinned_by_caller():
         return
     began, name = session.clock(), resident.spec.name
-    deadline = None if timeout is None else began + timeout
+    deadline = math.inf if timeout is None else began + timeout
     wait = Wait(f"{name} leaves for a request of another process, which has waited for long")
     while resident.pauses and resident.place is Place.HERE:
         now = session.clock()
-        if deadline is not None and now >= deadline:
+        if now >= deadline:
             raise refusals.busy(session.ledger.read(), name, wait, now - began)
-        requests.pause(session, replace(wait, retry_at=now + NEAR_SECONDS), deadline)
+        session.ledger.wait(min(NEAR_SECONDS, deadline - now))
 
 
 def _obtain_governed(
