@@ -518,11 +518,8 @@ class Kernel:
         left = caps.left(*self._session.look())
         if not left or wanted <= max(left.values()):
             return ""
-        most = show_bytes(cap.bytes_per_device)
-        return (
-            f"{cap.user} may hold at most {most} of each card ({cap.named('bytes_per_device')}), so torch "
-            "refused more. What holds memory:  %gpu who"
-        )
+        allowed = caps.may_hold(cap, "of each card")
+        return f"{cap.user} {allowed}, so torch refused more. What holds memory:  %gpu who"
 
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after the out-of-memory `error` of a cell that the user allows to run again.

@@ -112,10 +112,8 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
         if size <= left:
             continue
         fixed = most - left
-        because = (
-            f"{request.called} needs {show_bytes(size)}; {cap.user} may hold at most "
-            f"{show_bytes(most)} on {card} ({cap.named('bytes_per_device')})"
-        )
+        allowed = may_hold(cap, f"on {card}")
+        because = f"{request.called} needs {show_bytes(size)}; {cap.user} {allowed}"
         if fixed:
             because += f"; {show_bytes(fixed)} there cannot leave now"
         found[card] = Refuse(because, kind="cap", need_bytes=size, budget_bytes=left, device=card)
@@ -184,10 +182,12 @@ def over_cap_in_words(beyond: Mapping[str, int], cap: Cap) -> str:
     """The sentence, without its full stop, that the user holds the bytes `beyond` the cap."""
     most = cap.bytes_per_device or 0
     held = ", ".join([f"{show_bytes(most + size)} on {card}" for card, size in beyond.items()])
-    return (
-        f"{cap.user} holds {held}, and may hold at most {show_bytes(most)} of each card "
-        f"({cap.named('bytes_per_device')})"
-    )
+    return f"{cap.user} holds {held}, and {may_hold(cap, 'of each card')}"
+
+
+def may_hold(cap: Cap, where: str) -> str:
+    """The words that follow the user's name, such as `may hold at most 8.0 GiB of each card (cap [users.ann] …)`."""
+    return f"may hold at most {show_bytes(cap.bytes_per_device or 0)} {where} ({cap.named('bytes_per_device')})"
 
 
 def as_capped(book: Book, section: Section, cap: Cap, world: World) -> Section:
