@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import GpuError
 from ..facts import THIS_PROCESS, HostRoom, Offer, PlanLevel
-from ..scheduler.offers import MOST_PLANNED, largest_first, may_serve, ranked, shortlist
+from ..scheduler.offers import largest_first, likeliest_first, may_serve, ranked
 from ..threads import start
 from . import cluster, wishes
 from .hosts import FleetAnswer, Hosts, attempts, on
@@ -30,6 +30,7 @@ log = logging.getLogger("gpu_runtime")
 WATCH_SECONDS = 0.25  # how often the nodes are read
 CHECK_SECONDS = 5.0  # how often the copies of all wished models are counted
 SLOT_SECONDS = 30.0  # how long a new slot waits for room on its cards
+MOST_PLANNED = 8  # hosts that make a plan for one decision
 LOAD_SECONDS = 5.0  # how long a wished model waits for room on one host
 
 
@@ -167,7 +168,7 @@ class Controller:
         reasons |= {host: "it is drained" for host in found if host in drained}
         if len(asked) > MOST_PLANNED:
             rooms, missing = self._ask("room", asked, name, revision)
-            listed = shortlist(rooms.values(), len(rooms))
+            listed = likeliest_first(rooms.values())
             small = {host for host in listed[MOST_PLANNED:] if not may_serve(rooms[host])}
             reasons |= missing | {host: "its cards are too small or drained" for host in small}
             asked = [host for host in listed if host not in small]

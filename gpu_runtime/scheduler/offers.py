@@ -13,7 +13,6 @@ from .capacity import limits_of, room
 from .caps import drained
 from .victims import reason_to_stay
 
-MOST_PLANNED = 8  # hosts that make a plan for one decision
 _TOO_SMALL = 5  # the promise of a host that is too small or drained
 # Two load times count as equal if they differ by less than the larger of these two values, because
 # two measurements of the same load differ by as much.
@@ -109,8 +108,8 @@ def room_of(
     )
 
 
-def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str, ...]:
-    """The names of at most `most` hosts that should make a plan, the likeliest first.
+def likeliest_first(rooms: Iterable[HostRoom]) -> tuple[str, ...]:
+    """The names of the hosts in the order in which they should make a plan.
 
     The order is:
     - hosts with the model on a device
@@ -120,7 +119,7 @@ def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str,
     - hosts whose idle models are too few
     - hosts that are too small or drained, so that a refusal can name them
     """
-    return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
+    return tuple(room.host for room in sorted(rooms, key=_promise))
 
 
 def may_serve(room: HostRoom) -> bool:

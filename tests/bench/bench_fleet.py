@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, HostRoom, Offer, PlanLevel, Request, World
 from gpu_runtime.fleet.client import BELIEVED_SECONDS
-from gpu_runtime.scheduler.offers import MOST_PLANNED, offer_of, ranked, room_of, shortlist
+from gpu_runtime.fleet.controller import MOST_PLANNED
+from gpu_runtime.scheduler.offers import likeliest_first, offer_of, ranked, room_of
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import lru
 from tests.worlds import book, request, world
@@ -77,7 +78,7 @@ def decide(all_hosts: dict[str, Host], wanted: Request) -> tuple[Offer, Offer, f
     """
     rooms = [host_room(name, host, wanted) for name, host in all_hosts.items()]
     began = time.perf_counter()
-    asked = shortlist(rooms)
+    asked = likeliest_first(rooms)[:MOST_PLANNED]
     best = ranked(offer(name, all_hosts[name], wanted) for name in asked)[0]
     seconds = time.perf_counter() - began
     everything = ranked(offer(name, host, wanted) for name, host in all_hosts.items())
@@ -127,7 +128,7 @@ def controller_load(
     rooms = [host_room(name, host, request("new", 20)) for name, host in hosts(random, 20).items()]
     answers = [pickle.dumps(replace(rooms[n % 20], host=f"h{n}")) for n in range(count)]
     began = time.perf_counter()
-    shortlist(pickle.loads(answer) for answer in answers)
+    likeliest_first(pickle.loads(answer) for answer in answers)
     return {
         "uses a second": uses / SIMULATED_SECONDS,
         "questions a second": questions / SIMULATED_SECONDS,

@@ -29,7 +29,7 @@ from gpu_runtime.backends.processes.engine import MOST_RESTARTS
 from gpu_runtime.backends.processes.orphan_guard import descendants
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import client, cluster
-from gpu_runtime.scheduler.offers import shortlist
+from gpu_runtime.scheduler.offers import likeliest_first
 from tests.browser.chromium import CHROMIUM, BrowserPage, running
 from tests.clock import PATIENCE, until
 from tests.faces.served import OPERATORS, free_port, serving
@@ -103,7 +103,7 @@ def test_every_host_tells_its_room(empty):
     assert not missing and sorted(rooms) == ["box1", "box2", "box3"]
     assert [len(rooms[host].free_bytes) for host in sorted(rooms)] == [2, 2, 1]
     assert all(room.need_bytes == 30 << 30 and not room.here for room in rooms.values())
-    assert shortlist(rooms.values()) == ("box2", "box3", "box1")
+    assert likeliest_first(rooms.values()) == ("box2", "box3", "box1")
 
 
 def test_a_host_that_became_busy_is_passed_over(empty, hosts, monkeypatch, caplog):

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Drain, HostRoom, Offer, Plan, PlanLevel
-from gpu_runtime.scheduler.offers import (
-    MOST_PLANNED,
-    largest_first,
-    offer_of,
-    ranked,
-    room_of,
-    shortlist,
-)
+from gpu_runtime.fleet.controller import MOST_PLANNED
+from gpu_runtime.scheduler.offers import largest_first, likeliest_first, offer_of, ranked, room_of
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import lru
 from gpu_runtime.units import GIB
@@ -182,12 +176,12 @@ ROOMS = st.lists(
 
 @given(ROOMS, st.randoms())
 def test_a_host_that_has_the_model_is_always_asked(rooms, random):
-    chosen = shortlist(rooms)
+    chosen = likeliest_first(rooms)[:MOST_PLANNED]
     assert len(chosen) == min(8, len(rooms)) == len(set(chosen))
     here = [room.host for room in rooms if room.here]
     assert len(here) > 8 or set(here) <= set(chosen)
     random.shuffle(rooms)
-    assert shortlist(rooms) == chosen
+    assert likeliest_first(rooms)[:MOST_PLANNED] == chosen
 
 
 def host(name: str, *free: int, need: int = 50, budget: int = 80, **fields: Any) -> HostRoom:
@@ -206,10 +200,9 @@ def test_the_best_fit_is_asked_before_hosts_that_would_evict():
         host("two", 40, 35, budget=40, may_split=True),
         host("drained", 80, drained=True),
     ]
-    assert shortlist(rooms) == (
+    assert likeliest_first(rooms) == (
         "tight", "two", "empty", "batch", "normal", "busy", "drained", "small",
     )  # fmt: skip
-    assert shortlist(rooms, most=1) == ("tight",)
 
 
 def test_the_room_of_a_host_shows_its_own_copy_of_the_model():
@@ -259,7 +252,7 @@ def test_the_best_eight_have_the_best_level_of_all(boxes, need):
             )
         )
     best = ranked(offers.values())[0]
-    best_of_eight = ranked(offers[name] for name in shortlist(rooms))[0]
+    best_of_eight = ranked(offers[name] for name in likeliest_first(rooms)[:MOST_PLANNED])[0]
     assert best_of_eight.level == best.level
     assert best_of_eight.victims_importance == best.victims_importance
     if best.level is PlanLevel.ROOM:
