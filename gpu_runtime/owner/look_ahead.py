@@ -37,7 +37,7 @@ from ..scheduler.capacity import room
 from ..scheduler.policies import policy
 from . import acquire, arrivals, registry, release
 from .resident import Place, Resident
-from .session import Key, Session
+from .session import Decision, Key, Session
 
 log = logging.getLogger("gpu_runtime")
 
@@ -237,14 +237,10 @@ class LookAhead:
             acquire.placement(session, resident),
             wait=False,
         )
-        decide = partial(
-            decisions.load_ahead,
-            request=wanted,
-            rank=session.rank,
-            uses=uses,
-            spared=spared,
-            cell=cell,
-        )
+
+        def decide(book: Book, world: World) -> tuple[Book, Grant | Wait]:
+            return decisions.load_ahead(book, wanted, world, session.rank, uses, spared, cell)
+
         try:
             for _ in range(MOST_ROUNDS):
                 verdict = self._decide(decide)
@@ -260,18 +256,14 @@ class LookAhead:
         finally:
             session.done_with(key.note)
 
-    def _decide(self, decide: partial[tuple[Book, Grant | Wait]]) -> Grant | Wait:
+    def _decide(self, decide: Decision[Grant | Wait]) -> Grant | Wait:
         """The verdict on the load. A transaction is made only if the verdict changes the book."""
         session = self._session
-
-        def deciding(book: Book, world: World) -> tuple[Book, Grant | Wait]:
-            return decide(book, world=world)
-
         book, world = session.look()
-        _, verdict = deciding(books.publish(book, session.truth(), world), world)
+        _, verdict = decide(books.publish(book, session.truth(), world), world)
         if isinstance(verdict, Wait) and not verdict.steps:
             return verdict
-        return session.transact(deciding, fresh=True)
+        return session.transact(decide, fresh=True)
 
     def _perform(self, resident: Resident, verdict: Grant, key: Key) -> None:
         session, name = self._session, resident.spec.name
