@@ -16,7 +16,7 @@ new, the model's bytes therefore count twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -401,10 +401,8 @@ def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
     The reason is empty for a lease that can leave.
     """
     host_room = room(book, world).get(HOST, 0)
-    found = []
-    for lease in _leases_on(book.leases(), {card: ""}):
-        found.append((lease, _why_it_stays(lease, host_room, world)))
-    return found
+    there = _leases_on(book.leases(), (card,))
+    return [(lease, _why_it_stays(lease, host_room, world)) for lease in there]
 
 
 def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
@@ -418,8 +416,8 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
     return ""
 
 
-def _leases_on(leases: Iterable[Lease], cards: Mapping[str, str]) -> list[Lease]:
-    """The leases that claim memory on any of the cards; `cards` has the ids of cards as keys."""
+def _leases_on(leases: Iterable[Lease], cards: Container[str]) -> list[Lease]:
+    """The leases that claim memory on any of the `cards` (ids)."""
     return [lease for lease in leases if any(share.device in cards for share in lease.claims())]
 
 
@@ -519,11 +517,7 @@ def _free_bytes(card: str, context: Context) -> int:
 
 def _holders(book: Book, cards: tuple[str, ...]) -> tuple[str, ...]:
     """Ids of the leases on these cards, the largest first."""
-    there = []
-    for lease in book.leases():
-        if any(share.device in cards for share in lease.claims()):
-            there.append(lease)
-    there.sort(key=lambda lease: -lease.bytes)
+    there = sorted(_leases_on(book.leases(), cards), key=lambda lease: -lease.bytes)
     return tuple(lease.id for lease in there)
 
 

@@ -552,16 +552,12 @@ def warm(
 def worth_less(
     pool: Iterable[Lease], lease: Lease, host_room: int, world: World, rank: Policy
 ) -> tuple[Lease, ...]:
-    """The leases of `pool` to unload from host memory so that `lease` fits into it.
+    """The leases of `pool` to unload from host memory so that `lease` fits into it; see `host_room_for`.
 
     Each returned lease has a lower `worth` in host memory than `lease` would have. The result is
     empty if such leases cannot make the room. If `lease` has a target, only the bytes in the target
-    must fit. `host_room` is the host's free bytes. `pool` is the result of `warm`.
+    must fit. `host_room` is the host's free bytes, too few. `pool` is the result of `warm`.
     """
-    shortage = lease.offload_bytes - host_room
-    fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
-    if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
-        return ()
 
     def worth_there(moved: Lease) -> tuple[int, int, float]:
         # A lease in parts is a load from its source away once it is unloaded, like one in host memory.
@@ -570,7 +566,7 @@ def worth_less(
 
     own = worth_there(lease)
     less = [other for other in pool if other.id != lease.id and worth_there(other) < own]
-    return victims({HOST: shortage}, less, world, rank) or ()
+    return victims({HOST: lease.offload_bytes - host_room}, less, world, rank) or ()
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
