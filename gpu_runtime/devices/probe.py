@@ -200,17 +200,18 @@ class Probe:
             return None
         return cuda.max_memory_allocated(number) - cuda.memory_allocated(number)
 
-    def renew(self) -> None:
-        """Waits until the helper has measured after this call: earlier figures show a load's middle."""
-        if self._sampling:
-            self._sampling.wait(RENEWAL_SECONDS, oldest=0.0)
+    def charged(self, pids: Iterable[int], devices: Iterable[str]) -> dict[str, int]:
+        """Maps each real card of `devices` to the bytes that the driver reports now for the processes `pids`.
 
-    def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Maps each real card of `devices` to the bytes that the driver reported last for process `pid`.
-
-        They include the process's CUDA context, and are 0 if the driver reports none.
+        They include the processes' CUDA contexts, and are 0 if the driver reports none. Waits until the helper has
+        measured the cards after this call: earlier figures show a load's middle.
         """
-        return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
+        cards = {id: self._cards[id] for id in devices if id in self._cards}
+        if self._sampling and cards:
+            uuids = [card.device.uuid for card in cards.values()]
+            self._sampling.wait(RENEWAL_SECONDS, oldest=0.0, cards=uuids)
+        pids = tuple(pids)
+        return {id: sum(self._charged(card, pid) for pid in pids) for id, card in cards.items()}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
         """Bytes that the driver reports on a card for the process `pid` (0: this one); else 0.

@@ -27,6 +27,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,14 @@ class Figures(Value):
     def newest(self) -> float:
         """The newest time at which any card answered; 0 if no card has answered."""
         return max((sample.taken_at for sample in self.cards.values()), default=0.0)
+
+    def as_of(self, cards: Iterable[str]) -> float:
+        """The time since which the host and each of the `cards` (UUIDs) were measured, or have failed."""
+        times = [self.began_at]
+        for uuid in set(cards) - self.failed.keys() if "" not in self.failed else ():
+            sample = self.cards.get(uuid)
+            times.append(sample.taken_at if sample else 0.0)
+        return min(times)
 
     def of(self, device: Device) -> Sample | None:
         """The sample of the given `device`; None if the device was not measured yet."""
@@ -158,17 +167,18 @@ class Sampling:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
 
-    def wait(self, seconds: float, oldest: float = LATE_SECONDS) -> None:
-        """Waits at most `seconds` for figures that are now at most `oldest` seconds old.
+    def wait(self, seconds: float, oldest: float = LATE_SECONDS, cards: Iterable[str] = ()) -> None:
+        """Waits at most `seconds` for figures that are now at most `oldest` seconds old, also of these `cards` (UUIDs).
 
-        With 0 for `oldest`, they are measured after this call. Starts a helper if none runs.
+        With 0 for `oldest`, they are measured after this call. A round does not wait for a slow card, whose last
+        sample is of an earlier round. Starts a helper if none runs.
         """
         began = boot_seconds()
         self.look_after()
         self._ring()
         while boot_seconds() - began <= seconds:
             figures = self.figures()
-            if figures is not None and began - figures.began_at <= oldest:
+            if figures is not None and began - figures.as_of(cards) <= oldest:
                 return
             time.sleep(0.005)
 

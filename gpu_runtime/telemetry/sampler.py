@@ -136,8 +136,10 @@ class CardReader(threading.Thread):
                 answer: Sample | str = replace(sample, pcie=pcie)
             except NoAnswer as error:
                 answer = str(error)
-            self.busy = False
+            except Exception as error:  # noqa: BLE001 - else this card would have no more answer, and no reason
+                answer = f"{type(error).__name__}: {error}"
             self._answers.put((self.name, answer))
+            self.busy = False
             if count_pcie and requested_at - counted_at >= PCIE_SECONDS:
                 pcie, counted_at = count_pcie(self._card), requested_at
 
@@ -166,12 +168,12 @@ class CardRounds:
 
     def next(self) -> Figures:
         """Measures all cards and returns the figures. A card that is late keeps its last figures."""
+        idle = [reader for reader in self._readers if not reader.busy]
+        self._store_answers()  # of earlier rounds, which this round must not take for its own
         began = boot_seconds()
-        awaited = set()
-        for reader in self._readers:
-            if not reader.busy:
-                awaited.add(reader.name)
-                reader.request()
+        for reader in idle:
+            reader.request()
+        awaited = {reader.name for reader in idle}
         while awaited:
             left = began + ROUND_SECONDS - boot_seconds()
             if left <= 0:
@@ -180,11 +182,14 @@ class CardRounds:
                 awaited.discard(self._store(self._answers.get(timeout=left)))
             except queue.Empty:  # the round's time is over
                 break
-        while not self._answers.empty():
-            self._store(self._answers.get())
+        self._store_answers()
         failed = {**self._unlisted, **self._failed}
         people = self._look_up_people()
         return Figures(os.getpid(), began, _machine(began), dict(self._cards), failed, people)
+
+    def _store_answers(self) -> None:
+        while not self._answers.empty():
+            self._store(self._answers.get())
 
     def _store(self, answer: tuple[str, Sample | str]) -> str:
         """Stores the `answer` of one card, and returns the UUID of the card."""

@@ -217,8 +217,9 @@ def test_the_bytes_of_all_processes_of_a_model_count_where_the_driver_shows_any(
     backend, monkeypatch
 ):
     monkeypatch.setattr(model_processes, "descendants", lambda pid: (1, 2))
-    shown = {os.getpid(): {"sim:0": 1}, 1: {"sim:0": 2, HOST: 0}, 2: {"sim:0": 4}}
-    monkeypatch.setattr(backend.probe, "charged", lambda pid, ids: shown[pid])
+    shown = {os.getpid(): 1, 1: 2, 2: 4}
+    charged = lambda pids, ids: {"sim:0": sum(map(shown.get, pids)), HOST: 0}
+    monkeypatch.setattr(backend.probe, "charged", charged)
     handle = backend.load(spec(), (Share("sim:0", GIB), Share(HOST, GIB)))
     assert backend.measure(handle) == (Share("sim:0", 7), Share(HOST, GIB))
     backend.drop(handle)

@@ -56,9 +56,10 @@ def place(tmp_path, monkeypatch):
 def charged_in(place):
     """`Probe.charged` of a card whose driver reports what each stand-in says that it holds."""
 
-    def charged(pid, devices):
-        file = place / "held" / str(pid)
-        return {"sim:0": int(file.read_text())} if file.exists() and devices else {}
+    def charged(pids, devices):
+        files = [place / "held" / str(pid) for pid in pids]
+        held = sum(int(file.read_text()) for file in files if file.exists())
+        return {"sim:0": held} if devices else {}
 
     return charged
 

@@ -35,9 +35,11 @@ def backend(monkeypatch):
     """Its card's driver reports what each program really holds: the rest of a sleeping one is its context."""
     found = open_backend("program", open_probe("sim:1GiB,host:1GiB"))
 
-    def charged(pid, devices):
-        is_guard = "orphan_guard" in " ".join(psutil.Process(pid).cmdline())
-        return {"sim:0": ram(pid)} if devices and not is_guard else {}
+    def charged(pids, devices):
+        programs = [
+            pid for pid in pids if "orphan_guard" not in " ".join(psutil.Process(pid).cmdline())
+        ]
+        return {"sim:0": sum(map(ram, programs))} if devices else {}
 
     monkeypatch.setattr(found.probe, "charged", charged)
     return found

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from gpu_runtime.devices import drivers, nvml, sampler_client
 from gpu_runtime.devices.drivers import Card, Listing, NoAnswer
@@ -176,19 +177,44 @@ def test_fresh_figures_are_those_measured_after_the_request(place, clock, starte
 
 
 @pytest.mark.parametrize(
-    "oldest, age, waits",
+    "oldest, age, card, failed, waits",
     [
-        (LATE_SECONDS, LATE_SECONDS, False),
-        (LATE_SECONDS, LATE_SECONDS + 0.1, True),
-        (0.0, 0.1, True),
+        (LATE_SECONDS, LATE_SECONDS, None, {}, False),
+        (LATE_SECONDS, LATE_SECONDS + 0.1, None, {}, True),
+        (0.0, 0.1, None, {}, True),
+        (0.0, 0.0, 0.0, {}, False),
+        (0.0, 0.0, 0.1, {}, True),
+        (0.0, 0.0, 0.1, {"A": "lost"}, False),
+        (0.0, 0.0, 0.1, {"": "no driver"}, False),
     ],
 )
 def test_figures_are_waited_for_if_there_are_only_older_ones(
-    place, clock, started, oldest, age, waits
+    place, clock, started, oldest, age, card, failed, waits
 ):
-    place.publish(figures(clock.now - age))
-    Sampling(place.path).wait(2.0, oldest)
+    """A card that was late in the newest round has a sample of an earlier one."""
+    cards = {} if card is None else {"A": clock.now - card}
+    place.publish(figures(clock.now - age, cards, failed=failed))
+    Sampling(place.path).wait(2.0, oldest, cards)
     assert (clock.slept > 2.0) is waits and len(started) == 1
+
+
+def test_what_a_process_holds_is_read_from_its_cards_new_sample(place, clock, started):
+    """A slow driver answers after the round that was asked for: its older sample shows a load's middle."""
+    card = Card(Device("cuda:0", 8 * GIB, uuid="A"), None, torch="cuda:0")
+    probe = Probe((card.device, Device(HOST, GIB)), Listing(nvml, (card,)))
+
+    def publish(taken_at, size):
+        sample = Sample("", taken_at, GIB, {41: size, 42: 1})
+        place.publish(replace(figures(clock.now), cards={"A": sample}))
+
+    publish(clock.now, GIB)
+    probe.follow(place.path)
+    clock.advance(1.0)
+    asked = clock.now
+    late = lambda: clock.now < asked + 1
+    clock.asleep = lambda: publish(*((asked - 1, GIB) if late() else (asked, 2 * GIB)))
+    assert probe.charged((41, 42), ("cuda:0", HOST)) == {"cuda:0": 2 * GIB + 1}
+    assert clock.now >= asked + 1
 
 
 def test_a_helper_is_started_once_in_a_while(place, clock, started):
@@ -210,6 +236,8 @@ class Driver:
 
     def measure(self, card, now):
         answer = self.answers.get(card.device.uuid, "")
+        if answer == "breaks":
+            raise KeyError("pid")
         if answer == "hangs":
             assert self.waits.wait(PATIENCE)
         elif answer:
@@ -249,6 +277,28 @@ def test_a_card_keeps_its_last_sample_until_its_next_answer(rounds, monkeypatch)
     driver.answers = {}
     driver.waits.set()
     until(lambda: not cards.next().failed)
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_round(rounds, monkeypatch):
+    cards, driver = rounds
+    driver.answers = {"A": "hangs"}
+    monkeypatch.setattr(sampler, "ROUND_SECONDS", 0.0)
+    cards.next()
+    driver.answers = {}
+    driver.waits.set()
+    until(lambda: not any(reader.busy for reader in cards._readers))
+    monkeypatch.setattr(sampler, "ROUND_SECONDS", PATIENCE)
+    found = cards.next()
+    assert all(sample.taken_at >= found.began_at for sample in found.cards.values())
+
+
+def test_a_card_whose_answer_cannot_be_read_has_failed_until_the_next_one(rounds):
+    """Its thread goes on: a library may raise any error once."""
+    cards, driver = rounds
+    driver.answers = {"A": "breaks"}
+    assert cards.next().failed == {"A": "KeyError: 'pid'"}
+    driver.answers = {}
+    assert not cards.next().failed
 
 
 def test_a_machine_without_an_answer_is_hopeless(monkeypatch):

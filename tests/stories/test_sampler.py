@@ -47,7 +47,7 @@ def test_a_model_counts_with_what_the_driver_reports_after_its_load(host, driver
     kernel = host.kernel()
     for size in (GIB, 2 * GIB, 3 * GIB):
         driver.set(_0_processes=f"41:{size}")
-        now = kernel.evaluate("(rt.probe.renew(), rt.probe.charged(41, ('cuda:0',)))[1]")
+        now = kernel.evaluate("rt.probe.charged((41,), ('cuda:0',))")
         assert now == {"cuda:0": size}
 
 

@@ -442,13 +442,7 @@ class EngineBackend(Backend, Generic[H, V]):
 
     def _on_cards(self, pids: Iterable[int], shares: Shares) -> dict[str, int]:
         """The bytes that the driver reports now for the processes `pids` on each real card of `shares`."""
-        self.probe.renew()
-        devices = tuple(share.device for share in shares)
-        charged: dict[str, int] = {}
-        for pid in pids:
-            for device, size in self.probe.charged(pid, devices).items():
-                charged[device] = charged.get(device, 0) + size
-        return charged
+        return self.probe.charged(pids, [share.device for share in shares])
 
     def _reused(self, into: Any, name: str) -> V:
         """The object that `use` yields for the model `name`: that of the earlier load `into` (its
