@@ -348,10 +348,6 @@ class FleetHold:
         self.value: Any = None  # the model, from the beginning of the use to its end
         self.calling = threading.Lock()  # held during a call: the calls of a hold run one by one
 
-    def release(self) -> None:
-        """Ends the use of the model, or the wait for it. A call that runs is completed."""
-        self.released.set()
-
 
 class FleetHolds:
     """All holds of this `host`, by their ids, over its runtime `rt`."""
@@ -361,14 +357,16 @@ class FleetHolds:
         self._all: dict[str, FleetHold] = {}
         # Ids that were released before their hold began: the release may arrive first.
         self._released_early: deque[str] = deque(maxlen=MOST_RELEASED)
+        self._changing = threading.Lock()  # of the two above
         self._by_thread: dict[int, FleetHold] = {}
         rt.tell_waits(self._on_wait)
 
     def enter(self, hold: FleetHold, timeout: float | None, importance: Any) -> None:
         """Waits until the model of `hold` is on its device. Parameters and errors are those of `rt.use`."""
-        self._all[hold.id] = hold
-        if hold.id in self._released_early:
-            self.release(hold.id)
+        with self._changing:
+            if hold.id in self._released_early:
+                raise NodeLost(hold.model, self._host, "the client has ended")
+            self._all[hold.id] = hold
         start(lambda: self._run(hold, timeout, importance))
         error = hold.ready.get()
         try:
@@ -400,11 +398,12 @@ class FleetHolds:
                 raise NodeLost(hold.model, self._host, "its process is gone") from None
 
     def release(self, id: str) -> None:
-        """Ends the hold with this `id`, if there is one."""
-        if hold := self._all.pop(id, None):
-            hold.release()
-        else:
-            self._released_early.append(id)
+        """Ends the use of the model of the hold `id`, or the wait for it. A call that runs is completed."""
+        with self._changing:
+            if hold := self._all.pop(id, None):
+                hold.released.set()
+            else:
+                self._released_early.append(id)
 
     def release_jobs(self, ended: set[str]) -> int:
         """Ends all holds of the jobs in `ended`. Returns the number of these holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -212,8 +213,8 @@ class Fleet:
 
     def _withdraw(self, hold: str) -> None:
         """Ends the hold `hold` on every host, because the host of an interrupted request is not known."""
-        for host in self._hosts.names():
-            on(self._hosts.agent(host), "leave", "verbs", hold)
+        for agent in self._hosts.agents():
+            on(agent, "leave", "verbs", hold)
 
     # -- wishes ------------------------------------------------------------------------------------
 
@@ -738,11 +739,11 @@ def leave(*, node: str = "", address: str = "auto") -> Outcome:
     name = joined.name
     cluster.unstore(cluster.HOSTS + node.encode())
     began = time.monotonic()
-    try:
+    with contextlib.suppress(cluster.Gone, cluster.Unreachable):  # it has ended, or it hangs
         agent = cluster.actor(cluster.AGENT + node)
-        cluster.answer(on(agent, "stop", "verbs"))
-        module.kill(agent)
-    except (cluster.Gone, cluster.Unreachable):
-        pass  # the agent has ended already
+        try:
+            cluster.answer(on(agent, "stop", "verbs"))
+        finally:
+            module.kill(agent)
     took = time.monotonic() - began
     return Outcome("leave", name, True, f"{name} has left the fleet", seconds=took)

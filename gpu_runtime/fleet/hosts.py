@@ -70,6 +70,10 @@ class Hosts:
             raise cluster.Gone(host)
         return found[1]
 
+    def agents(self) -> list[Any]:
+        """The handles of all agents."""
+        return [agent for _, agent in self._handles.copy().values()]
+
     def forget(self, host: str) -> None:
         """Leaves `host` out until the next `refresh`."""
         with self._lock:

@@ -1,5 +1,7 @@
 """Holds: one thread for each use of a model by a client of the fleet."""
 
+import contextlib
+
 import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
@@ -79,6 +81,27 @@ def test_a_client_that_ended_frees_its_models_and_its_waits(rt, holds):
 def test_a_release_that_arrives_before_its_hold_is_not_lost(rt, holds):
     """An interrupted client withdraws its request, which may overtake the request itself."""
     holds.release("h1")
-    holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
-    until(lambda: pins(rt) == {"qwen": 0})
-    assert len(holds) == 0
+    with pytest.raises(NodeLost, match="the client has ended"):
+        holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
+    assert len(holds) == 0 and pins(rt) == {}, "the model is not even loaded"
+
+
+def test_a_release_that_arrives_at_the_same_moment_as_its_hold_is_not_lost(rt, holds, monkeypatch):
+    entering = []
+
+    def enter() -> None:
+        """The hold begins once its release has looked for it."""
+        with contextlib.suppress(NodeLost):
+            holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
+
+    class Looked(dict):
+        def pop(self, id: str, default: object) -> object:
+            """Finds no hold. Then the hold begins, or waits for the end of the release."""
+            entering.append(start(enter))
+            entering[0].wait(0.5)
+            return default
+
+    monkeypatch.setattr(holds, "_all", Looked())
+    holds.release("h1")
+    assert entering[0].wait(PATIENCE) and len(holds) == 0
+    assert pins(rt) == {}

@@ -2,14 +2,16 @@
 
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, LoadFailed
 from gpu_runtime.facts import Offer, PlanLevel
-from gpu_runtime.fleet import cluster
-from gpu_runtime.fleet.cluster import Gone, Joined
+from gpu_runtime.fleet import client, cluster
+from gpu_runtime.fleet.client import Fleet
+from gpu_runtime.fleet.cluster import Gone, Joined, Unreachable
 from gpu_runtime.fleet.hosts import Hosts, attempts, refusal
 from tests.clock import PATIENCE
 
@@ -131,3 +133,42 @@ def test_a_host_that_has_just_joined_is_not_lost_to_an_older_reading(monkeypatch
     for thread in (watch, join_thread):
         thread.join()
     assert hosts.names() == ("box1",)
+
+
+def test_an_interrupted_request_is_withdrawn_from_each_host(monkeypatch):
+    """Also if another thread leaves a host out meanwhile: the hold may be on a host after it."""
+    fleet = Fleet.__new__(Fleet)
+    fleet._hosts = Hosts()
+    fleet._hosts._handles = {name: ((name, "1"), f"agent of {name}") for name in "abc"}
+    told = []
+
+    def on(agent: Any, method: str, group: str, hold: str) -> None:
+        told.append(agent)
+        fleet._hosts.forget("b")
+
+    monkeypatch.setattr(client, "on", on)
+    fleet._withdraw("h1")
+    assert told == ["agent of a", "agent of b", "agent of c"]
+
+
+@pytest.mark.parametrize("error", [None, Gone("dead"), Unreachable("no answer within 60 s")])
+def test_the_agent_of_a_host_that_leaves_is_ended_also_if_it_hangs(monkeypatch, error):
+    """An agent that has crashed would be started again, and one that hangs would keep its cards."""
+    killed = []
+
+    def answer(_: Any) -> None:
+        if error is not None:
+            raise error
+
+    fakes = {
+        "connect": lambda address: None,
+        "ray": lambda: SimpleNamespace(kill=killed.append),
+        "stored_hosts": lambda: {"n1": Joined("box1", "1")},
+        "unstore": lambda key: None,
+        "actor": lambda name: "agent",
+        "answer": answer,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(cluster, name, fake)
+    monkeypatch.setattr(client, "on", lambda *_: None)
+    assert client.leave(node="n1").done and killed == ["agent"]
