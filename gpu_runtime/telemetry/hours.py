@@ -329,7 +329,7 @@ class Account:
         ]
 
     def forget(self, rows: Iterable[Hour]) -> None:
-        """Removes `rows`, which are written."""
+        """Removes `rows`, which are written, and the oldest of more than MOST_UNWRITTEN others."""
         for row in rows:
             self._sums.pop((row.start, row.key), None)
         for oldest in sorted(self._sums)[:-MOST_UNWRITTEN]:

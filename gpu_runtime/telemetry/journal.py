@@ -177,6 +177,7 @@ class Journal:
         rows, decided = list(self._unwritten), list(self._decided)
         if not (rows or decided) or self._broken or self._path is None:
             return
+        self._written_at = self._clock()
         try:
             with contextlib.closing(self._connect()) as db:
                 if decided:
@@ -184,7 +185,7 @@ class Journal:
                 self._insert(db, rows)
         except (sqlite3.Error, OSError) as error:
             if sqlite_code(error) == SQLITE_BUSY:
-                return  # many processes write at once; the next write includes these
+                return  # many processes write at once; the next write, a second later, includes these
             self._broken = True
             log.warning(
                 "the journal %s cannot be written (%s); history is kept in memory only",
@@ -194,7 +195,6 @@ class Journal:
         self._unwritten.clear()
         if not self._broken:
             self._decided.clear()
-        self._written_at = self._clock()
 
     def _insert(self, db: sqlite3.Connection, rows: list[Event]) -> None:
         db.executemany(

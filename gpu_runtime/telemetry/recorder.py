@@ -242,8 +242,8 @@ class Recorder:
 
     def _add_hours(self, before: float, wall: float) -> None:
         rows = self._account.rows(before)
-        if rows and self._hours.add(rows, wall):
-            self._account.forget(rows)
+        if rows:
+            self._account.forget(rows if self._hours.add(rows, wall) else ())
 
     def flush(self) -> None:
         """Writes the moments that are not written yet. If this fails, they are kept for a later call."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
+from gpu_runtime.telemetry import hours
 from gpu_runtime.telemetry import recorder as recorders
 from gpu_runtime.telemetry.recorder import (
     AHEAD_SECONDS,
@@ -234,6 +235,18 @@ def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
         assert keeper._unwritten
     keeper.flush()
     assert [one.wall for one in shown(record)] == [WALL - 10, WALL - 5] and not keeper._unwritten
+
+
+def test_hours_that_cannot_be_written_are_kept_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(hours, "MOST_UNWRITTEN", 3)
+    keeper = Recorder.__new__(Recorder)
+    keeper._account, keeper._hours = hours.Account(), SimpleNamespace(add=lambda *_: False)
+    key = hours.Key("ann", "a.ipynb", "a", "sim:0", hours.IN_USE)
+    for minute in range(6):
+        for seconds in (0, 1):
+            keeper._account.look({key: GIB}, 60.0 * minute + seconds, WALL + 60 * minute + seconds)
+        keeper._add_hours(float("inf"), WALL)
+    assert [row.start - WALL for row in keeper._account.rows()] == [180, 240, 300]
 
 
 # -- a file that is damaged, foreign or another's -----------------------------------------------------------------

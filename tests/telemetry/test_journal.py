@@ -95,21 +95,25 @@ def test_events_that_meet_a_writing_process_are_written_later_and_a_lost_file_is
     monkeypatch.setattr(journals.sqlite3, "connect", lambda path, timeout: connect(path, timeout=0))
     journal = Journal(path, clock=clock)
     journal.append([event(0)])
+    opened, tries = journals.opened, []
+    monkeypatch.setattr(journals, "opened", lambda path: tries.append(path) or opened(path))
     with closing(connect(path)) as other:
         other.execute("BEGIN EXCLUSIVE")
-        for number in (1, 2):
-            clock.advance(9)
+        for number, seconds in ((1, 9), (2, 9), (3, 0.5)):
+            clock.advance(seconds)
             journal.append([event(number)])
+        assert len(tries) == 2, "a try may wait half a second, so there is one a second"
         journal.flush()
     assert not caplog.records
-    journal.append([event(3)])
-    assert [one.seq for one in Journal(path).tail()] == [0, 1, 2, 3]
+    clock.advance(1)
+    journal.append([event(4)])
+    assert [one.seq for one in Journal(path).tail()] == [0, 1, 2, 3, 4]
     path.unlink()
     path.mkdir()
-    for number in (4, 5):
+    for number in (5, 6):
         clock.advance(9)
         journal.append([event(number)])
-    assert len(caplog.records) == 1 and [one.seq for one in journal.tail(3)] == [3, 4, 5]
+    assert len(caplog.records) == 1 and [one.seq for one in journal.tail(3)] == [4, 5, 6]
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
