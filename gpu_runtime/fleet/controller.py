@@ -211,25 +211,22 @@ class Controller:
 
     def _fill(self, name: str) -> str:
         """Loads the missing copies of `name`, in one thread at a time. Returns its hosts, or why no host has it."""
-        wish = self._wishes.find(name)
-        if wish is None or not wish.copies:
+        if not self._wishes.copies(name):
             return "on request"
-        drained = set(self._wishes.drained)
-        why = ""
         with self._filling[name]:
-            held = self._holdings()
+            held, drained = self._holdings(), self._wishes.drained
             has = {host for host, models in held.items() if name in models and host not in drained}
-            while len(has) < wish.copies:
+            while len(has) < self._wishes.copies(name):  # which may change meanwhile
                 served = self._place(name, has)
-                if not served.host:
-                    reasons = sorted(served.reasons.items())
-                    why = "; ".join(f"{host}: {text}" for host, text in reasons) or "no other host"
-                    break
-                has.add(served.host)
-        if not has:
-            return f"not loaded ({why if served.reasons else 'no host'})"
-        hosts = ", ".join(sorted(has))
-        return f"{hosts} ({len(has)} of {wish.copies} copies; {why})" if why else hosts
+                if served.host:
+                    has.add(served.host)
+                    continue
+                why = "; ".join(f"{host}: {text}" for host, text in sorted(served.reasons.items()))
+                if not has:
+                    return f"not loaded ({why or 'no host'})"
+                copies = f"{len(has)} of {self._wishes.copies(name)} copies"
+                return f"{', '.join(sorted(has))} ({copies}; {why or 'no other host'})"
+        return ", ".join(sorted(has)) or "on request"
 
     def _place(self, name: str, has: set[str]) -> FleetAnswer:
         """Loads one more copy of the wished model `name`, on a host that is not in `has`."""

@@ -46,6 +46,11 @@ class Wishes(Value):
         """The wish for the model `name`, or None."""
         return next((wish for wish in self.models if wish.name == name), None)
 
+    def copies(self, name: str) -> int:
+        """The number of copies of the model `name` that are wished."""
+        wish = self.find(name)
+        return wish.copies if wish else 0
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all wished models."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpu_runtime import Busy, Runtime, StillInUse
 from gpu_runtime.backends.fake import FakeBackend
@@ -199,6 +200,23 @@ def test_a_copy_that_is_missing_is_told_with_its_reason(fleet):
     fleet.join("box2", "sim:1x4GiB,host:1GiB")
     told = fleet.apply("a", copies=2)["a"]
     assert told.startswith("box1 (1 of 2 copies; box2: a needs 6.0 GiB")
+
+
+def test_a_wish_for_fewer_copies_counts_also_for_a_load_that_has_begun(fleet, monkeypatch):
+    for name in ("box1", "box2"):
+        fleet.join(name, "sim:1x10GiB,host:1GiB")
+    place = fleet.controller._place
+
+    def placed(name: str, has: set[str]) -> Any:
+        """Meanwhile a person wishes one copy."""
+        fleet.controller._change(
+            lambda old: replace(old, models=(replace(old.models[0], copies=1),))
+        )
+        return place(name, has)
+
+    monkeypatch.setattr(fleet.controller, "_place", placed)
+    assert fleet.apply("a", copies=2) == {"a": "box1"}
+    assert fleet.on_cards("box2") == {}
 
 
 def test_wished_models_that_are_loaded_at_once_evict_none_of_each_other(fleet):
