@@ -40,6 +40,7 @@ _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float",
 # JSON has no type for a timestamp, nor for the YAML value `=`. Both are read as text.
 _AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write half of a character, UTF-8 cannot
+_GAP = re.compile(r"[ \t\r\n,]*")  # between the documents of a JSON file
 _TOO_DEEP = f"this is nested deeper than {DEEPEST} levels"
 
 
@@ -238,9 +239,9 @@ def _short(text: str) -> str:
 def _json(text: str, file: str) -> Iterator[Document]:
     """Yields the JSON documents in `text`, one or several in a row, as in jq. Raises BadDocument."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
-    at = _skip(text, 0)
-    while at < len(text):
-        line = text.count("\n", 0, at) + 1
+    count, line, end = itertools.count(1), 1, 0
+    while (at := _GAP.match(text, end).end()) < len(text):
+        line += text.count("\n", end, at)
         try:
             raw, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
@@ -251,10 +252,10 @@ def _json(text: str, file: str) -> Iterator[Document]:
             raise BadDocument(file, line, "", words) from None
         lines = _json_lines(text[at:end], line - 1)
         document = Document(None, lines, file)
-        value = _plain(raw, (), document, itertools.count(1))
+        value = _plain(raw, (), document, count)
+        line += text.count("\n", at, end)
         if value is not None:
             yield Document(value, lines, file)
-        at = _skip(text, end)
 
 
 class _Pairs(list):
@@ -263,11 +264,6 @@ class _Pairs(list):
 
 def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not a number that can be used")
-
-
-def _skip(text: str, at: int) -> int:
-    """The position of the first character at or after `at` in `text` that is no space or comma."""
-    return len(text) - len(text[at:].lstrip(" \t\r\n,"))
 
 
 def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> Any:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime.catalog import documents
 from gpu_runtime.catalog.documents import DEEPEST, MOST_BYTES, read
 from gpu_runtime.errors import BadDocument
 
@@ -79,6 +80,14 @@ def test_an_error_names_the_line(text, line, message):
 def test_deep_nesting_is_refused_and_does_not_crash(text):
     """PyYAML's fast parser crashes on such a text with a segmentation fault."""
     assert f"deeper than {DEEPEST}" in str(wrong(text))
+
+
+def test_json_documents_in_a_row_count_together(monkeypatch):
+    """A file of half a million empty ones took minutes."""
+    monkeypatch.setattr(documents, "MOST_VALUES", 4)
+    assert len(values('{}\n{"a": 1},\n{}', "f.json")) == 3
+    error = wrong('{}\n{"a": 1},\n\n{"b": 1}', "f.json")
+    assert error.line == 4 and "more than 4 values" in str(error)
 
 
 def test_an_alias_to_a_value_around_it_is_refused():
