@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, HTTPServerRequest, parse_cookie
 from tornado.routing import ReversibleRouter
@@ -572,6 +572,7 @@ class RedirectHandler(RequestHandler):
 ANY = "*"
 METHODS = "GET, HEAD, POST, PUT, DELETE"
 PREFLIGHT_SECONDS = "600"  # for which a browser keeps the answer
+_ORIGIN = re.compile(r"https?://(\[[^][]+\](:\d+)?|[^][/?#\s]+)")
 _NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 
 
@@ -583,8 +584,7 @@ def origins_of(text: str | None) -> frozenset[str]:
     """
     found = {name.strip() for name in (text or "").split(",")} - {""}
     for name in found - {ANY}:
-        parts = urlsplit(name)
-        if parts.scheme not in ("http", "https") or name != f"{parts.scheme}://{parts.netloc}":
+        if not _ORIGIN.fullmatch(name):
             expected = f"origins such as https://app.example:8443, with commas, or {ANY}"
             raise BadSetting("GPU_SERVE_CORS", text, expected)
     return frozenset(name.lower() for name in found)

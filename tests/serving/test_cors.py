@@ -123,7 +123,9 @@ async def test_a_page_reads_every_header_that_the_server_sends():
     assert "www-authenticate" in refused
 
 
-@pytest.mark.parametrize("setting", ["app.example", "https://a.example/", "ftp://a", "https://a,b"])
+@pytest.mark.parametrize(
+    "setting", ["app.example", "https://a.example/", "ftp://a", "https://a,b", "http://[a"]
+)
 def test_a_wrong_origin_is_a_mistake_in_the_setting(setting):
     with pytest.raises(BadSetting, match="GPU_SERVE_CORS"):
         origins_of(setting)
