@@ -89,11 +89,6 @@ class Segments(NamedTuple):
         """Bytes taken from the device, allocated or free."""
         return sum(run.size for run in self.runs() if run.key != HOLE)
 
-    @property
-    def largest_free(self) -> int:
-        """Bytes of the largest free run."""
-        return max((run.size for run in self.runs() if run.key == FREE), default=0)
-
 
 class Spot(NamedTuple):
     """The position of a run: a segment's id and an offset in bytes."""
@@ -123,9 +118,21 @@ def allocate(
     runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
     need = sum(run.size for run in runs)
     small = need < MIB
-    spot = _best_fit(state, need, small)
-    if spot is not None:
-        return _cut(state, spot, runs, need), spot, False
+    fits = [  # the free runs with enough bytes, with their positions
+        (run.size, number, position)
+        for number, segment in enumerate(state.segments)
+        if segment.small == small
+        for position, run in enumerate(segment.runs)
+        if run.key == FREE and run.size >= need
+    ]
+    if fits:
+        size, number, position = min(fits)
+        segment = state.segments[number]
+        before, after = segment.runs[:position], segment.runs[position + 1 :]
+        cut = segment._replace(runs=_joined((*before, *runs, Run(size - need, FREE), *after)))
+        segments = (*state.segments[:number], cut, *state.segments[number + 1 :])
+        spot = Spot(segment.id, sum(run.size for run in before))
+        return state._replace(segments=segments), spot, False
     size = _segment_size(need)
     retried = state.reserved + size > room
     if retried:
@@ -134,8 +141,8 @@ def allocate(
         state = trimmed(state)
     size = max(need, min(size, room - state.reserved))
     segment = Segment(state.next_id, small, _joined((*runs, Run(size - need, FREE))))
-    after = Segments((*state.segments, segment), state.next_id + 1)
-    return after, Spot(segment.id, 0), retried
+    state = Segments((*state.segments, segment), state.next_id + 1)
+    return state, Spot(segment.id, 0), retried
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
@@ -167,45 +174,6 @@ def _segment_size(need: int) -> int:
     if need < MIB:
         return 2 * MIB
     return 20 * MIB if need < 10 * MIB else rounded(need, 2 * MIB)
-
-
-def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
-    """The position of the smallest free run with at least `need` bytes; None without such a run.
-
-    If `small` is true, only segments for small requests are searched, else only the others.
-    """
-    best: tuple[int, Spot] | None = None
-    for segment in state.segments:
-        if segment.small != small:
-            continue
-        offset = 0
-        for run in segment.runs:
-            if run.key == FREE and run.size >= need and (best is None or run.size < best[0]):
-                best = run.size, Spot(segment.id, offset)
-            offset += run.size
-    return best[1] if best else None
-
-
-def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segments:
-    """The state with `runs`, `need` bytes, at the start of the free run at `spot`."""
-    segments = []
-    for segment in state.segments:
-        if segment.id == spot.segment:
-            segment = _cut_segment(segment, spot.offset, runs, need)
-        segments.append(segment)
-    return state._replace(segments=tuple(segments))
-
-
-def _cut_segment(segment: Segment, at: int, runs: tuple[Run, ...], need: int) -> Segment:
-    after: list[Run] = []
-    offset = 0
-    for run in segment.runs:
-        if offset == at and run.key == FREE:
-            after += [*runs, Run(run.size - need, FREE)]
-        else:
-            after.append(run)
-        offset += run.size
-    return segment._replace(runs=_joined(after))
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -243,23 +211,12 @@ def of_segments(
     and `ooms` are the allocator's counters for this `device`.
     """
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
-    segments = []
-    for start, segment in zip(starts, state.segments, strict=False):
-        kind = "small" if segment.small else "large"
-        segments.append(SegmentMap(start, segment.span, kind, _runs(segment)))
-    return AllocatorMap(
-        owner="",
-        device=device,
-        wall=0.0,
-        allocated_bytes=state.allocated,
-        reserved_bytes=state.reserved,
-        inactive_bytes=state.reserved - state.allocated,
-        releasable_bytes=state.reserved - emptied(state).reserved,
-        largest_free_bytes=state.largest_free,
-        alloc_retries=alloc_retries,
-        ooms=ooms,
-        segments=tuple(segments),
-    )
+    kinds = ["small" if segment.small else "large" for segment in state.segments]
+    segments = [
+        SegmentMap(start, segment.span, kind, _runs(segment))
+        for start, kind, segment in zip(starts, kinds, state.segments, strict=False)
+    ]
+    return _map_of(device, segments, kinds, alloc_retries, ooms)
 
 
 def of_torch(
@@ -275,22 +232,31 @@ def of_torch(
     """
     own = [segment for segment in segments if segment["device"] == number]
     own.sort(key=lambda segment: segment["address"])
-    maps = tuple(_torch_segment(segment) for segment in own)
-    blocks = [block for segment in maps for block in segment.blocks]
-    free = [block.bytes for block in blocks if block.state is BlockState.INACTIVE]
-    kinds = (described["segment_type"] for described in own)
+    kinds = [segment["segment_type"] for segment in own]
+    retries, ooms = stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
+    return _map_of(device, list(map(_torch_segment, own)), kinds, retries, ooms)
+
+
+def _map_of(
+    device: str, segments: Sequence[SegmentMap], kinds: Iterable[str], alloc_retries: int, ooms: int
+) -> AllocatorMap:
+    """The map of these `segments`. `kinds` says of each whether it is for small or large requests."""
+    sizes: dict[BlockState, list[int]] = {state: [0] for state in BlockState}
+    for segment in segments:
+        for block in segment.blocks:
+            sizes[block.state].append(block.bytes)
     return AllocatorMap(
         owner="",
         device=device,
         wall=0.0,
-        allocated_bytes=sum(b.bytes for b in blocks if b.state is BlockState.ALLOCATED),
-        reserved_bytes=sum(segment.bytes for segment in maps),
-        inactive_bytes=sum(free),
-        releasable_bytes=sum(map(_releasable, maps, kinds)),
-        largest_free_bytes=max(free, default=0),
-        alloc_retries=stats.get("num_alloc_retries", 0),
-        ooms=stats.get("num_ooms", 0),
-        segments=maps,
+        allocated_bytes=sum(sizes[BlockState.ALLOCATED]),
+        reserved_bytes=sum(segment.bytes for segment in segments) - sum(sizes[BlockState.RELEASED]),
+        inactive_bytes=sum(sizes[BlockState.INACTIVE]),
+        releasable_bytes=sum(map(_releasable, segments, kinds)),
+        largest_free_bytes=max(sizes[BlockState.INACTIVE]),
+        alloc_retries=alloc_retries,
+        ooms=ooms,
+        segments=tuple(segments),
     )
 
 
@@ -345,7 +311,7 @@ def _releasable(segment: SegmentMap, type: str) -> int:
         return _whole_free_pages(segment, PAGE_BYTES[type])
     if segment.kind == "private" or segment.in_use:
         return 0
-    return segment.bytes
+    return sum(block.bytes for block in segment.blocks if block.state is BlockState.INACTIVE)
 
 
 def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
