@@ -70,10 +70,7 @@ class Block:
 
     def buffer(self) -> Any:
         """Real pages for the block: a writable ctypes array [size], undefined, that keeps it alive."""
-        region = self.memory._region(self.segment)
-        array = (ctypes.c_ubyte * self.size).from_buffer(region, self.offset)
-        array.block = self
-        return array
+        return _array(self.memory._region(self.segment), self.offset, self)
 
     def free(self) -> None:
         """Gives the bytes back. The block must have no buffer. A second call does nothing."""
@@ -101,9 +98,7 @@ class Memory:
         torch: str = "cpu",
     ) -> None:
         self.device, self.capacity_bytes = device, capacity_bytes
-        self.counted = (
-            capacity_bytes is not None
-        )  # whether this object counts bytes: on no real card
+        self.counted = capacity_bytes is not None  # whether this object counts bytes
         self.simulated, self.pinned = simulated, pinned
         self.torch = torch  # the number of a card can differ between processes
         self.squeezed_bytes = 0
@@ -191,21 +186,11 @@ class Memory:
                     _return_free_pages(region, segment)
             return state.reserved - after.reserved
 
-    def contains(self, address: int) -> bool:
-        """Whether the `address` is in real pages of this memory."""
-        return any(region.contains(address) for region in self._every_region())
-
-    def is_read_only(self, address: int) -> bool:
-        """Whether the `address` is in pages of this memory that this process cannot write."""
-        return any(pages.contains(address) and not pages.writable for pages in self._every_region())
-
-    def is_left_out_of_forks(self, address: int) -> bool:
-        """Whether the `address` is in pages of this memory that forked children do not have."""
-        return any(pages.contains(address) and pages.left_out for pages in self._every_region())
-
-    def _every_region(self) -> list[Region]:
+    def region_at(self, address: int) -> Region | None:
+        """The real pages of this memory that contain the `address`; None if there are none."""
         with self._lock:
-            return [*self._regions.values(), *self._shared]
+            regions = [*self._regions.values(), *self._shared]
+        return next((region for region in regions if region.contains(address)), None)
 
     def add_region(self, region: Region) -> None:
         """Adds the pages of `region`, which another module mapped, as long as the region exists."""
@@ -216,9 +201,8 @@ class Memory:
         """Locks the pages at the `addresses` that were made before this process used CUDA."""
         if not self.pinned:
             return
-        for region in self._every_region():
-            if any(region.contains(address) for address in addresses):
-                pinned(region, touched=True)
+        for region in {self.region_at(address) for address in addresses} - {None}:
+            pinned(region, touched=True)
 
     def fail_next(self, times: int = 1) -> None:
         """Lets the next `times` allocations fail as if the device were full. For drills."""

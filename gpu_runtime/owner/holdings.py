@@ -201,7 +201,7 @@ def _found(session: Session, limit: Any) -> Any:
             found.append(entry._replace(stays=""))
             continue
         is_guard = entry.stays == UNREADABLE and session.probe.simulated
-        in_host = entry.stays == FOREIGN and host.contains(entry.storage.data_ptr())
+        in_host = entry.stays == FOREIGN and host.region_at(entry.storage.data_ptr())
         if not (is_guard or in_host):
             found.append(entry)
     return result._replace(found=tuple(found))

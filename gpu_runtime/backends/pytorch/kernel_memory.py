@@ -677,7 +677,7 @@ class KernelBackend(Backend):
         found = []
         for entry in seen.found:
             is_ours = entry.stays == FOREIGN and any(
-                place.contains(entry.storage.data_ptr()) for place in places
+                place.region_at(entry.storage.data_ptr()) for place in places
             )
             is_guard = entry.stays == UNREADABLE and model.memory.counted
             if entry.device in cards and not (is_ours or is_guard):

@@ -321,7 +321,7 @@ def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
     """Whether the `tensors` are in page-locked memory already, or `host` has no such memory."""
     if not host.pinned:
         return True
-    return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
+    return all(host.region_at(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
 
 
 def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:

@@ -748,9 +748,10 @@ def _ordinary(content: Tensor, host: Memory) -> Tensor:
     """
     if swap.refuses_writes(content):
         return content if ending.is_set() else content.clone()
-    address = content.data_ptr()
-    left_out = host.is_left_out_of_forks(address) and not ending.is_set()
-    return content.clone() if left_out or host.is_read_only(address) else content
+    pages = host.region_at(content.data_ptr())
+    if pages is not None and (not pages.writable or (pages.left_out and not ending.is_set())):
+        return content.clone()
+    return content
 
 
 def away_sentence(name: str) -> str:
