@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
-from ..ledgers.liveness import name_of
 from ..safe_text import quoted
 from ..units import GIB, KIB, parse_bytes
 from . import allocators, drivers
@@ -153,9 +152,7 @@ class Probe:
     def people(self) -> dict[int, tuple[str, str]]:
         """Maps pids of processes on the cards to user and command, if the helper knows them."""
         figures = self._sampling.figures() if self._sampling else None
-        if figures is None:
-            return {}
-        return {pid: (name_of(user.uid), user.command) for pid, user in figures.people.items()}
+        return figures.programs if figures else {}
 
     def helper(self) -> dict[str, str]:
         """The state of the host's helper process, for a report; empty without a helper."""

@@ -36,6 +36,7 @@ from msgspec.structs import replace
 
 from ..facts import Device, Sample, Value
 from ..files import child_environment, read_plain
+from ..ledgers.liveness import name_of
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long
@@ -78,6 +79,11 @@ class Figures(Value):
             sample = self.cards.get(uuid)
             times.append(sample.taken_at if sample else 0.0)
         return min(times)
+
+    @property
+    def programs(self) -> dict[int, tuple[str, str]]:
+        """The user and the command of each visible process on the cards, by pid."""
+        return {pid: (name_of(person.uid), person.command) for pid, person in self.people.items()}
 
     def of(self, device: Device) -> Sample | None:
         """The sample of the given `device`; None if the device was not measured yet."""

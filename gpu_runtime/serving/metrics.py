@@ -213,7 +213,7 @@ def _held(snapshot: Snapshot, host: str) -> Iterator[GaugeMetricFamily]:
     cards = {view.device.id: card_labels(view.device, host) for view in snapshot.devices}
     unknown = ("", "", "", host)  # of no card: what parking has saved
     programs = {stranger.pid: (stranger.user, stranger.command) for stranger in snapshot.strangers}
-    for key, size in hours.held_now(book, snapshot.devices, programs.get).items():
+    for key, size in hours.held_now(book, snapshot.devices, programs).items():
         if key.state == hours.WAITED_FOR:
             continue
         name = hours.OWN_CODE if key.name == KERNEL else key.name

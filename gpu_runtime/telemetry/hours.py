@@ -25,7 +25,6 @@ import datetime
 import errno
 import logging
 import os
-import pwd
 import sqlite3
 import threading
 import time
@@ -33,10 +32,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import threads
-from ..devices.sampler_client import Figures
 from ..facts import DISK, HOST, KERNEL, Book, DeviceView, Lease, Phase, Section
 from ..files import make_directory
 from ..ledgers.access import access_to, state_in
@@ -170,23 +169,13 @@ class Hour(NamedTuple):
 # -- what is held at one moment ------------------------------------------------------------------------------------
 
 
-Program = Callable[[int], tuple[str, str] | None]  # pid -> user and command, if they are known
-
-
-def programs(figures: Figures) -> Program:
-    """The users and commands of the processes on the cards, as `figures` have them."""
-
-    def of(pid: int) -> tuple[str, str] | None:
-        person = figures.people.get(pid)
-        return person and (_user(person.uid), person.command)
-
-    return of
+Programs = Mapping[int, tuple[str, str]]  # pid -> user and command of those that are known
 
 
 def held_now(
-    book: Book, views: Sequence[DeviceView], program: Program = lambda pid: None
+    book: Book, views: Sequence[DeviceView], programs: Programs = MappingProxyType({})
 ) -> dict[Key, int]:
-    """The bytes of each key now. `views` are the devices of the `book`; `program` names programs without a lease."""
+    """The bytes of each key now. `views` are the devices of the `book`; `programs` names those without a lease."""
     held: dict[Key, int] = defaultdict(int)
     cards = {view.device.id: view for view in views if not view.device.is_host}
     waiting: dict[str, set[str]] = defaultdict(set)  # card -> owners that wait for it
@@ -202,7 +191,7 @@ def held_now(
         if key.state in ON_CARD:
             on_cards[key.device] += size
     for id, view in cards.items():
-        _add_rest(held, view, on_cards[id], book, program)
+        _add_rest(held, view, on_cards[id], book, programs)
     _add_saved(held)
     return dict(held)
 
@@ -271,7 +260,7 @@ def _add_saved(held: dict[Key, int]) -> None:
 
 
 def _add_rest(
-    held: dict[Key, int], view: DeviceView, leased: int, book: Book, program: Program
+    held: dict[Key, int], view: DeviceView, leased: int, book: Book, programs: Programs
 ) -> None:
     """Adds what is in use without a lease on the card of `view`, and what is free."""
     id, total = view.device.id, view.device.total_bytes
@@ -283,20 +272,13 @@ def _add_rest(
     }
     processes = view.sample.processes if view.sample else {}
     for pid, size in processes.items():
-        if pid in known or not size or (who := program(pid)) is None:
+        if pid in known or not size or (who := programs.get(pid)) is None:
             continue
         part = min(size, outside)
         held[Key(*who, "", id, OUTSIDE)] += part
         outside -= part
     if outside:
         held[Key("", "", "", id, OUTSIDE)] += outside
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
 
 
 # -- the sums ------------------------------------------------------------------------------------------------------

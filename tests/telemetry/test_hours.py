@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from gpu_runtime.backtest import FULL, HistoryModel, HistoryRequest, UseHistory, _Replay
 from gpu_runtime.devices.sampler_client import Figures, Person
 from gpu_runtime.facts import DISK, HOST, NORMAL, Phase, Sample, Section, Share, Ticket
+from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.scheduler.capacity import views
 from gpu_runtime.scheduler.policies import keep_score
 from gpu_runtime.telemetry import hours
@@ -134,10 +135,14 @@ def test_memory_without_a_lease_has_its_program_and_user_where_the_driver_tells(
         devices.samples["cuda:0"], processes={owner(1).pid: 4 * GIB, 99: 5 * GIB, 98: GIB}
     )
     devices = replace(devices, samples={"cuda:0": sample})
-    figures = Figures(1, 0.0, Sample(HOST, 0.0, None), people={99: Person(0, "python train.py")})
-    held = held_now(page, views(page, devices), hours.programs(figures))
+    people = {99: Person(0, "python train.py"), 98: Person(2**31 - 2, "python")}
+    figures = Figures(1, 0.0, Sample(HOST, 0.0, None), people=people)
+    held = held_now(page, views(page, devices), figures.programs)
     assert held[Key("root", "python train.py", "", "cuda:0", OUTSIDE)] == 5 * GIB
-    assert held[Key("", "", "", "cuda:0", OUTSIDE)] == 2 * GIB
+    assert held[Key(name_of(2**31 - 2), "python", "", "cuda:0", OUTSIDE)] == GIB, (
+        "as its leases say"
+    )
+    assert held[Key("", "", "", "cuda:0", OUTSIDE)] == GIB
     assert held[Key("", "", "", "cuda:0", FREE)] == 9 * GIB
 
 
