@@ -35,7 +35,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..facts import Device, Sample, Value
-from ..files import child_environment, read_plain
+from ..files import child_environment, read_plain, stamp
 from ..ledgers.liveness import name_of
 from ..units import show_seconds
 
@@ -112,7 +112,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 _decode = msgspec.json.Decoder(Figures).decode
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _BELL_FLAGS = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-_STAMP_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+_MARK_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _MOST_BYTES = 1 << 20  # limit of the file; 64 cards with a hundred processes each take 200 KiB
 # Helpers that this process started. A helper continues to run when the `Sampling` that started it
 # is gone.
@@ -130,7 +130,7 @@ class Sampling:
         """
         self.directory = directory
         self._ledger, self._simulated = ledger, simulated
-        self._read: tuple[tuple[int, int, int], Figures] | None = None
+        self._read: tuple[tuple[int, int, int] | None, Figures] | None = None
         self._unanswered_since = -1.0  # start of the last round before an unanswered request
         self._looked_at = float("-inf")
         self._began = boot_seconds()
@@ -140,12 +140,10 @@ class Sampling:
     def figures(self) -> Figures | None:
         """The last figures, or None. This takes one system call, and 30 µs for a changed file."""
         path = self.directory / "samples"
+        changed, read = stamp(path), self._read
         try:
-            status = os.stat(path)
-            stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-            read = self._read
-            if read is None or read[0] != stamp:
-                read = self._read = (stamp, _decode(read_plain(path, _MOST_BYTES)))
+            if read is None or read[0] != changed:
+                read = self._read = changed, _decode(read_plain(path, _MOST_BYTES))
             return read[1]
         except (OSError, msgspec.MsgspecError):  # there are none yet, or of another version
             return None
@@ -273,15 +271,15 @@ class Sampling:
 
     def _start(self) -> None:
         """Starts a helper, unless another process is starting one. Of several, one gets the lock."""
-        stamp = self.directory / "sampler.starting"
+        mark = self.directory / "sampler.starting"
         try:
-            if abs(time.time() - stamp.stat().st_mtime) < START_AGAIN_SECONDS:
+            if abs(time.time() - mark.stat().st_mtime) < START_AGAIN_SECONDS:
                 return
-            stamp.unlink()
+            mark.unlink()
         except OSError:
             pass  # no start is in progress
         try:
-            os.close(os.open(stamp, _STAMP_FLAGS, 0o600))
+            os.close(os.open(mark, _MARK_FLAGS, 0o600))
             self._why = self._last_error()
             _children.append(self._spawn())
         except FileExistsError:

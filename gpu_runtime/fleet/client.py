@@ -31,7 +31,6 @@ from ..errors import (
 )
 from ..facts import Offer, Outcome, PlanLevel, Snapshot
 from ..safe_text import quoted
-from ..scheduler.offers import ranked
 from ..settings import Settings
 from ..tables import table
 from ..threads import import_whole
@@ -109,9 +108,8 @@ class Fleet:
         if found := self._where_it_was(hold, name, importance):
             return found
         began = time.monotonic()
-        without: set[str] = set()
         while True:
-            offers, revision = self._choose(name, without)
+            offers, revision = self._choose(name)
             waited = time.monotonic() - began
             left = None if timeout is None else max(0.0, timeout - waited)
 
@@ -169,8 +167,8 @@ class Fleet:
         self._last.pop(name, None)
         return None
 
-    def _choose(self, name: str, without: set[str]) -> tuple[tuple[Offer, ...], int]:
-        return self._ask_controller("choose", name, tuple(without))
+    def _choose(self, name: str) -> tuple[tuple[Offer, ...], int]:
+        return self._ask_controller("choose", name)
 
     def _wishes(self) -> Wishes:
         return self._ask_controller("wishes")
@@ -361,7 +359,7 @@ class Fleet:
         Raises UnknownModel.
         """
         self._require_known(name)
-        return ranked(self._choose(name, set())[0])
+        return self._choose(name)[0]
 
     @checked
     def status(self, *, timeout: str | float = cluster.READ_SECONDS) -> tuple[Snapshot, ...]:

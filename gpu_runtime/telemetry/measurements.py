@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..arguments import FIELDS
 from ..facts import Evidence, Measurement, ModelSpec, Value
-from ..files import lock_within, make_directory, read_plain, replace_file
+from ..files import lock_within, make_directory, read_plain, replace_file, stamp
 from ..ledgers.access import access_to, local_state, state_in
 from ..notebook import FILE
 
@@ -59,7 +59,7 @@ class Measurements:
         """Uses the file `path`; if `path` is None, all measurements stay in this process."""
         self._path = path
         self._content = MeasurementFile()
-        self._stamp: tuple[int, ...] = ()
+        self._stamp: tuple[int, ...] | None = ()  # of the file that was read last
         self._lock = threads.awaited(threading.Lock())
         self._gave_up = False  # whether the file was found to be unusable
         self._blocked = False  # whether another process held the lock at the last write
@@ -126,16 +126,17 @@ class Measurements:
         """The content of the file. The file is read again if it has changed."""
         if self._path is None or self._gave_up:
             return self._content
+        changed = stamp(self._path)
+        if changed == self._stamp:
+            return self._content
         try:
-            found = self._path.lstat()
-            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
-            if stamp != self._stamp:
-                self._content, self._stamp = _decode(read_plain(self._path, LONGEST)), stamp
+            self._content = _decode(read_plain(self._path, LONGEST))
+            self._stamp = changed
         except FileNotFoundError:
             pass  # nothing was measured yet
         except msgspec.MsgspecError as error:  # the next write replaces it
             log.warning("%s is damaged (%s); earlier measurements are lost", self._path, error)
-            self._content, self._stamp = MeasurementFile(), stamp
+            self._content, self._stamp = MeasurementFile(), changed
         except OSError as error:
             self._gave_up = True
             self._warn("read", error)

@@ -27,7 +27,7 @@ class FleetOf(Fleet):
         self._rounds = itertools.chain(rounds[:-1], itertools.repeat(rounds[-1]))
         self._known, self._last = wishes, {}
 
-    def _choose(self, name: str, without: set[str]) -> tuple[tuple[Offer, ...], int]:
+    def _choose(self, name: str) -> tuple[tuple[Offer, ...], int]:
         return next(self._rounds), 1
 
     def _wishes(self) -> Wishes:
