@@ -366,12 +366,16 @@ class FleetHolds:
         with self._changing:
             if hold.id in self._released_early:
                 raise NodeLost(hold.model, self._host, "the client has ended")
+            if earlier := self._all.get(hold.id):
+                earlier.released.set()  # its client has got no answer, and requests the use again
             self._all[hold.id] = hold
         start(lambda: self._run(hold, timeout, importance))
         error = hold.ready.get()
         try:
             if error is not None:
-                self._all.pop(hold.id, None)
+                with self._changing:
+                    if self._all.get(hold.id) is hold:
+                        del self._all[hold.id]
                 raise error
         finally:
             del error

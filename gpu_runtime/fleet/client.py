@@ -105,8 +105,22 @@ class Fleet:
         self, hold: str, name: str, timeout: float | None, importance: Any
     ) -> tuple[str, Any]:
         """The host on which the use with the id `hold` has begun, and its agent. Raises the errors of `use`."""
-        if found := self._where_it_was(hold, name, importance):
-            return found
+        unsure: dict[str, Any] = {}  # agents that have not answered, and may have begun the use
+        served_by = ""
+        try:
+            served_by, agent = self._where_it_was(hold, name, importance, unsure) or self._offered(
+                hold, name, timeout, importance, unsure
+            )
+            return served_by, agent
+        finally:
+            for host, agent in unsure.items():
+                if host != served_by:
+                    on(agent, "leave", "verbs", hold)
+
+    def _offered(
+        self, hold: str, name: str, timeout: float | None, importance: Any, unsure: dict[str, Any]
+    ) -> tuple[str, Any]:
+        """As `_obtain`, on the host with the best offer. Adds agents to `unsure`."""
         began = time.monotonic()
         while True:
             offers, revision = self._choose(name)
@@ -117,11 +131,16 @@ class Fleet:
                 patience = SLICE_SECONDS if offer.level is PlanLevel.WAIT else RACE_SECONDS
                 if left is not None:
                     patience = min(patience, left)
+                agent = self._agent(offer.host)
                 call = on(
-                    self._agent(offer.host), "enter", "loads", hold, cluster.my_job(), name,
+                    agent, "enter", "loads", hold, cluster.my_job(), name,
                     timeout=patience, importance=importance, revision=revision,
                 )  # fmt: skip
-                return cluster.answer(call, None)
+                try:
+                    return cluster.answer(call, None)
+                except cluster.Unreachable:
+                    unsure[offer.host] = agent
+                    raise
 
             served = attempts(name, offers, enter)
             if served.host:
@@ -149,7 +168,9 @@ class Fleet:
         else:
             self._last[name] = host, time.monotonic() + BELIEVED_SECONDS
 
-    def _where_it_was(self, hold: str, name: str, importance: Any) -> tuple[str, Any] | None:
+    def _where_it_was(
+        self, hold: str, name: str, importance: Any, unsure: dict[str, Any]
+    ) -> tuple[str, Any] | None:
         """Pins the model `name` on the host of its last use, if it is there. Returns the host and its agent."""
         host, until = self._last.get(name, ("", 0.0))
         if time.monotonic() >= until:
@@ -160,9 +181,11 @@ class Fleet:
                 agent, "enter", "loads", hold, cluster.my_job(), name,
                 timeout=0.0, importance=importance, only_here=True,
             )  # fmt: skip
-            if cluster.answer(call):
+            if cluster.answer(call, SLICE_SECONDS):
                 return host, agent
         except (GpuError, cluster.Gone, cluster.Unreachable) as error:
+            if isinstance(error, cluster.Unreachable):
+                unsure[host] = agent
             log.debug("%s is no longer on %s: %s", name, host, error)
         self._last.pop(name, None)
         return None

@@ -86,6 +86,15 @@ def test_a_release_that_arrives_before_its_hold_is_not_lost(rt, holds):
     assert len(holds) == 0 and pins(rt) == {}, "the model is not even loaded"
 
 
+def test_a_use_that_is_requested_again_is_one_use(rt, holds):
+    """A client that got no answer asks again, and releases the use once."""
+    for _ in range(2):
+        holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
+    assert holds.users("qwen") == 1
+    holds.release("h1")
+    until(lambda: pins(rt) == {"qwen": 0})
+
+
 def test_a_release_that_arrives_at_the_same_moment_as_its_hold_is_not_lost(rt, holds, monkeypatch):
     entering = []
 

@@ -151,6 +151,29 @@ def test_an_interrupted_request_is_withdrawn_from_each_host(monkeypatch):
     assert told == ["agent of a", "agent of b", "agent of c"]
 
 
+@pytest.mark.parametrize("last", [{}, {"qwen": ("a", float("inf"))}])
+def test_a_use_that_may_have_begun_on_a_host_without_an_answer_is_ended_there(monkeypatch, last):
+    """The model is used on another host. On this one it would stay pinned until the notebook ends."""
+    fleet = Fleet.__new__(Fleet)
+    fleet._hosts, fleet._last = Hosts(), last
+    fleet._hosts._handles = {name: ((name, "1"), f"agent of {name}") for name in "abc"}
+    told = []
+
+    def answer(call: tuple[str, str], timeout: float | None = 60.0) -> bool:
+        if call == ("agent of a", "enter"):
+            assert last == {} or timeout == client.SLICE_SECONDS
+            raise Unreachable("no answer")
+        return True
+
+    monkeypatch.setattr(fleet, "_choose", lambda name: ((offer("a"), offer("b")), 1))
+    monkeypatch.setattr(client, "on", lambda *call, **_: told.append(call[:2]) or call[:2])
+    monkeypatch.setattr(cluster, "answer", answer)
+    monkeypatch.setattr(cluster, "my_job", lambda: "job")
+    assert fleet._obtain("h1", "qwen", None, None) == ("b", "agent of b")
+    ended = [agent for agent, method in told if method == "leave"]
+    assert ended == ["agent of a"]
+
+
 @pytest.mark.parametrize("error", [None, Gone("dead"), Unreachable("no answer within 60 s")])
 def test_the_agent_of_a_host_that_leaves_is_ended_also_if_it_hangs(monkeypatch, error):
     """An agent that has crashed would be started again, and one that hangs would keep its cards."""
