@@ -48,7 +48,7 @@ from ..errors import (
     first_line,
 )
 from ..facts import Applied, Device, ModelSpec
-from ..files import lock_within, make_directory, open_regular, replace_file, stamp, state_home
+from ..files import lock_within, make_directory, read_limited, replace_file, stamp, state_home
 from ..safe_text import quoted
 from ..settings import Settings
 from .fields import CatalogEntry, notes, problems, spec_of
@@ -190,8 +190,7 @@ class Catalog:
     def _bytes(self, file: Path) -> bytes | None:
         """The content of `file`. None if the file was deleted after the directory was listed."""
         try:
-            with open_regular(file) as opened:
-                return opened.read(MOST_STORED_BYTES)
+            return read_limited(file, MOST_STORED_BYTES)
         except FileNotFoundError:  # deleted since it was listed
             return None
         except OSError as error:
@@ -529,8 +528,6 @@ class Manifest(NamedTuple):
 
 
 Found = Manifest | BadDocument  # a model, or the error if it cannot be read
-
-# -- reading the formats -------------------------------------------------------------------------
 
 
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:

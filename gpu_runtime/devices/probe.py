@@ -103,18 +103,15 @@ class Probe:
         a device that does not answer. Simulated devices have no sample.
         """
         if self._sampling:
-            return self._samples_of_helper(self._sampling, fresh)
+            figures = self._sampling.fresh() if fresh else self._sampling.figures()
+            if figures is None:
+                return {}
+            found = {id: figures.of(card.device) for id, card in self._cards.items()}
+            return {**{id: sample for id, sample in found.items() if sample}, HOST: figures.host}
         samples = {id: self._measure(card, now) for id, card in self._cards.items()}
         if not self._memories[HOST].simulated:
             samples[HOST] = Sample(HOST, now, psutil.virtual_memory().available)
         return samples
-
-    def _samples_of_helper(self, sampling: Sampling, fresh: bool) -> dict[str, Sample]:
-        figures = sampling.fresh() if fresh else sampling.figures()
-        if figures is None:
-            return {}
-        found = {id: figures.of(card.device) for id, card in self._cards.items()}
-        return {**{id: sample for id, sample in found.items() if sample}, HOST: figures.host}
 
     def _measure(self, card: Card, now: float) -> Sample:
         assert self.listing is not None

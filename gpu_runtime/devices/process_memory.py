@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ..errors import OutOfMemory
@@ -279,17 +280,13 @@ def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
             {
                 "__module__": __name__,
                 "__doc__": out_of_memory.__doc__,
-                "__reduce__": lambda self: (_rebuilt, (str(self), self.facts)),
+                "__reduce__": lambda self: (partial(out_of_memory, **self.facts), (str(self),)),
             },
         )
     return _SimulatedOutOfMemory(message, **facts)
 
 
 _SimulatedOutOfMemory: Any = None
-
-
-def _rebuilt(message: str, facts: dict[str, Any]) -> OutOfMemory:
-    return out_of_memory(message, **facts)
 
 
 # -- real pages ----------------------------------------------------------------------------------

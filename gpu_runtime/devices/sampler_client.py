@@ -331,10 +331,8 @@ class Sampling:
             self._why = "the helper that measures them hangs, in another container"
 
     def _kill(self, holder: LockHolder, now: float) -> None:
-        """Kills the process of `holder` if it still holds the lock: pids are reused. Raises OSError."""
-        process = os.pidfd_open(holder.pid) if holder.pid else -1
-        if process < 0:
-            raise ProcessLookupError
+        """Kills the process of `holder` if it still holds the lock: pids are reused. Raises OSError (pid 0, too)."""
+        process = os.pidfd_open(holder.pid)
         try:
             again = self._holder()
             if again is not None and again.pid == holder.pid:

@@ -179,6 +179,12 @@ class HostAgent:
                 advice="Its wish was removed. Add it again:  fleet.apply(FILE)",
             )
 
+    def _require_open(self, name: str) -> None:
+        """Raises NotAllowed if this host is drained."""
+        if self._drained:
+            why = "it is drained"
+            raise NotAllowed(f"{self.host} is drained.", name=name, user="", because=why)
+
     def room(self, name: str, revision: int) -> HostRoom:
         """The free room of this host, and whether this host has the model `name`."""
         self.learn(revision)
@@ -227,10 +233,7 @@ class HostAgent:
         self.learn(revision)
         if only_here and not self.rt.here(name):
             return False
-        if self._drained:
-            raise NotAllowed(
-                f"{self.host} is drained.", name=name, user="", because="it is drained"
-            )
+        self._require_open(name)
         with self._errors_from_afar():
             self.holds.enter(FleetHold(hold, job, name), timeout, importance)
         return True
@@ -250,8 +253,7 @@ class HostAgent:
         `timeout` (seconds) limits the wait for room; the load may take longer.
         """
         self.learn(revision)
-        if self._drained:
-            raise NotAllowed(f"{self.host} is drained.", name=name, user="", because="drained")
+        self._require_open(name)
         with self._errors_from_afar():
             return self.rt._load_wished(name, timeout)
 

@@ -437,12 +437,9 @@ def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
     for group, sums in sorted(found.items(), key=lambda pair: (-pair[1]["card"], pair[0])):
         if not any(group) or not any(sums.values()):
             continue
-        record: dict[str, Any] = dict(zip(_HEADS[by], group, strict=True))
-        record["card_h"] = round(sums["card"], 3)
-        record |= {COLUMNS[state]: round(sums[state], 3) for state in states}
-        if by != "card":
-            record["waited_h"] = round(sums["waited"], 3)
-        listed.append(record)
+        names = ("card", *states) if by == "card" else ("card", *states, "waited")
+        values = [round(sums[name], 3) for name in names]
+        listed.append(dict(zip(columns(by), [*group, *values], strict=True)))
     return listed
 
 
