@@ -629,12 +629,13 @@ class Laws:
     def at_rest(self) -> str:
         """What is left over although all requests have ended; empty if nothing is."""
         box, book = self.box, self.box.book()
-        found = [f"the request {one.key} is in the book" for one in book.tickets]
-        found += [f"{one} is drained" for one in book.drained]
         living = {kernel.me: kernel for kernel in box.kernels if not kernel.closed}
         # An owner without leases has perhaps no monitor, and then it removes the dead at its first request only.
         removes = any(book.sections[id].leases for id in living if id in book.sections)
         self._stay = set() if removes else book.sections.keys() - living.keys()
+        tickets = [one.key for one in book.tickets if one.owner not in self._stay]
+        found = [f"the request {key} is in the book" for key in tickets]
+        found += [f"{one} is drained" for one in book.drained]
         found += [
             f"the book has {id}, which has ended"
             for id in book.sections.keys() - living.keys() - self._stay
