@@ -16,7 +16,7 @@ what is lawful or which page is right.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from redis import ConnectionPool
@@ -308,19 +308,24 @@ def look_at(ask: Ask, key: str) -> Seen | None:
 
 def all_pages(ask: Ask) -> tuple[HostPage, ...]:
     """The pages of all hosts, sorted by host. `ask` sends one command."""
-    keys = _page_keys(ask)
+    keys = set(_keys(ask, "MATCH", f"{PAGE}*"))
     now = int(ask("TIME")[0])
     return tuple(_host_page(ask, key, now) for key in sorted(keys))
 
 
-def _page_keys(ask: Ask) -> set[bytes]:
-    keys: set[bytes] = set()
+def has_foreign_key(ask: Ask) -> bool:
+    """Whether the database has a key of something else. The search ends at the first one."""
+    return any(not key.startswith(b"gpu-console:") for key in _keys(ask))
+
+
+def _keys(ask: Ask, *options: str) -> Iterator[bytes]:
+    """The keys of the database, some of them perhaps twice."""
     cursor = b"0"
     while True:
-        cursor, found = ask("SCAN", cursor, "MATCH", f"{PAGE}*", "COUNT", 500)
-        keys.update(found)
+        cursor, found = ask("SCAN", cursor, *options, "COUNT", 500)
+        yield from found
         if cursor == b"0":
-            return keys
+            return
 
 
 def _host_page(ask: Ask, key: bytes, now: int) -> HostPage:

@@ -79,6 +79,7 @@ from .connection import (
     RedisConnection,
     Seen,
     all_pages,
+    has_foreign_key,
     look_at,
     page_in,
 )
@@ -499,11 +500,10 @@ class RedisBook:
         why = self._fault(seen, living)
         if not why:
             return
-        # The keys are counted before the marker is read. In the reverse order, another owner could
-        # make the first page and the marker in between, and these keys would look foreign.
-        keys, is_ours = ask("DBSIZE"), ask("EXISTS", MARKER)
-        if seen is None and keys and not is_ours:
-            raise self._foreign(f"it holds {keys} keys of something else, and no book")
+        # A Redis that lost its data may have a key of ours and no marker: what an owner keeps beside the book.
+        is_ours = ask("EXISTS", MARKER)
+        if seen is None and not is_ours and has_foreign_key(ask):
+            raise self._foreign("it holds keys of something else, and no book")
         if seen is not None and seen.schema < SCHEMA and seen.seen_seconds < OLDER_SECONDS:
             raise self._older("a process in the last two minutes")
         page = seen.page if seen else None
