@@ -479,7 +479,7 @@ def wanted_lease(
         backend=spec.backend,
         model_type=spec.model_type,
         quantization=spec.quantization,
-        kind="kernel" if spec.backend == "kernel" else "model",
+        kind=KERNEL if spec.backend == KERNEL else "model",
     )
 
 

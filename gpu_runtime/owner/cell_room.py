@@ -253,7 +253,7 @@ class CellRoom:
         session = self._session
         size = sum(more.values())
         card = next(iter(more))
-        lease = resident.lease if resident else Lease(session.me, "kernel", kind="kernel")
+        lease = resident.lease if resident else Lease(session.me, KERNEL, kind=KERNEL)
         because = f"The cell took {show_bytes(size)} more than this the last time it ran."
         session.note(lease, "grown", "cell", because, size=size, device=card)
 

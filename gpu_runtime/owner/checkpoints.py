@@ -23,7 +23,7 @@ import psutil
 
 from ..devices import drivers
 from ..errors import Busy, GpuError, ProbeFailed
-from ..facts import HOST, Lease, Outcome, Share, Value, where
+from ..facts import HOST, KERNEL, Lease, Outcome, Share, Value, where
 from ..files import child_environment, make_directory, replace_file, weak_step
 from ..ledgers.access import local_state
 from ..ledgers.liveness import boot_id, name_of, start_ticks
@@ -271,7 +271,7 @@ def _require_foreign(session: Session, target: Target) -> None:
             )
         if section.owner.pid != pid or not section.leases:
             continue
-        if section.lease("kernel"):
+        if section.lease(KERNEL):
             hint = f"%gpu park {pid}"
         else:
             hint = f"%gpu evict {section.leases[0].name}@{pid}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..backends.base import is_out_of_memory
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost, first_line
-from ..facts import NORMAL, Grant, Lease, LeaseId, Load, Refuse, Step
+from ..facts import KERNEL, NORMAL, Grant, Lease, LeaseId, Load, Refuse, Step
 from ..fault_texts import WRITE_REFUSED, Fault, Kind, recognise
 from ..scheduler import refusals
 from ..scheduler import transitions as books
@@ -40,7 +40,7 @@ def refused_write(session: Session, error: BaseException) -> str:
         return ""
     away = [resident for resident in session.residents.values() if resident.lease.on_host]
     names = [resident.spec.name for resident in away if resident.lease.kind == "model"]
-    if any(resident.lease.kind == "kernel" for resident in away):
+    if any(resident.lease.kind == KERNEL for resident in away):
         return (
             "This notebook is parked: its memory is in RAM (gpu-console), where it can be "
             "read and not written. Bring it back:  %gpu unpark"

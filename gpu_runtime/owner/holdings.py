@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from .. import other_libraries
 from ..errors import Busy, GpuError
-from ..facts import HOST, Book, Holder, Holdings, LeaseId, Outcome, Owner, Staying
+from ..facts import HOST, KERNEL, Book, Holder, Holdings, LeaseId, Outcome, Owner, Staying
 from ..names import ELSEWHERE, ERROR, MODEL, OUTPUT, VARIABLE, Name, Namespace, registered
 from ..scheduler.recall import Order
 from ..units import show_bytes
@@ -117,9 +117,9 @@ def of_leases(session: Session) -> Holdings:
     parked = 0
     for resident in list(session.residents.values()):
         lease = resident.lease
-        if lease.kind == "kernel" and resident.place is not Place.HERE:
+        if lease.kind == KERNEL and resident.place is not Place.HERE:
             parked = lease.bytes
-        elif resident.place is Place.HERE and lease.kind == "kernel":
+        elif resident.place is Place.HERE and lease.kind == KERNEL:
             row = replace(_of_lease(resident), name="its own code", kind=VARIABLE, what="")
             rows.append(replace(row, alone_bytes=0))
         elif lease.kind == "model" and (resident.place is Place.HERE or lease.in_parts):
@@ -223,7 +223,7 @@ def _limit(seconds: float | None = SECONDS, stop: Callable[[], bool] | None = No
 
 def _parked_keys(session: Session) -> frozenset[int]:
     """The keys of the storages whose bytes are parked in host memory."""
-    kernel = session.residents.get("kernel")
+    kernel = session.residents.get(KERNEL)
     return frozenset(
         [away.storage._cdata for away in getattr(kernel and kernel.handle, "away", ())]
     )
@@ -613,7 +613,7 @@ def _listed_for_others(session: Session) -> Holdings:
     if not activity.state.idle_since:
         return replace(of_leases(session), note=BUSY if activity.running else SCRIPT)
     found = own_holders(session, stop=lambda: activity.running)
-    kernel = session.residents.get("kernel")
+    kernel = session.residents.get(KERNEL)
     if kernel is None or kernel.place is not Place.HERE:
         return found
     return replace(found, stays=_why_not_parked(kernel))
@@ -625,7 +625,7 @@ def own_holders(session: Session, stop: Callable[[], bool] | None = None) -> Hol
     The search ends early once `stop` returns True.
     """
     found = search_here(session, stop=stop)
-    kernel = session.residents.get("kernel")
+    kernel = session.residents.get(KERNEL)
     if kernel is None or kernel.place is Place.HERE:
         return found
     rows = []

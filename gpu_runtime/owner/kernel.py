@@ -237,11 +237,8 @@ class Kernel:
                 raise
             resident.claim({})  # the memory returns without room for the cell's peak
             bring_back(session, resident, pin)
-        self._begin_turn()
+        self._turn_began = session.clock()
         return returning.news()
-
-    def _begin_turn(self) -> None:
-        self._turn_began = self._session.clock()
 
     def end(self, text: str = "") -> None:
         """Called after the cell `text`: ends the cell's pin, and counts the kernel's memory."""
@@ -380,7 +377,7 @@ class Kernel:
             anchors.clear()
             return None
         self._return_again_at = 0.0
-        self._begin_turn()
+        self._turn_began = clock()
         return anchors.pop()
 
     # -- counting
@@ -738,7 +735,7 @@ def _own(session: Session) -> Kernel:
 
 # -- the memory of a kernel, as a resident
 
-SPEC = ModelSpec(KERNEL, KERNEL, model_type="kernel")
+SPEC = ModelSpec(KERNEL, KERNEL, model_type=KERNEL)
 
 
 class KernelResident(Resident):

@@ -313,7 +313,7 @@ def known_names(session: Session) -> tuple[str, ...]:
     """Names of all models of this process and of the catalogue."""
     names = set(session.catalogue.names())
     for name, resident in list(session.residents.items()):
-        if resident.spec.model_type != "kernel":
+        if resident.spec.model_type != KERNEL:
             names.add(name)
     return tuple(names)
 
@@ -524,7 +524,7 @@ def require_model(session: Session, verb: str, typed: str | LeaseId, target: Lea
     """
     section = session.ledger.read().sections.get(target.owner)
     lease = section.lease(target.name) if section else None
-    if section is None or lease is None or lease.kind != "kernel":
+    if section is None or lease is None or lease.kind != KERNEL:
         return
     owner = section.owner
     name, kind = (owner.file, "notebook") if owner.file else (str(owner.pid), "process")

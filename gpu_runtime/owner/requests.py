@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ..attribution import attributed, speaking_for
 from ..errors import NotAllowed
 from ..facts import (
+    KERNEL,
     Asker,
     Book,
     Lease,
@@ -113,7 +114,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
             continue
         lease = book.lease(target.owner, target.name)
         cards = [device for device in session.probe.devices if not device.is_host]
-        if len(cards) > 1 and (lease is None or lease.kind != "kernel"):
+        if len(cards) > 1 and (lease is None or lease.kind != KERNEL):
             return ""  # a model may get room on another card
         for device, size in ((share.device, share.bytes) for share in ticket.need):
             own = sum(
@@ -128,7 +129,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
 def _prevented(session: Session, target: LeaseId, book: Book, need: str, own: int) -> str:
     owner, lease = book.owner(target.owner), book.lease(target.owner, target.name)
     assert owner is not None  # it has a ticket
-    is_kernel = lease is not None and lease.kind == "kernel"
+    is_kernel = lease is not None and lease.kind == KERNEL
     command = f"unpark {owner.pid}" if is_kernel else f"preload {target.name}@{owner.pid}"
     return (
         f"{owner.label if is_kernel else target.name} needs {need}, where {session.owner.label} holds "

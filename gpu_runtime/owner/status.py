@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ..catalog.fields import state
 from ..errors import BadSetting, GpuError
 from ..facts import (
+    KERNEL,
     AllocatorMap,
     Book,
     Declared,
@@ -421,7 +422,7 @@ def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
             share.device,
             share.bytes,
             measured,
-            owner.label if lease.kind == "kernel" else f"{lease.name}@{owner.pid}",
+            owner.label if lease.kind == KERNEL else f"{lease.name}@{owner.pid}",
             owner.user,
             owner.pid,
             owner.notebook,
