@@ -67,7 +67,6 @@ def request(
             patience = OWNER_SECONDS if timeout is None else min(OWNER_SECONDS, timeout)
             answers = wait and session.clock() - began < patience and _runs(session, target.owner)
             verdict = _ask_once(session, ask, not answers)
-            refusal = verdict.kind if isinstance(verdict, Refuse) else ""
             settled = not isinstance(verdict, Wait)
             if isinstance(verdict, Wait):
                 if wait and (because := _prevented_by_caller(session, target)):
@@ -78,12 +77,9 @@ def request(
                 # An owner that has begun and says nothing now is about to answer.
                 verdict = explained(session, begun or verdict)
             # A failure, and an answer that the lease is in use, were journaled by the owner.
-            if (
-                refusal
-                and refusal != "failed"
-                and not any(event.answers == ask.key for event in session.ledger.read().events)
-            ):
-                _journal_declined(session, ask, verdict.because)
+            if isinstance(verdict, Refuse) and verdict.kind != "failed":
+                if all(event.answers != ask.key for event in session.ledger.read().events):
+                    _journal_declined(session, ask, verdict.because)
             timed_out = deadline is not None and session.clock() >= deadline
             if not isinstance(verdict, Wait) or not wait or timed_out:
                 return verdict
