@@ -880,9 +880,9 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
         requests.note_action(session, "defrag", "", sentences[0], freed)
     deadline = session.clock() + (seconds or 0.0)
     for id in dict.fromkeys(owners):
-        owner = book.sections[id].owner if id != me else None
-        if owner is None:
+        if id == me:
             continue
+        owner = book.sections[id].owner
         if not process and requests.refusal_of_request(session, "defrag", owner, ""):
             continue
         left = None if seconds is None else max(0.0, deadline - session.clock())

@@ -838,10 +838,10 @@ def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate,
             size = sum([share.bytes for share in candidate.shares])
             if context.own_left is None or size <= context.own_left:
                 several.append(candidate)
-    drained = [device for device in out if not rules.devices or device in rules.devices]
+    closed = [device for device in out if not rules.devices or device in rules.devices]
     size = request.footprint.bytes
     found = _with_reserved((*several, *alone), context)
-    return (*found, *[Candidate((Share(card, size),), False, out[card]) for card in drained])
+    return (*found, *[Candidate((Share(card, size),), False, out[card]) for card in closed])
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
