@@ -288,7 +288,7 @@ def _written_truth(value: Any) -> bool:
 
 
 def number_in_file(
-    kind: type, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
+    kind: type, *, least: float = -math.inf, above: float = -math.inf, most: float = MOST
 ) -> Callable[[Any], Any]:
     """A function that reads an int or a float (`kind`) within these bounds, also from text."""
     expected = "a whole number" if kind is int else "a number"
@@ -301,7 +301,7 @@ def number_in_file(
             number = kind(re.sub(r"\.0+$", "", value) if isinstance(value, str) else value)
         except (TypeError, ValueError, OverflowError):
             raise _unusable(value, expected) from None
-        if not math.isfinite(number):
+        if not abs(number) < math.inf:  # `isfinite` raises for an int above all floats
             raise _unusable(value, expected)
         if number <= above:
             raise _unusable(value, f"greater than {above}")
