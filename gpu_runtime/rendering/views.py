@@ -534,7 +534,9 @@ _EVENT_PHRASES = {
 
 def event_phrase(event: Event) -> str:
     """The `event` after its model's name, without the reason: `was loaded, 14.0 GiB on sim:0`."""
-    phrase = _EVENT_PHRASES.get(event.action, event.action)
+    phrase = _EVENT_PHRASES.get(event.action)
+    if phrase is None:  # of another version, or any text that a process has written
+        return event.action
     if not event.bytes:
         phrase = phrase.split(",")[0].replace(" {bytes}", "")
     if not event.device:

@@ -318,6 +318,13 @@ def test_an_event_without_bytes_or_device_is_still_a_phrase(action, device):
     assert phrase.split()[-1] not in ("on", "from", "to", "freeing") and "on to" not in phrase
 
 
+@pytest.mark.parametrize("action", ["{", "{bytes.real}", "{0}", "paused {device}"])
+def test_an_action_that_another_process_has_invented_is_shown_as_it_is(action):
+    """A book may have any text there, also of another user."""
+    seen = replace(samples.busy, events=(Event(1, 0.0, "qwen", action, "request", "", 8, "sim:0"),))
+    assert f"qwen {action}." in answers.status(seen).text
+
+
 @pytest.mark.parametrize(("seconds", "quiet"), [(9.9, ""), (10.0, ""), (10.1, ", quiet for 10 s")])
 def test_a_host_is_quiet_only_after_a_while_without_an_update(seconds, quiet):
     seen = replace(samples.busy, host="box7", seen_seconds=seconds)
