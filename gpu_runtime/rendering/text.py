@@ -9,8 +9,10 @@ import csv
 import io
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
 from gpu_runtime.facts import Snapshot, importance_name
@@ -253,5 +255,9 @@ def _waiting(snapshot: Snapshot) -> Iterator[str]:
         yield clean(f"{views.holder(snapshot, ticket.owner)} waits {waited}{name}{because}")
 
 
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 1] + "…"
+def _cut(line: str, most: int) -> str:
+    """The part of `line` that fits into `most` columns of the terminal."""
+    ends = list(accumulate(map(_character_width, line), initial=0))
+    if ends[-1] <= most:
+        return line
+    return line[: bisect_right(ends, most - 1) - 1] + "…"

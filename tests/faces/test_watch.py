@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import gpu_runtime
 from gpu_runtime import GpuError, cli, top, watching
 from gpu_runtime.facts import KERNEL, LeaseId
+from gpu_runtime.rendering import text
 from gpu_runtime.settings import Settings
 from gpu_runtime.top import Top
 from tests.clock import PATIENCE
@@ -51,8 +52,15 @@ def test_problems_are_on_top_in_red_then_requests_that_wait_then_the_largest_hol
 @pytest.mark.parametrize(("width", "height"), [(200, 60), (60, 10), (1, 3)])
 def test_a_screen_never_exceeds_the_terminal(name, width, height):
     shown = lines(getattr(samples, name), width, height)
-    assert len(shown) <= height and all(len(line) <= max(width, 20) for line in shown)
+    assert len(shown) <= height and all(text.width(line) <= max(width, 20) for line in shown)
     assert all(line.isprintable() for line in shown)
+
+
+def test_a_name_in_wide_letters_is_cut_at_the_columns_of_the_terminal():
+    """A line that is wider than the terminal is broken by it, and the last lines leave the screen."""
+    seen = snapshot(lease("模型" * 20, 8))
+    shown = lines(seen, 61, 20)
+    assert max(map(text.width, shown)) in (60, 61) and any(line.endswith("…") for line in shown)
 
 
 def test_keys_choose_sort_and_filter():
