@@ -22,10 +22,11 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Hashable
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from .facts import NEVER, CellModels
-from .files import state_home
+from .files import read_plain, state_home
 from .safe_text import LONGEST_PATH, printable
 
 
@@ -183,6 +184,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 FILE = "cells.json"  # in the state directory, see telemetry/measurements.py
+LONGEST = 1 << 20  # bytes; a larger file is not read
 MAGIC_LINE = re.compile(r"(?:[\w\s,*]+=)?\s*%gpu(?:ctl)?\b")
 
 
@@ -211,8 +213,8 @@ def is_remembered(key: str) -> bool:
     """
     for directory in (state_home(), f"/var/tmp/gpu-console-{os.geteuid()}"):
         try:
-            with open(f"{directory}/{FILE}", "rb") as file:
-                known = json.load(file)
+            # Another user could have put a pipe there, and a cell would wait for it.
+            known = json.loads(read_plain(Path(directory, FILE), LONGEST, os.geteuid()))
             if key in known["cell_bytes"]:
                 return True
         except (OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one

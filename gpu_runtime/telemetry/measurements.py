@@ -29,10 +29,9 @@ from ..arguments import FIELDS
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..files import lock_within, make_directory, read_plain, replace_file, stamp
 from ..ledgers.access import access_to, local_state, state_in
-from ..notebook import FILE
+from ..notebook import FILE, LONGEST
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first
-LONGEST = 1 << 20  # bytes; a larger file is not read
 OF_USE = {name for name, field in FIELDS.items() if field.of_use}
 PATIENCE_SECONDS = 0.2  # longest wait for the lock, which a stopped process may hold
 

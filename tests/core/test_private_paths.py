@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gpu_runtime import files
+from gpu_runtime import files, notebook
 from gpu_runtime.files import (
     BadFile,
     count_fault,
@@ -133,3 +133,18 @@ def test_a_config_has_counts_up_to_their_limit_wherever_they_are(name, most):
         assert count_fault(config(most)) == ""
         fault = count_fault(config(most + 1))
         assert fault.startswith(f"its {name} is ") if most < 10**12 else fault == ""
+
+
+def test_what_cells_took_is_read_only_from_a_plain_file_of_this_user(tmp_path, monkeypatch):
+    """The file may be in /var/tmp, where another user can put a pipe, for which each cell would wait."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    known = tmp_path / "known"
+    known.write_text('{"cell_bytes": {"key": {}}}')
+    place = tmp_path / "gpu-console" / notebook.FILE
+    place.parent.mkdir()
+    place.symlink_to(known)
+    assert not notebook.is_remembered("key")
+    known.replace(place)
+    assert notebook.is_remembered("key") and not notebook.is_remembered("other")
+    monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    assert not notebook.is_remembered("key")
