@@ -160,7 +160,8 @@ def acknowledge(what: str, by: str, found: Collection[Problem], wall: float) -> 
     if not names:
         raise _unknown(what, found)
     mark = Mark(printable(by, 80), wall, wall + ACKNOWLEDGED_SECONDS)
-    _change(lambda old: replace(old, acknowledged=old.acknowledged | dict.fromkeys(names, mark)))
+    marks = dict.fromkeys(names, mark)
+    _change(lambda old: replace(old, acknowledged=_lasting(old.acknowledged, wall) | marks))
     return f"{', '.join(names)}: acknowledged by {mark.by}"
 
 
@@ -343,10 +344,15 @@ class Teller:
 
     def run(self) -> None:
         """Tells for ever, as soon as no other process of this user does."""
-        make_directory(state_home())
-        with _locked("alerts.teller"):
-            while True:
-                self.round()
+        while True:
+            try:
+                make_directory(state_home())
+                with _locked("alerts.teller"):
+                    while True:
+                        self.round()
+                        time.sleep(ROUND_SECONDS)
+            except OSError as error:  # such as a full disk
+                self._warn(f"no alert is told: {error}")
                 time.sleep(ROUND_SECONDS)
 
     def round(self) -> None:

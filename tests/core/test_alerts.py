@@ -170,6 +170,34 @@ def test_an_acknowledged_problem_says_by_whom_until_it_ends(file):
     assert alerts.read_state().acknowledged == {}, "the next one is another"
 
 
+def test_an_acknowledgement_that_is_over_is_forgotten_although_nobody_is_told(file):
+    alerts.acknowledge(NAME, "bob", problems(FULL), 1.7e9)
+    later = 1.7e9 + 2 * alerts.ACKNOWLEDGED_SECONDS
+    alerts.acknowledge("driver_fault", "ann", problems(LOST), later)
+    assert [mark.by for mark in alerts.read_state().acknowledged.values()] == ["ann"]
+
+
+def test_a_teller_that_cannot_write_at_its_start_tells_later(file, monkeypatch, caplog):
+    """A disk is full for a while, and the process goes on for months."""
+    story, make = Story(file, FULL), alerts.make_directory
+    pauses = iter(range(20))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def passes(seconds):
+        if next(pauses, None) is None:
+            raise KeyboardInterrupt
+        story.now += seconds
+        monkeypatch.setattr(alerts, "make_directory", make)
+
+    monkeypatch.setattr(alerts, "make_directory", full)
+    monkeypatch.setattr(alerts.time, "sleep", passes)
+    with pytest.raises(KeyboardInterrupt):
+        story.teller.run()
+    assert story.sent == [BEGIN] and "no alert is told" in caplog.text
+
+
 @pytest.mark.parametrize("act", [
     lambda: alerts.acknowledge("silent-0000", "ann", problems(FULL), 0.0),
     lambda: alerts.acknowledge("silent", "ann", problems(FULL), 0.0),
