@@ -80,12 +80,8 @@ def causal_lm(
     weights. `shape` overrides fields of the LlamaConfig. `generate` writes only printable
     characters, and never an end token. So a text has exactly as many tokens as were requested.
     """
-    import_whole("transformers", "LlamaConfig", "LlamaForCausalLM")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = {**_SHAPE, **_shape_for(size), "tie_word_embeddings": tied, **shape}
-    config = LlamaConfig(**fields)
-    return _save(LlamaForCausalLM, config, directory, dtype, shard, seed)
+    fields = {**_shape_for(size), "tie_word_embeddings": tied, **shape}
+    return _save("LlamaForCausalLM", fields, directory, seed, dtype, shard)
 
 
 def embedder(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
@@ -93,11 +89,7 @@ def embedder(directory: str | Path, *, size: str | int | None = None, seed: int 
 
     `size` and `seed` are as in `causal_lm`.
     """
-    import_whole("transformers", "LlamaConfig", "LlamaModel")
-    from transformers import LlamaConfig, LlamaModel
-
-    config = LlamaConfig(**{**_SHAPE, **_shape_for(size)})
-    return _save(LlamaModel, config, directory, "float32", None, seed)
+    return _save("LlamaModel", _shape_for(size), directory, seed)
 
 
 def reranker(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
@@ -105,11 +97,8 @@ def reranker(directory: str | Path, *, size: str | int | None = None, seed: int 
 
     `size` and `seed` are as in `causal_lm`.
     """
-    import_whole("transformers", "LlamaConfig", "LlamaForSequenceClassification")
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    config = LlamaConfig(**{**_SHAPE, **_shape_for(size)}, num_labels=1)
-    return _save(LlamaForSequenceClassification, config, directory, "float32", None, seed)
+    fields = {**_shape_for(size), "num_labels": 1}
+    return _save("LlamaForSequenceClassification", fields, directory, seed)
 
 
 def gguf_lm(
@@ -125,18 +114,19 @@ def gguf_lm(
     import_whole("gguf")
     import gguf
 
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        **_shape_for(size),
-    }
+    shape, words = {**_SHAPE, **_shape_for(size)}, _gguf_vocabulary()
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_name(Path(file).stem)
-    _write_shape(writer, shape, context)
-    words = _gguf_vocabulary()
+    writer.add_context_length(context)
+    writer.add_embedding_length(width)
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     _write_vocabulary(writer, words)
     _write_weights(writer, shape, words, seed)
     writer.write_header_to_file()
@@ -152,33 +142,12 @@ def _gguf_vocabulary() -> list[tuple[str, int]]:
     import gguf
 
     kinds = gguf.TokenType
-    words = [
-        ("<unk>", kinds.UNKNOWN),
-        ("<s>", kinds.CONTROL),
-        ("</s>", kinds.CONTROL),
-    ]
+    words = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
     # The vocabulary has all bytes, so that every text can be written in tokens.
     words += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
     words.append(("\u2581", kinds.NORMAL))
     words += [(chr(code), kinds.NORMAL) for code in range(33, 127)]
     return words
-
-
-def _write_shape(writer: Any, shape: dict[str, int], context: int) -> None:
-    import_whole("gguf")
-    import gguf
-
-    width = shape["hidden_size"]
-    heads = shape["num_attention_heads"]
-    writer.add_context_length(context)
-    writer.add_embedding_length(width)
-    writer.add_block_count(shape["num_hidden_layers"])
-    writer.add_feed_forward_length(shape["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(width // heads)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
 
 
 def _write_vocabulary(writer: Any, words: list[tuple[str, int]]) -> None:
@@ -230,8 +199,7 @@ def _write_weights(
     writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
     scores = random(len(words))
     # Control tokens and single bytes would end or break the text. Never give them the top score.
-    is_normal = [kind is gguf.TokenType.NORMAL for _, kind in words]
-    scores[[not normal for normal in is_normal]] = 0
+    scores[[kind is not gguf.TokenType.NORMAL for _, kind in words]] = 0
     writer.add_tensor("output.weight", scores)
 
 
@@ -260,16 +228,25 @@ def _unprintable(words: Any) -> list[int]:
 
 
 def _save(
-    kind: Any, config: Any, directory: str | Path, dtype: str, shard: str | None, seed: int
+    kind: str,
+    fields: dict[str, Any],
+    directory: str | Path,
+    seed: int,
+    dtype: str = "float32",
+    shard: str | None = None,
 ) -> Path:
+    """Saves a new model of this class of transformers, with these `fields` of its LlamaConfig."""
     import_whole("torch")
+    import_whole("transformers", "LlamaConfig", kind)
     import_whole("transformers.utils")
     import torch
+    import transformers
     from transformers.utils import logging
 
+    config = transformers.LlamaConfig(**{**_SHAPE, **fields})
     with torch.random.fork_rng(devices=()):  # the caller's random numbers do not change
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the cards too
-        model = kind(config).to(getattr(torch, dtype)).eval()
+        model = getattr(transformers, kind)(config).to(getattr(torch, dtype)).eval()
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
