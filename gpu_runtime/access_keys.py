@@ -6,7 +6,6 @@ contains the hash of each key and never the key itself. Only the file's owner ma
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import os
@@ -24,7 +23,7 @@ from msgspec import Meta
 
 from .errors import BadDocument, GpuError
 from .facts import Value, parse_importance
-from .files import config_home, make_directory, replace_file, weak_step
+from .files import config_home, locked, make_directory, replace_file, stamp, weak_step
 from .safe_text import printable
 
 BEGIN = "gpu-"  # of each key, so that people and scanners recognise one
@@ -178,7 +177,7 @@ class KeysFile:
         self._path = path
         self._clock = clock
         self._report = report
-        self._stamp = self._look()
+        self._stamp = stamp(path)
         self._checked_at = clock()
         self._keys = read(path)
 
@@ -186,22 +185,14 @@ class KeysFile:
         """The keys, by name. At most once a second, checks whether the file has changed."""
         if self._clock() - self._checked_at >= 1.0:
             self._checked_at = self._clock()
-            stamp = self._look()
-            if stamp != self._stamp:
-                self._stamp = stamp
+            found = stamp(self._path)
+            if found != self._stamp:
+                self._stamp = found
                 try:
                     self._keys = read(self._path)
                 except BadDocument as error:
                     self._report(f"the earlier keys stay: {error}")
         return self._keys
-
-    def _look(self) -> tuple[int, ...] | None:
-        """The file's times, size and inode, which differ after every change; None if there is no file."""
-        try:
-            found = os.stat(self._path)
-        except OSError:  # `read` reports it
-            return None
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 @contextmanager
@@ -211,9 +202,7 @@ def _changing(path: Path) -> Iterator[Keys]:
     At the end of the `with` block the keys replace the file in one step, with mode 0600.
     """
     make_directory(path.parent)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_name(f".{path.name}.lock")):
         keys = read(path)
         yield keys
         replace_file(path, msgspec.json.format(msgspec.json.encode({"keys": keys})) + b"\n")

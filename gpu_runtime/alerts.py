@@ -8,7 +8,6 @@ tells nothing again. Each destination has its own thread: one that is slow, dead
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import logging
 import os
@@ -16,8 +15,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from email.message import EmailMessage
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from msgspec.structs import replace
 from . import access_keys, threads
 from .errors import BadDocument, GpuError
 from .facts import Problem, ProblemKind, Snapshot, Value, problems
-from .files import config_home, make_directory, replace_file, state_home
+from .files import config_home, locked, make_directory, replace_file, state_home
 from .safe_text import printable
 
 log = logging.getLogger("gpu_runtime")
@@ -208,17 +206,8 @@ def _state_file() -> Path:
 def _change(change: Callable[[State], State]) -> None:
     """Replaces the state by `change(state)`, while no other process changes it. Raises OSError."""
     make_directory(_state_file().parent)
-    with _locked("alerts.lock"):
+    with locked(state_home() / "alerts.lock"):
         replace_file(_state_file(), msgspec.json.encode(change(read_state())))
-
-
-@contextmanager
-def _locked(name: str) -> Iterator[None]:
-    """A block in which this process alone has the lock file with this `name`. Waits for it. Raises OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(state_home() / name, flags, 0o600)) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # -- one message
@@ -347,7 +336,7 @@ class Teller:
         while True:
             try:
                 make_directory(state_home())
-                with _locked("alerts.teller"):
+                with locked(state_home() / "alerts.teller"):
                     while True:
                         self.round()
                         time.sleep(ROUND_SECONDS)

@@ -26,6 +26,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,13 +60,13 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths}
 
 
-def stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
-    """A value that differs after each change of the file `path`; None if there is no file."""
+def stamp(path: str | os.PathLike[str] | None) -> tuple[int, ...] | None:
+    """A value that differs after each change of the file `path` or of its mode; None if there is no file."""
     try:
         found = os.stat(path or "")
     except OSError:  # the caller reads the file, and reports all other errors
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def make_directory(path: Path, mode: int = 0o700) -> None:
@@ -103,6 +104,15 @@ def replace_file(
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A block in which this process alone has the lock file `path`. Waits for it. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def lock_within(fd: int, seconds: float) -> None:
@@ -229,6 +239,10 @@ class BadFile(OSError):
         return f"{self.filename} cannot be read: {self.strerror}"
 
 
+def _too_large(path: str | os.PathLike[str], size: int, most: int) -> BadFile:
+    return BadFile(path, f"it has {show_bytes(size)}, and at most {show_bytes(most)} are read")
+
+
 def open_regular(path: str | os.PathLike[str], *, to_append: bool = False) -> BinaryIO:
     """The file `path`, opened for unbuffered reading of bytes. Raises BadFile for a pipe or a device.
 
@@ -250,9 +264,7 @@ def read_limited(path: str | os.PathLike[str], most: int = MOST_JSON) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise BadFile(
-                path, f"it has {show_bytes(size)}, and at most {show_bytes(most)} are read"
-            )
+            raise _too_large(path, size, most)
         parts = []
         while part := file.read(most + 1):  # also a file of /proc, whose size is 0
             parts.append(part)
@@ -341,10 +353,7 @@ def require_regular_files(directory: Path, most: int = 256 * MIB) -> None:
             open_regular(entry.path).close()
         is_text = entry.name.endswith((".json", ".txt", ".jinja", ".model", ".py", ".yaml"))
         if is_text and found.st_size > most:
-            raise BadFile(
-                entry.path,
-                f"it has {show_bytes(found.st_size)}, and at most {show_bytes(most)} are read",
-            )
+            raise _too_large(entry.path, found.st_size, most)
 
 
 # -- the log files of engines ----------------------------------------------------------------------
@@ -369,13 +378,13 @@ def new_log(name: str) -> Path:
 
 def newest_log(name: str) -> Path | None:
     """The log of the engine that this process started last for the model `name`, or None."""
-    begin = f"{_file_name(name)}-{os.getpid()}-"
-    numbers = [
-        int(path.stem.removeprefix(begin))
+    own = re.compile(rf"{re.escape(_file_name(name))}-{os.getpid()}-(\d+)\.log")
+    logs = {
+        int(found[1]): path
         for path in _directory().glob("*.log")
-        if path.stem.startswith(begin) and path.stem.removeprefix(begin).isdigit()
-    ]
-    return _directory() / f"{begin}{max(numbers)}.log" if numbers else None
+        if (found := own.fullmatch(path.name))
+    }
+    return logs[max(logs)] if logs else None
 
 
 def part_of(log: Path, after: int, most: int) -> tuple[str, int]:
