@@ -218,14 +218,12 @@ def _rows_of(
     path: str | Path, fields: tuple[str, ...], parsed: Callable[[dict[str, str]], T]
 ) -> Iterator[T]:
     try:
-        file = open(path, newline="", encoding="utf-8-sig")  # a spreadsheet may write a BOM
+        with open(path, newline="", encoding="utf-8-sig") as file:  # a spreadsheet may write a BOM
+            yield from _parsed(path, csv.DictReader(file), fields, parsed)
     except OSError as error:
         raise BadSetting("the history", str(path), f"a file that can be read ({error})") from None
-    with file:
-        try:
-            yield from _parsed(path, csv.DictReader(file), fields, parsed)
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise BadSetting("the history", str(path), f"a CSV file in UTF-8 ({error})") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadSetting("the history", str(path), f"a CSV file in UTF-8 ({error})") from None
 
 
 def _parsed(
@@ -789,9 +787,6 @@ def compare(
     for name in engines:
         if name not in TRANSFERS:
             raise BadSetting("engine", name, f"one of {', '.join(TRANSFERS)}")
-    for what, sizes in (("device", devices), ("host", hosts)):
-        if not sizes:
-            raise BadSetting(what, "", "a size such as 80GB, or a percent such as 20%")
     cards = [_card(text, history) for text in devices]
     memories = [_bytes(text, history, "host") for text in hosts]
     disk_bytes = _bytes(disk, history, "disk")
@@ -885,14 +880,3 @@ def _clairvoyant(history: UseHistory) -> Policy:
         return -(uses[later] - world.now) if later < len(uses) else float("-inf")
 
     return next_use
-
-
-def split_words(text: str | Iterable[str]) -> tuple[str, ...]:
-    """The words of `text`, which are separated by commas. If `text` is a sequence, its items are returned.
-
-    >>> split_words("lru, keep_score")
-    ('lru', 'keep_score')
-    """
-    if not isinstance(text, str):
-        return tuple(text)
-    return tuple(word.strip() for word in text.split(",") if word.strip())

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from ..arguments import WORDS, read
 from ..backtest import (
     DEVICES,
     HOSTS,
@@ -16,7 +17,6 @@ from ..backtest import (
     compare,
     journal_history,
     read_history,
-    split_words,
 )
 from ..errors import AmbiguousName, BadSetting, GpuError, LedgerUnavailable, UnknownModel
 from ..facts import ASLEEP, KERNEL, Event, Replayed, away_word, notebook_has_name
@@ -298,10 +298,10 @@ def backtest(
         note = f"The journal does not know how long uses took: each counts as {USE_SECONDS:g} s."
     rows = compare(
         history,
-        policies=split_words(policy),
-        engines=split_words(engine),
-        devices=split_words(device),
-        hosts=split_words(host),
+        policies=read("policy", policy, WORDS),
+        engines=read("engine", engine, WORDS),
+        devices=read("device", device, WORDS),
+        hosts=read("host", host, WORDS),
         disk=disk,
     )
     frame = table(rows, BacktestRow._fields)
