@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -117,16 +117,12 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     """Carries out `verb`, prints the result, and returns the exit code."""
     if verb.name in SERVERS:
         return _print(verb, args, SERVERS[verb.name](args), None)
-    if not verb.needs_runtime:
-        value = verb.answer(None, args)
-        if _is_confirmed(verb, args, value):
-            value = verb.answer(None, args)
-        return _print(verb, args, value, None)
-    with _followed() as rt:
-        from . import watching
+    with _followed() if verb.needs_runtime else nullcontext() as rt:
+        if rt is not None:
+            from . import watching
 
-        if elsewhere := watching.elsewhere(rt):
-            print(f"gpu: {elsewhere}", file=sys.stderr)
+            if elsewhere := watching.elsewhere(rt):
+                print(f"gpu: {elsewhere}", file=sys.stderr)
         if verb.name == "top":
             from . import top
 

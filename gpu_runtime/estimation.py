@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from .errors import BadSetting, UnknownSize
 from .facts import Evidence, Footprint, Measurement, Part
-from .units import show_bytes
+from .units import counted, show_bytes
 
 # Source: the estimation chain of the Model Boss coordinator.
 FILE_FACTORS = {"gguf": 1.1, "safetensors": 1.3}
@@ -234,11 +234,8 @@ def _cache_in_words(layers: tuple[Layer, ...], use: PlannedUse) -> str:
     """The cache as text, such as `2 × 8,192 tokens, 32 layers, 16 bits`."""
     with_cache = [layer for layer in layers if layer.values]
     with_window = [layer for layer in with_cache if layer.window]
-    several = "s" if len(with_cache) > 1 else ""
-    text = (
-        f"{_times(use)}{use.tokens:,} tokens, {len(with_cache)} layer{several}, "
-        f"{use.cache_bits:g} bits"
-    )
+    count = counted(len(with_cache), "layer")
+    text = f"{_times(use)}{use.tokens:,} tokens, {count}, {use.cache_bits:g} bits"
     longest_window = max((layer.window for layer in layers), default=0)
     if longest_window:
         text += f", {len(with_window)} of them within {longest_window:,} tokens"
@@ -347,11 +344,10 @@ CACHE_BITS = {
     **dict.fromkeys(("float32", "f32"), 32.0),
     **dict.fromkeys(("float16", "f16", "fp16", "half", "bfloat16", "bf16"), 16.0),
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 8.0),
-    "q8_0": 8.5,
-    "q5_1": 6.0,
-    "q5_0": 5.5,
-    "q4_1": 5.0,
-    **dict.fromkeys(("q4_0", "iq4_nl"), 4.5),
+    **{
+        name.lower(): QUANT_BITS[name]
+        for name in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")
+    },
     "int4": 4.0,
 }
 _MOST_LAYERS = 10_000  # a larger number in a config is treated as an error

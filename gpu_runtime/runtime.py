@@ -65,6 +65,7 @@ from .owner.resident import Place
 from .owner.session import Session
 from .scheduler import transitions as books
 from .settings import Settings
+from .units import counted
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -153,8 +154,7 @@ class Runtime:
             return "<Runtime, closed>"
         count, url = len(self._opened.residents), self._opened.ledger.url
         devices = ", ".join(map(str, self.probe.devices))
-        models = f"{count} model{'' if count == 1 else 's'}"
-        return f"<Runtime with {models} on {devices}; ledger {url}>"
+        return f"<Runtime with {counted(count, 'model')} on {devices}; ledger {url}>"
 
     @property
     def guest(self) -> bool:

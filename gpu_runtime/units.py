@@ -13,29 +13,15 @@ from .errors import BadSize
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
-_SIZES = {
-    "": 1,
-    "b": 1,
-    "k": KIB,
-    "kib": KIB,
-    "kb": 10**3,
-    "m": MIB,
-    "mib": MIB,
-    "mb": 10**6,
-    "g": GIB,
-    "gib": GIB,
-    "gb": 10**9,
-    "t": TIB,
-    "tib": TIB,
-    "tb": 10**12,
+_SIZES = {"": 1, "b": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _SECONDS = {
-    "": 1.0,
     "ms": 0.001,
-    "s": 1.0,
-    "sec": 1.0,
-    "m": 60.0,
-    "min": 60.0,
+    **dict.fromkeys(("", "s", "sec"), 1.0),
+    **dict.fromkeys(("m", "min"), 60.0),
     "h": 3600.0,
     "d": 86400.0,
 }
@@ -121,6 +107,15 @@ def parse_seconds(text: str | int | float) -> float:
 
 def _bad_duration(text: object) -> BadSize:
     return BadSize(text, what="duration", example="30, '10m' or '2h'")
+
+
+def counted(number: int, noun: str) -> str:
+    """The `number` and the `noun`, with its plural.
+
+    >>> counted(1, "model"), counted(0, "model")
+    ('1 model', '0 models')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # A decision formats the same few sizes again and again. Without this cache the formatting takes

@@ -71,10 +71,8 @@ class Argument(NamedTuple):
         """The argument as it is typed, without brackets: `NAME`, `--all` or `--limit N`."""
         if not self.is_option:
             return self.options["metavar"]
-        flag = self.flags[-1]
-        if not self.takes_value:
-            return flag
-        return f"{flag} {self.options.get('metavar', flag.lstrip('-').upper())}"
+        value = f" {self.options['metavar']}" if self.takes_value else ""
+        return f"{self.flags[-1]}{value}"
 
 
 class Verb(NamedTuple):
@@ -871,7 +869,7 @@ def details(verb: Verb, place: str) -> str:
     lines = [verb.synopsis(place), f"  {verb.doc}"]
     for argument in verb.takes(place):
         word = ", ".join(argument.flags) if argument.is_option else argument.usage
-        lines.append(f"    {word:12}  {argument.options.get('help', '')}")
+        lines.append(f"    {word:12}  {argument.options['help']}")
     return "\n".join(lines)
 
 

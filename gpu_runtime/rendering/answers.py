@@ -32,7 +32,7 @@ from ..facts import (
 from ..owner.arrivals import LOADING, Arrival
 from ..safe_text import clean
 from ..tables import Table
-from ..units import show_bytes, show_rate, show_seconds
+from ..units import counted, show_bytes, show_rate, show_seconds
 from . import html, text, views
 from .html import code, esc, table_cell, td, with_code
 from .views import Bar, clock
@@ -648,7 +648,7 @@ def as_chooser(
             drawn, fill = (f'<div class="g-old">{part}</div>' for part in (drawn, fill))
             notes = f"no answer since {since}"
         elif count := len(problems(snapshot)):
-            notes = f"<b>{count} problem{'s' if count != 1 else ''}</b>, {notes}"
+            notes = f"<b>{counted(count, 'problem')}</b>, {notes}"
         name = f'<a href="?{esc(query)}"{here}>{esc(snapshot.host)}</a>'
         rows.append((name, drawn, fill, notes))
     return html.page(f'<nav class="g-hosts" aria-label="Hosts">{html.devices(rows)}</nav>')
@@ -675,7 +675,7 @@ def _fill(host: Bar) -> str:
 
 def _host_notes(snapshot: Snapshot) -> str:
     cards = views.cards(snapshot)
-    notes = [f"{len(cards)} card{'s' if len(cards) != 1 else ''}"]
+    notes = [counted(len(cards), "card")]
     if snapshot.simulated:
         notes.append("simulated")
     if any(view.drained for view in cards):

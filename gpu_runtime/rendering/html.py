@@ -154,11 +154,8 @@ def track(stretches: str, label: str, over: str = "") -> str:
 def _segment(segment: BarSegment, part: float) -> str:
     drawn = look(segment.label) if segment.is_lease else Look(_GREY, "inherit", "", "■")
     thin = part < _LABEL_FROM
-    classes = ["g-seg", drawn.texture]
-    if thin:
-        classes.append("g-thin")
-    if segment.kind != "settled":
-        classes.append(f"g-{segment.kind}")
+    kind = "" if segment.kind == "settled" else f"g-{segment.kind}"
+    classes = ["g-seg", drawn.texture, "g-thin" if thin else "", kind]
     return stretch(
         part,
         drawn.colour,

@@ -48,7 +48,7 @@ from gpu_runtime.facts import (
     where,
 )
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import show_bytes, show_seconds
+from gpu_runtime.units import counted, show_bytes, show_seconds
 
 MOST_ROWS = 20  # rows in one table; the others are counted, and `%gpu leases` shows all of them
 STRANGERS = "other programs"
@@ -254,8 +254,7 @@ def device_title(snapshot: Snapshot) -> str:
     names = {view.device.name for view in cards(snapshot)}
     if not snapshot.simulated and len(names) == 1 and "" not in names:
         return f"{count} × {clean(*names)}"
-    simulated = "simulated " if snapshot.simulated else ""
-    return f"{count} {simulated}GPU{'s' if count != 1 else ''}"
+    return counted(count, "simulated GPU" if snapshot.simulated else "GPU")
 
 
 def device_name(id: str) -> str:
@@ -318,9 +317,9 @@ def from_cards(snapshot: Snapshot) -> str:
     """What has left the cards for RAM: `1 model in RAM`, or `1 model, 1 notebook in RAM`."""
     kinds = [lease.kind for lease in snapshot.leases() if lease.on_host and not lease.on_disk]
     models, notebooks = kinds.count("model"), kinds.count("kernel")
-    parts = [f"{models} model{'s' if models != 1 else ''}"] if models or not notebooks else []
+    parts = [counted(models, "model")] if models or not notebooks else []
     if notebooks:
-        parts.append(f"{notebooks} notebook{'s' if notebooks != 1 else ''}")
+        parts.append(counted(notebooks, "notebook"))
     return f"{', '.join(parts)} in RAM"
 
 
@@ -572,9 +571,8 @@ def titled(events: Sequence[Event], snapshot: Snapshot | None) -> list[tuple[str
 def counters(snapshot: Snapshot) -> str:
     """The totals of the `snapshot` in one line. Evictions are the sum of offloads and unloads."""
     totals = snapshot.totals
-    evictions = totals.get("evictions", 0)
     parts = [
-        f"{evictions} eviction{'s' if evictions != 1 else ''} "
+        f"{counted(totals.get('evictions', 0), 'eviction')} "
         f"({totals.get('offloads', 0)} offloaded, {totals.get('unloads', 0)} unloaded)",
         f"{totals.get('restorations', 0)} restored",
     ]

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting
 from ..facts import LAYOUTS, Candidate, Footprint, PlacementRules, Share, Shares, where
-from ..units import show_bytes, show_seconds
+from ..units import counted, show_bytes, show_seconds
 
 
 def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
@@ -566,7 +566,7 @@ def _why_not(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
     if not other.fits:
         return other.because
     if len(other.shares) > len(chosen.shares):
-        return f"it would take {_count(other)}, not {len(chosen.shares)}"
+        return f"it would take {counted(len(other.shares), 'card')}, not {len(chosen.shares)}"
     if len(other.shares) > 1:
         return "another set of cards comes first"
     chosen_device = chosen.shares[0].device
@@ -592,10 +592,5 @@ def _why_not_evict(other: Candidate, chosen: Candidate, rules: PlacementRules) -
     if len(other.victims) > len(chosen.victims):
         return f"{len(other.victims)} would be evicted, not {len(chosen.victims)}: {names}"
     if len(other.shares) > len(chosen.shares):
-        return f"{head}, and it would take {_count(other)}, not {len(chosen.shares)}"
+        return f"{head}, and it would take {counted(len(other.shares), 'card')}, not {len(chosen.shares)}"
     return f"{head}, and should stay longer"
-
-
-def _count(candidate: Candidate) -> str:
-    count = len(candidate.shares)
-    return f"{count} card{'s' if count > 1 else ''}"

@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.rendering.views import holder
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import show_bytes, show_seconds
+from gpu_runtime.units import counted, show_bytes, show_seconds
 
 from .cells import process_name, why_no_answer
 
@@ -206,7 +206,7 @@ def _question_card(proposal: Proposal, snapshot: Snapshot) -> Question:
         return Question("Compact all processes?", lines, label)
     if proposal.verb == "undrain":
         return Question(f"End the drain of {card}?", (f"{card} can be used again.",), label)
-    count = f"{len(idle)} idle model{'' if len(idle) == 1 else 's'}"
+    count = counted(len(idle), "idle model")
     if proposal.verb == "evict_idle":
         lines = (f"This frees {size} on {card}: {count}.", "Each returns at its next use.")
         return Question(f"Evict all idle models on {card}?", lines, f"Evict, freeing {size}", True)

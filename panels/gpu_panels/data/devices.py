@@ -46,7 +46,7 @@ from gpu_runtime.rendering.views import (
     strangers_bytes,
 )
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import GIB, MIB, show_bytes
+from gpu_runtime.units import GIB, MIB, counted, show_bytes
 
 from ..palette import SHARED, LeaseStyle, label_of
 from .cells import Button, if_awake, lasting, notebook_name, process_name, short, why_no_answer
@@ -605,10 +605,6 @@ def _past(history: History, device: str, end: float) -> Past:
         if event.action in MARKED and device in devices_of(event) and start <= event.wall <= end
     ]
     highest = max((height for *_, height in spans), default=0.0)
-    words = f"at most {highest:.0f} % in use, {_counted(len(evicted), 'eviction')}"
+    words = f"at most {highest:.0f} % in use, {counted(len(evicted), 'eviction')}"
     limit = moments[-1].limit_bytes if moments else 0
     return Past(tuple(spans), round(100 * limit / total, 1), tuple(dict.fromkeys(evicted)), words)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

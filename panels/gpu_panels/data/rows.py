@@ -41,7 +41,7 @@ from gpu_runtime.rendering.views import (
     strangers,
 )
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import show_bytes
+from gpu_runtime.units import counted, show_bytes
 
 from .. import palette
 from .cells import (
@@ -409,12 +409,12 @@ def pressed(button: str) -> tuple[str, str]:
 def summary(snapshot: Snapshot) -> str:
     """The number of problems, and what else is unusual: `No problems; 1 waits; sim:1 drained`."""
     count = len(problems(snapshot))
-    words = [f"{count} problem{'s' if count != 1 else ''}" if count else NO_PROBLEMS]
+    words = [counted(count, "problem") if count else NO_PROBLEMS]
     if waits := len({ticket.owner for ticket in snapshot.waiting}):
         words.append(f"{waits} wait{'s' if waits == 1 else ''}")
     failed = sum(bool(_failed_load(section, snapshot)) for section in snapshot.sections.values())
     if failed:
-        words.append(f"{failed} load{'s' if failed != 1 else ''} failed")
+        words.append(f"{counted(failed, 'load')} failed")
     words += [f"{view.device.id} drained" for view in snapshot.devices if view.drained]
     return "; ".join(words)
 

@@ -25,7 +25,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.rendering import answers, views
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import show_bytes, show_seconds
+from gpu_runtime.units import counted, show_bytes, show_seconds
 
 from .cells import process_name
 
@@ -176,7 +176,7 @@ def verdict(plan: Plan) -> str:
     elif not plan.granted:
         answer = "◷ It waits"
     elif leaving:
-        answer = f"✓ After {leaving} model{'' if leaving == 1 else 's'} left"
+        answer = f"✓ After {counted(leaving, 'model')} left"
     else:
         answer = "✓ Now"
     return f"{answer} · {views.verdict(plan)}"
