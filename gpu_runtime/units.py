@@ -28,6 +28,7 @@ _SECONDS = {
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
 _MOST_BYTES = 2**63
 _MOST_SECONDS = 100 * 365 * 86400.0  # longer time-outs overflow in the C library
+_LAST_WALL = 2.0**32  # a date that every library has
 _LEAST_RATED_SECONDS = 0.1  # a shorter time gives no meaningful rate
 _LONGEST = 64  # characters of a size or a duration
 
@@ -107,6 +108,15 @@ def parse_seconds(text: str | int | float) -> float:
 
 def _bad_duration(text: object) -> BadSize:
     return BadSize(text, what="duration", example="30, '10m' or '2h'")
+
+
+def in_calendar(wall: float) -> float:
+    """The epoch seconds `wall` within 1970 to 2106. A book or a journal of another process may have any number.
+
+    >>> in_calendar(12.5), in_calendar(-1.0), in_calendar(1e300) == in_calendar(2.0**32)
+    (12.5, 0.0, True)
+    """
+    return min(max(0.0, wall), _LAST_WALL)  # 0.0 for nan, which is not above 0.0
 
 
 def counted(number: int, noun: str) -> str:

@@ -26,7 +26,7 @@ from ..ledgers.liveness import name_of
 from ..scheduler.capacity import views
 from ..scheduler.caps import drained
 from ..settings import Settings, masked
-from ..units import show_bytes
+from ..units import in_calendar, show_bytes
 from . import status
 from .history import recorded_events
 from .session import Session
@@ -262,7 +262,7 @@ def _refusals(session: Session) -> Rows:
     found = [event for event in recorded_events(session) if event.action in REPORTED_ACTIONS]
     rows: Rows = []
     for event in found[-REFUSALS:]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(in_calendar(event.wall)))
         what = f"{event.title} {event.action}"
         text = f"{what} ({event.reason}): {event.because}"
         rows.append((when, text))

@@ -49,7 +49,7 @@ from ..scheduler.queue import queue
 from ..tables import table
 from ..telemetry.recorder import moments_of
 from ..threads import import_whole
-from ..units import parse_seconds
+from ..units import in_calendar, parse_seconds
 from . import requests
 from .history import recorded_events
 from .session import Session
@@ -443,8 +443,8 @@ def events(rows: Iterable[Event]) -> DataFrame:
     """
     rows = list(rows)
     cells = [
-        [datetime.fromtimestamp(e.wall, timezone.utc), e.title, e.action, e.reason, e.bytes]
-        + [e.device, e.owner]
+        [datetime.fromtimestamp(in_calendar(e.wall), timezone.utc), e.title, e.action, e.reason]
+        + [e.bytes, e.device, e.owner]
         for e in rows
     ]
     frame = table(cells, EVENTS, {"time": "datetime64[ns, UTC]", "bytes": "int64"})

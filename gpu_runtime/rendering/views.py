@@ -48,7 +48,7 @@ from gpu_runtime.facts import (
     where,
 )
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import counted, show_bytes, show_seconds
+from gpu_runtime.units import counted, in_calendar, show_bytes, show_seconds
 
 MOST_ROWS = 20  # rows in one table; the others are counted, and `%gpu leases` shows all of them
 STRANGERS = "other programs"
@@ -128,7 +128,7 @@ class Process(NamedTuple):
 
 def clock(wall: float) -> str:
     """The local time of day at `wall`, such as `12:03:04`. `wall` is in epoch seconds."""
-    return time.strftime("%H:%M:%S", time.localtime(wall))
+    return time.strftime("%H:%M:%S", time.localtime(in_calendar(wall)))
 
 
 # -- devices -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from gpu import waiting
+from gpu_panels.data.timeline import csv_of
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting
@@ -24,7 +25,7 @@ from gpu_runtime.facts import (
     Wait,
     parse_importance,
 )
-from gpu_runtime.owner.status import health
+from gpu_runtime.owner import status
 from gpu_runtime.rendering import answers, render, text, views
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import preset
@@ -214,7 +215,7 @@ def test_an_outcome_and_the_health_are_one_line():
     assert answers.health(bad).text == "NOT healthy · pressure CRITICAL · x"
     said = "healthy · pressure MODERATE, sim:1 79 % · Memory usage moderate"
     assert answers.health(fine).text == said
-    line = answers.health(health(samples.busy)).text
+    line = answers.health(status.health(samples.busy)).text
     [shown] = re.findall(r"sim:0 (\d+ %)", line)
     assert shown.replace(" ", "") in answers.status(samples.busy).text
 
@@ -325,6 +326,15 @@ def test_an_action_that_another_process_has_invented_is_shown_as_it_is(action):
     assert f"qwen {action}." in answers.status(seen).text
 
 
+@pytest.mark.parametrize("wall", [1e300, -1e300, 1e12, float("nan")])
+def test_a_time_that_no_calendar_has_is_shown_as_another(wall):
+    """One such event of any user ended `%gpu` of all in an error."""
+    events = tuple(replace(event, wall=wall) for event in samples.EVENTS)
+    seen = replace(samples.busy, events=events)
+    assert "Last decision" in answers.status(seen).text and "qwen" in answers.why("", events).text
+    assert len(status.events(events)) == len(csv_of(events, seen).splitlines()) - 1 == len(events)
+
+
 @pytest.mark.parametrize(("seconds", "quiet"), [(9.9, ""), (10.0, ""), (10.1, ", quiet for 10 s")])
 def test_a_host_is_quiet_only_after_a_while_without_an_update(seconds, quiet):
     seen = replace(samples.busy, host="box7", seen_seconds=seconds)
@@ -375,15 +385,15 @@ def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
 
 def test_json_has_every_field_and_plain_values():
     """Empty fields are included. Times are seconds since the epoch, and idle times are seconds before now."""
-    status = render.status(samples.busy)
-    assert status["devices"][0] == {
+    shown = render.status(samples.busy)
+    assert shown["devices"][0] == {
         "id": "sim:0", "name": "", "uuid": "", "total_bytes": 24 * GIB,
         "limit_bytes": int(24 * GIB * 0.9), "claimed_bytes": 18 * GIB, "measured_bytes": 18 * GIB,
         "residue_bytes": 0, "pressure_percent": 83.3, "level": "HIGH", "drained_by": None,
         "utilisation_percent": None, "temperature_celsius": None, "power_watts": None,
         "simulated": True,
     }  # fmt: skip
-    assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
+    assert [one["idle_seconds"] for one in shown["leases"]] == [0.0, 200.0, 12.0]
     step = {"step": "load", "lease": f"{samples.ME.id}/gemma", "because": ""}
     shares = [{"device": "sim:0", "bytes": 12 * GIB}]
     assert render.plain(samples.fits)["steps"][1] == step | {"shares": shares}

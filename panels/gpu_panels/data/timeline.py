@@ -29,7 +29,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.rendering.text import as_csv
 from gpu_runtime.rendering.views import event_phrase
 from gpu_runtime.safe_text import clean
-from gpu_runtime.units import show_bytes, show_seconds
+from gpu_runtime.units import in_calendar, show_bytes, show_seconds
 
 from ..palette import SHARED, label_of
 from .cells import natural, notebook_name, process_name
@@ -426,8 +426,9 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
     rows = []
     for event in events:
         section = snapshot.sections.get(event.owner)
+        time = datetime.fromtimestamp(in_calendar(event.wall), timezone.utc)
         cells = (
-            datetime.fromtimestamp(event.wall, timezone.utc).isoformat(timespec="milliseconds"),
+            time.isoformat(timespec="milliseconds"),
             event.title,
             event.action,
             event.reason,
