@@ -823,14 +823,8 @@ RULES: dict[str, Rule] = {
     "timeout": optional(SECONDS),
     "purpose": Rule("text for people", _one_line),
     **dict.fromkeys(("progress", "told", "arrived", "clock"), optional(CALLABLE)),
-    **dict.fromkeys(
-        (
-            *("wait", "drop", "lost", "force", "replay", "oom"),
-            *("checkpoint", "yes", "undo", "end", "text"),
-        ),
-        TRUTH,
-    ),
-    **dict.fromkeys(("restore_on_call", "dedicated", "retry", "monitor"), TRUTH),
+    **dict.fromkeys("wait drop lost force replay oom checkpoint yes undo end text".split(), TRUTH),
+    **dict.fromkeys("restore_on_call dedicated retry monitor".split(), TRUTH),
     "device": WORD._replace(expected="a card's id, such as 'cuda:1'"),
     "free.name": optional(WORD._replace(expected="the name of a variable")),
     "move.device": Rule("a card's id such as 'cuda:1', or a list of them", _cards),

@@ -106,10 +106,10 @@ class Verb(NamedTuple):
     def synopsis(self, place: str, short: bool = False) -> str:
         """The verb as it is typed in `place`. If `short`, more than two options are written as `[options]`."""
         arguments = self.takes(place)
-        options = [argument for argument in arguments if argument.is_option]
+        options = [part for part in arguments if part.is_option]
         folded = short and len(options) > 2
         if folded:
-            arguments = tuple(argument for argument in arguments if not argument.is_option)
+            arguments = tuple(part for part in arguments if not part.is_option)
         return " ".join([place, self.name, *typed(arguments), *(["[options]"] if folded else [])])
 
 
@@ -121,21 +121,12 @@ def typed(arguments: Iterable[Argument]) -> list[str]:
 # -- constructors: one line of the table for each argument ---------------------------------------
 
 
-def positional(name: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
-    """An argument that is recognised by its position.
+def argument(flags: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
+    """An option with a value, which the help shows as `metavar`; or without dashes an argument by its position.
 
-    `name` is the argument's attribute in the parsed arguments, `metavar` its name in a synopsis,
-    and `help` its line in the help. `completes` names the words that the Tab key offers. `options`
-    are further keywords of `argparse`.
-    """
-    return Argument((name,), {"metavar": metavar, "help": help, **options}, completes)
-
-
-def option(flags: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
-    """An option with a value, which the help shows as `metavar`. Spaces separate its `flags`.
-
-    `help` is the option's line in the help. `completes` names the values that the Tab key offers.
-    `options` are further keywords of `argparse`.
+    Spaces separate the `flags` of an option. Without dashes it is the attribute of the parsed arguments. `help`
+    is its line in the help. `completes` names the values that the Tab key offers. `options` are further
+    keywords of `argparse`.
     """
     return Argument(tuple(flags.split()), {"metavar": metavar, "help": help, **options}, completes)
 
@@ -217,30 +208,30 @@ def usage_error(message: str) -> str:
 # -- arguments that several verbs share ----------------------------------------------------------
 
 # fmt: off
-NAME = positional("name", "NAME", "a model; another process's as NAME@PID", "models")
-HELD = positional("name", "NAME", "a model; another process's as NAME@PID; or all of a notebook: FILE.ipynb", "held",
+NAME = argument("name", "NAME", "a model; another process's as NAME@PID", "models")
+HELD = argument("name", "NAME", "a model; another process's as NAME@PID; or all of a notebook: FILE.ipynb", "held",
     nargs="?")
-LOADABLE = positional("name", "NAME",
+LOADABLE = argument("name", "NAME",
     "a model; another process's as NAME@PID; or a notebook's own memory: FILE.ipynb", "held")
-WAITING = positional("name", "NAME", "for what it waits; in another process NAME@PID; or a notebook: FILE.ipynb")
-CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
-WHO = positional("who", "NOTEBOOK", "its file name or process id; without it, this notebook", "kernels", nargs="?")
-PROCESS = positional("process", "PROCESS",
+WAITING = argument("name", "NAME", "for what it waits; in another process NAME@PID; or a notebook: FILE.ipynb")
+CATALOG_NAME = argument("name", "NAME", "a model of the catalogue", "catalog")
+WHO = argument("who", "NOTEBOOK", "its file name or process id; without it, this notebook", "kernels", nargs="?")
+PROCESS = argument("process", "PROCESS",
     "only this one: its pid, FILE.ipynb, or a model that it holds, as NAME@PID", "held", nargs="?")
 BY_DRIVER = switch("--checkpoint", "the driver moves any process: NOTEBOOK is its pid")
-TIMEOUT = option("--timeout", "SECONDS", "how long to wait at most", type=seconds)
+TIMEOUT = argument("--timeout", "SECONDS", "how long to wait at most", type=seconds)
 HISTORY = (  # what `backtest` replays, and with what
-    option("--days", "N", "the journal's last N days (7)", type=days),
-    option("--requests", "FILE", "instead: uses in a CSV file", "files"),
-    option("--models", "FILE", "… and their models in another", "files"),
-    option("--policy", "P,P", ", ".join(POLICIES)),
-    option("--engine", "E,E", "plain, full or bounded"),
-    option("--device", "SIZE,SIZE", "cards, such as 80GB,10% of all models"),
-    option("--host", "SIZE,SIZE", "RAM, such as 0GB,256GB,50%"),
-    option("--disk", "SIZE", "the disk for what RAM has no room for (0GB)"),
+    argument("--days", "N", "the journal's last N days (7)", type=days),
+    argument("--requests", "FILE", "instead: uses in a CSV file", "files"),
+    argument("--models", "FILE", "… and their models in another", "files"),
+    argument("--policy", "P,P", ", ".join(POLICIES)),
+    argument("--engine", "E,E", "plain, full or bounded"),
+    argument("--device", "SIZE,SIZE", "cards, such as 80GB,10% of all models"),
+    argument("--host", "SIZE,SIZE", "RAM, such as 0GB,256GB,50%"),
+    argument("--disk", "SIZE", "the disk for what RAM has no room for (0GB)"),
 )
-NEW_NAME = positional("name", "NAME", "the name to give it", "models")
-SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
+NEW_NAME = argument("name", "NAME", "the name to give it", "models")
+SOURCE = argument("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
 _CONVERTERS = {IMPORTANCE_RULE: importance, TOKENS: count, SEQUENCES: count}
 
 
@@ -250,16 +241,16 @@ def _of_field(name: str) -> Argument:
     if rule is TRUTH:
         return switch(typed[0], typed[2])
     more = {"type": _CONVERTERS[rule]} if rule in _CONVERTERS else {}
-    return option(*typed, dest=name, **more)
+    return argument(*typed, dest=name, **more)
 
 
 DESCRIPTION = tuple(map(_of_field, TYPED))  # a model, as `plan`, `load` and `register` take it
 IMPORTANCE_OPTION = DESCRIPTION[list(TYPED).index("importance")]
-HOST = option("--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1")
-SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files", dest="socket_path")
-OF_FLEET = option("--fleet", "ADDRESS", "all hosts of a fleet; its head, such as box1:6379, or auto", nargs="?",
+HOST = argument("--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1")
+SOCKET = argument("--socket", "PATH", "a Unix socket instead, for you alone", "files", dest="socket_path")
+OF_FLEET = argument("--fleet", "ADDRESS", "all hosts of a fleet; its head, such as box1:6379, or auto", nargs="?",
     const="auto")
-LOG_LEVEL = option("--log-level", "LEVEL",
+LOG_LEVEL = argument("--log-level", "LEVEL",
     "the messages on standard error: debug, info (unless given), warning, error",
     choices=("debug", "info", "warning", "error"), default="info")
 # fmt: on
@@ -302,51 +293,51 @@ MEANINGS = {
     **dict.fromkeys(("abort", "interrupt", "kill"), ("cancel", "evict")),
 }
 FLEET = (
-    positional("action", "ACTION", "status (unless given), join, leave, drain HOST, or slots", nargs="?",
+    argument("action", "ACTION", "status (unless given), join, leave, drain HOST, or slots", nargs="?",
         choices=["status", "join", "leave", "drain", "slots"], default="status"),
-    positional("host", "HOST", "the host to drain", nargs="?"),
+    argument("host", "HOST", "the host to drain", nargs="?"),
     switch("--undo", "with drain: take models again"),
-    option("--create", "NAME@HOST", "with slots: load a model there"),
-    option("--on", "CARDS", "… on these cards, such as cuda:0,1"),
-    option("--delete", "NAME@HOST", "with slots: remove it"),
-    option("--name", "NAME", "with join: the name of this host"),
-    option("--devices", "D", "with join: its cards, such as sim:2x24GiB"),
-    option("--ledger", "URL", "with join: its ledger; the machine's unless given"),
-    option("--address", "A", "of Ray's head, such as box1:6379", default="auto"),
+    argument("--create", "NAME@HOST", "with slots: load a model there"),
+    argument("--on", "CARDS", "… on these cards, such as cuda:0,1"),
+    argument("--delete", "NAME@HOST", "with slots: remove it"),
+    argument("--name", "NAME", "with join: the name of this host"),
+    argument("--devices", "D", "with join: its cards, such as sim:2x24GiB"),
+    argument("--ledger", "URL", "with join: its ledger; the machine's unless given"),
+    argument("--address", "A", "of Ray's head, such as box1:6379", default="auto"),
 )  # fmt: skip
 
 KEYS = (
-    positional("action", "ACTION", "add, list or remove", choices=["add", "list", "remove"]),
-    positional("name", "NAME", "of the key, such as the program's", nargs="?"),
-    option("--role", "R", "with add: user (calls models; unless given) or viewer", choices=("user", "viewer"),
+    argument("action", "ACTION", "add, list or remove", choices=["add", "list", "remove"]),
+    argument("name", "NAME", "of the key, such as the program's", nargs="?"),
+    argument("--role", "R", "with add: user (calls models; unless given) or viewer", choices=("user", "viewer"),
         default="user"),
-    option("--models", "NAMES", "with add: its models, as in qwen*,task:chat; all unless given", type=model_names,
+    argument("--models", "NAMES", "with add: its models, as in qwen*,task:chat; all unless given", type=model_names,
         default=("*",)),
-    option("--importance", "I", "with add: the highest that its calls can have", type=importance),
-    option("--requests", "N", "with add: requests a minute", type=count),
-    option("--tokens", "N", "with add: tokens a minute", type=count),
+    argument("--importance", "I", "with add: the highest that its calls can have", type=importance),
+    argument("--requests", "N", "with add: requests a minute", type=count),
+    argument("--tokens", "N", "with add: tokens a minute", type=count),
 )  # fmt: skip
 ALERTS = (
-    positional("action", "ACTION", "list (unless given), ack, silence, end (of a silence), or test", nargs="?",
+    argument("action", "ACTION", "list (unless given), ack, silence, end (of a silence), or test", nargs="?",
         choices=["list", "ack", "silence", "end", "test"], default="list"),
-    positional("what", "WHAT", "a problem, as the list names it; a kind of problems; or all", nargs="?"),
-    option("--for", "TIME", "with silence: how long, such as 2h; 1h unless given", type=seconds, dest="lasts",
+    argument("what", "WHAT", "a problem, as the list names it; a kind of problems; or all", nargs="?"),
+    argument("--for", "TIME", "with silence: how long, such as 2h; 1h unless given", type=seconds, dest="lasts",
         default=3600.0),
 )  # fmt: skip
 LEDGER = (
-    positional("action", "init", "the only action", choices=["init"]),
-    option("--group", "G", "the users' group, such as gpu", required=True),
-    positional("directory", "DIR", "the ledger's directory, such as /var/lib/gpu-ledger", "files"),
+    argument("action", "init", "the only action", choices=["init"]),
+    argument("--group", "G", "the users' group, such as gpu", required=True),
+    argument("directory", "DIR", "the ledger's directory, such as /var/lib/gpu-ledger", "files"),
 )  # fmt: skip
 BOX = (
-    positional("action", "ACTION", "install, status (unless given), upgrade or remove", nargs="?",
+    argument("action", "ACTION", "install, status (unless given), upgrade or remove", nargs="?",
         choices=["install", "status", "upgrade", "remove"], default="status"),
-    option("--prefix", "DIR", "its directory; /opt/gpu-console unless given", "files"),
-    option("--group", "G", "the users' group; gpu unless given"),
-    option("--pythons", "V", "the kernels' Pythons; 3.10-3.14 unless given"),
-    option("--from", "FILE", "a wheel, or a directory of wheels; else pip's index", dest="source"),
+    argument("--prefix", "DIR", "its directory; /opt/gpu-console unless given", "files"),
+    argument("--group", "G", "the users' group; gpu unless given"),
+    argument("--pythons", "V", "the kernels' Pythons; 3.10-3.14 unless given"),
+    argument("--from", "FILE", "a wheel, or a directory of wheels; else pip's index", dest="source"),
     switch("--dry-run", "write nothing, and list every path"),
-    option("--root", "DIR", argparse.SUPPRESS),  # for tests: all paths are below it
+    argument("--root", "DIR", argparse.SUPPRESS),  # for tests: all paths are below it
 )  # fmt: skip
 
 
@@ -627,11 +618,11 @@ _TABLE = (
     Verb("leases", "leases: memory that a process may use, on which device, and what it uses of it", reads=True),
     Verb("evictions", "models that left their device, when, and why", evictions, (
         switch("--all", "also loads, restores and refusals"),
-        option("--limit", "N", "only the last N", type=rows),
+        argument("--limit", "N", "only the last N", type=rows),
     ), reads=True),
     Verb("report", "hours: who used the cards, who held them idle, and who waited", report, (
-        option("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
-        option("--by", "WHAT", "user, notebook, model, card, time, or waits: who waited for whom", "report"),
+        argument("--since", "TIME", "how long ago it begins, such as 12h; 7d unless given"),
+        argument("--by", "WHAT", "user, notebook, model, card, time, or waits: who waited for whom", "report"),
         switch("--text", "a short text, fit for a mail"),
         switch("--csv", "the table for a spreadsheet"),
     ), reads=True),
@@ -642,7 +633,7 @@ _TABLE = (
     Verb("alerts", "problems, who knows of them, and whom gpu console, serve and exporter tell", alerts, ALERTS,
         places=(CLI,)),
     Verb("plan", "dry run: memory a model needs, and which models would be evicted", arguments=(
-        positional("name", "NAME|SIZE|PATH",
+        argument("name", "NAME|SIZE|PATH",
             "a model, a notebook (FILE.ipynb), a size such as 8GiB, a directory, a .gguf file, or a hub id", "held"),
         SOURCE, *DESCRIPTION, TIMEOUT,
     ), reads=True),
@@ -673,7 +664,7 @@ _TABLE = (
         lambda rt, args: replace(rt.restore(args.name), verb="restore"), (LOADABLE,)),
     Verb("move", "moves an idle, loaded model to another card, or over several", arguments=(
         NAME,
-        positional("device", "DEVICE", "where to, such as cuda:1, or cuda:0,1 for both", "devices"), TIMEOUT,
+        argument("device", "DEVICE", "where to, such as cuda:1, or cuda:0,1 for both", "devices"), TIMEOUT,
     )),
     Verb("pin", "keeps a model on its device until it is unpinned", arguments=(NAME,)),
     Verb("unpin", "allows a pinned model to be evicted again", arguments=(NAME,)),
@@ -683,7 +674,7 @@ _TABLE = (
         arguments=(WHO,)),
     Verb("unpark", "brings a parked notebook's memory back to its device", arguments=(WHO, BY_DRIVER)),
     Verb("drain", "grants no new lease on a card, and moves its idle models away", arguments=(
-        positional("device", "DEVICE", "a card, such as cuda:1", "devices"),
+        argument("device", "DEVICE", "a card, such as cuda:1", "devices"),
         switch("--undo", "use it again"), TIMEOUT,
     )),
     Verb("defrag", "releases cached, unused device memory: of all processes, or of one",
@@ -692,38 +683,38 @@ _TABLE = (
         lambda rt, args: rt.schedule(), places=(MAGIC,), reads=True),
     Verb("who", "which variable, output or error of a notebook holds device memory", arguments=(WHO,), reads=True),
     Verb("free", "releases outputs, the last error and caches; or deletes a variable",
-        arguments=(positional("name", "NAME", "only this variable", "variables", nargs="?"),), places=(MAGIC,)),
+        arguments=(argument("name", "NAME", "only this variable", "variables", nargs="?"),), places=(MAGIC,)),
     Verb("apply", "adds the models of files to the catalogue: all of them, or none",
         lambda rt, args: apply(rt, args.file), (
-        option(*("--file -f", "FILE", "YAML or JSON; - for standard input; may be repeated", "files"), required=True,
+        argument(*("--file -f", "FILE", "YAML or JSON; - for standard input; may be repeated", "files"), required=True,
             action="append"),
     ), needs_runtime=False),
     Verb("catalog", "the models of the catalogue", list_catalogue, needs_runtime=False, reads=True),
     Verb("inspect", "a model's entry in the catalogue, in a form that apply accepts",
         lambda rt, args: catalogue(rt).inspect(args.name, "" if args.json else args.format),
-        (CATALOG_NAME, option("--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml")),
+        (CATALOG_NAME, argument("--format", "F", "yaml or json", "formats", choices=["yaml", "json"], default="yaml")),
         needs_runtime=False, reads=True),
     Verb("delete", "removes a model from the catalogue; if it is loaded, it stays loaded", arguments=(CATALOG_NAME,)),
     Verb("doctor", "one report to paste: versions, drivers, devices, settings", doctor,
         needs_runtime=False, reads=True),
     Verb("config", "every setting, its value and its source", config,
-        (option("--preset", "SIZE", "the settings advised for a card: 24GB or more, 16GB, 8GB, 4GB", "presets"),),
+        (argument("--preset", "SIZE", "the settings advised for a card: 24GB or more, 16GB, 8GB, 4GB", "presets"),),
         needs_runtime=False, reads=True),
     Verb("console", "the operator's console: live in a notebook, served from a terminal",
         arguments=(
             HOST,
-            option("--port", "N", "the port; else the first free one from 8211", type=port_number), SOCKET,
+            argument("--port", "N", "the port; else the first free one from 8211", type=port_number), SOCKET,
             switch("--read-only", "nobody may act"),
             switch("--no-browser", "open no browser"), OF_FLEET,
         ), needs_runtime=False, plain_in_notebook=True, reads=True),
     Verb("exporter", "figures of this host for Prometheus at /metrics, as gpu serve and gpu console have them too",
 
-        arguments=(HOST, option("--port", "N", "the port; 9835 unless given", type=port_number), SOCKET),
+        arguments=(HOST, argument("--port", "N", "the port; 9835 unless given", type=port_number), SOCKET),
         places=(CLI,), needs_runtime=False),
     Verb("serve", "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port",
         arguments=(
             HOST,
-            option("--port", "N", "the port; 8210 unless given", type=port_number), SOCKET,
+            argument("--port", "N", "the port; 8210 unless given", type=port_number), SOCKET,
             switch("--read-only", "nobody may act, and no model is called"), LOG_LEVEL, OF_FLEET,
         ), places=(CLI,), needs_runtime=False),
     Verb("mcp", "what an agent may ask and do, over the Model Context Protocol on standard input and output",
@@ -735,7 +726,7 @@ _TABLE = (
         (switch("--remove", "new kernels no longer load it"),), places=(CLI,), needs_runtime=False),
     Verb("uninstall", "lists what gpu-console wrote for this user, and removes it; asks first", uninstall,
         (
-            option("--prefix", "DIR", "an environment that has lost the package already", "files"),
+            argument("--prefix", "DIR", "an environment that has lost the package already", "files"),
             switch("--yes", "removes it without a question"),
         ), places=(CLI,), needs_runtime=False),
     Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", ledger, LEDGER,
@@ -744,14 +735,16 @@ _TABLE = (
         places=(CLI,), needs_runtime=False),
     Verb("fleet", "many hosts: one bar for each", fleet, FLEET, needs_runtime=False),
     Verb("help", "this help, or the help of one verb or error",
-        arguments=(positional("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
+        arguments=(argument("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
         needs_runtime=False, reads=True),
 )  # fmt: skip
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _TABLE}
 
 CELL = (  # the arguments of `%%gpu`
-    positional("size", "SIZE", "memory that the cell needs, such as 8GiB", nargs="?"),
-    option("--model", "M", "hold this model while the cell runs, under the name `model`", "models"),
+    argument("size", "SIZE", "memory that the cell needs, such as 8GiB", nargs="?"),
+    argument(
+        "--model", "M", "hold this model while the cell runs, under the name `model`", "models"
+    ),
     IMPORTANCE_OPTION,
     TIMEOUT,
     switch("--retry", "run the cell once more after an out-of-memory error, if room was made"),
@@ -867,9 +860,9 @@ def overview(place: str) -> str:
 def details(verb: Verb, place: str) -> str:
     """The synopsis of `verb` in `place`, its description, and its arguments."""
     lines = [verb.synopsis(place), f"  {verb.doc}"]
-    for argument in verb.takes(place):
-        word = ", ".join(argument.flags) if argument.is_option else argument.usage
-        lines.append(f"    {word:12}  {argument.options['help']}")
+    for part in verb.takes(place):
+        word = ", ".join(part.flags) if part.is_option else part.usage
+        lines.append(f"    {word:12}  {part.options['help']}")
     return "\n".join(lines)
 
 
@@ -882,8 +875,8 @@ def help_text(name: str | None, place: str) -> str:
 
 def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
     """Adds these `arguments` to `parser`, and returns the `parser`."""
-    for argument in arguments:
-        parser.add_argument(*argument.flags, **argument.options)
+    for part in arguments:
+        parser.add_argument(*part.flags, **part.options)
     return parser
 
 

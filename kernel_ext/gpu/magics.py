@@ -41,7 +41,7 @@ from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespa
 from gpu_runtime.notebook import activity
 from gpu_runtime.threads import outside_modes
 from gpu_runtime.user_frames import running_cell
-from gpu_runtime.verbs import Argument, fill, option, switch, usage_error, with_sizes_joined
+from gpu_runtime.verbs import Argument, argument, fill, switch, usage_error, with_sizes_joined
 from gpu_runtime.version import NEWER_TORCH
 
 from .look_ahead import CellSchedule
@@ -54,7 +54,7 @@ NAMES = ("gpu", "gpuctl")  # `%gpuctl` is for shells in which another extension 
 MAGIC = verbs.MAGIC
 OF_EVERY_VERB = (
     switch("--json", "as JSON"),
-    option("-o --output", "NAME", "also store the answer under this name"),
+    argument("-o --output", "NAME", "also store the answer under this name"),
 )
 
 
