@@ -69,6 +69,24 @@ def stamp(path: str | os.PathLike[str] | None) -> tuple[int, ...] | None:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
+def open_files(pid: int | str, proc: str | Path = "/proc") -> Iterator[tuple[str, str]]:
+    """The open files of the process `pid` by their numbers: the path of each descriptor, and where it leads.
+
+    There are none if the process has ended or belongs to another user.
+    """
+    directory = f"{proc}/{pid}/fd"
+    try:
+        names = sorted(os.listdir(directory), key=int)
+    except OSError:  # the process has ended, or belongs to another user
+        return
+    for name in names:
+        try:
+            target = os.readlink(f"{directory}/{name}")
+        except OSError:  # closed meanwhile
+            continue
+        yield f"{directory}/{name}", target
+
+
 def make_directory(path: Path, mode: int = 0o700) -> None:
     """Makes the directory `path` with this `mode`, unless it exists, and those above it that are missing.
 

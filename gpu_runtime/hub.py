@@ -306,13 +306,10 @@ def proven(sections: Iterable[Section], users: Mapping[int, str]) -> list[Sectio
 
 
 def _book(ledger: Any) -> Any:
-    from .ledgers.reader import peek
+    from .ledgers.reader import book_of
 
-    for _ in range(3):  # while a book is written, there may be no answer
-        book = peek(ledger.url, ledger.directory).look()
-        if book is not None:
-            return book
-    return None
+    # While a book is written, there may be no answer.
+    return next(filter(None, (book_of(ledger) for _ in range(3))), None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

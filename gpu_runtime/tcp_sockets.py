@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from .files import open_files
+
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"  # a state in these tables
 _LOOPBACK = socket.inet_aton("127.0.0.1")
@@ -146,20 +148,8 @@ def _hex(address: bytes) -> str:
 
 def socket_inodes(pids: Iterable[int]) -> frozenset[int]:
     """The inodes of all sockets that the processes `pids` have open. Ended processes have none."""
-    found = set()
-    for pid in pids:
-        try:
-            names = os.listdir(f"/proc/{pid}/fd")
-        except OSError:  # the process has ended
-            continue
-        for name in names:
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{name}")
-            except OSError:  # closed since the directory was read
-                continue
-            if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    return frozenset(found)
+    targets = (target for pid in pids for _, target in open_files(pid))
+    return frozenset(int(target[8:-1]) for target in targets if target.startswith("socket:["))
 
 
 def of_another_user(port: int) -> int | None:

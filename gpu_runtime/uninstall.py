@@ -163,10 +163,7 @@ def _users() -> Iterator[str]:
     for ledger, pids in reader.of_processes(reader.processes_of_this_user()).items():
         if not any(ledger.directory.is_relative_to(state) for state in _states()):
             continue
-        try:
-            book = reader.peek(ledger.url, ledger.directory).look()
-        except GpuError:  # a URL that this process cannot open
-            book = None
+        book = reader.book_of(ledger)
         owners = [section.owner for section in book.sections.values()] if book else []
         labels = {owner.pid: owner.label for owner in owners}
         yield from {labels.get(pid, f"pid {pid}") for pid in pids}

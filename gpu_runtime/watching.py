@@ -17,9 +17,8 @@ from typing import NamedTuple
 import gpu_runtime
 
 from . import threads
-from .errors import GpuError
 from .ledgers import reader
-from .ledgers.reader import OpenLedger, peek
+from .ledgers.reader import OpenLedger
 from .runtime import Runtime
 
 _lock = threads.freed(threading.Lock())
@@ -53,10 +52,7 @@ def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
     The result is None if no process has memory or a request in the ledger. It is 0.0 if the
     processes hold only memory without a lease.
     """
-    try:
-        book = peek(ledger.url, ledger.directory).look()
-    except GpuError:  # a URL that this process cannot open
-        return None
+    book = reader.book_of(ledger)
     if book is None:
         return None
     sections = [section for section in book.sections.values() if section.owner.pid in processes]

@@ -27,6 +27,7 @@ from typing import Any
 
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
+from ..files import open_files
 from ..threads import awaited, freed
 from ..units import MIB, show_bytes
 from . import allocators
@@ -543,22 +544,14 @@ def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
     An open file of a process counts only if this user owns the file, no other user may open the
     file, and the file is in /dev/shm without a name.
     """
-    for pid in pids:
-        directory = f"/proc/{pid}/fd"
-        try:
-            names = os.listdir(directory)
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-        for name in names:
-            pages = _opened(f"{directory}/{name}")
-            if pages is not None:
-                yield pages
+    for path, target in (file for pid in pids for file in open_files(pid)):
+        pages = _opened(path) if target.startswith(f"{DIRECTORY}/#") else None
+        if pages is not None:
+            yield pages
 
 
 def _opened(path: str) -> SharedPages | None:
     try:
-        if not os.readlink(path).startswith(f"{DIRECTORY}/#"):
-            return None
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # the process has closed it, or it belongs to another user
         return None

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from ..errors import GpuError
 from ..facts import Book
+from ..files import open_files
 from ..threads import import_whole
 from .access import FILE_SCHEMES, split_redis_url
 from .keeper.wire import SOCKET
@@ -90,7 +91,7 @@ def of_process(pid: int, proc: Path = PROC) -> tuple[OpenLedger, ...]:
     The result is empty if the process has ended or belongs to another user.
     """
     found: dict[Path, None] = {}
-    for target in _open_files(pid, proc):
+    for _, target in open_files(pid, proc):
         match = _owners_of(boot_id()).match(target)
         if match:
             found[Path(match[1])] = None
@@ -125,6 +126,14 @@ def processes_of_this_user(proc: Path = PROC) -> Iterator[int]:
             yield int(entry.name)
 
 
+def book_of(ledger: OpenLedger) -> Book | None:
+    """The book of an open `ledger`; None if it cannot be read now, or if its URL cannot be opened."""
+    try:
+        return peek(ledger.url, ledger.directory).look()
+    except GpuError:  # any process of the user may have set this URL
+        return None
+
+
 def of_processes(pids: Iterable[int], proc: Path = PROC) -> dict[OpenLedger, frozenset[int]]:
     """Maps each ledger that one of the `pids` has open to the processes that have it open."""
     found: dict[OpenLedger, set[int]] = {}
@@ -140,19 +149,6 @@ def _owners_of(boot: str) -> re.Pattern[str]:
     # `LEDGER/BOOT-ID/owners`, or `LEDGER/BOOT-ID.owners` in a shared ledger. An owner with a keeper keeps
     # `LEDGER/BOOT-ID` open.
     return re.compile(rf"(/.*/{re.escape(boot)})(?:[/.]owners(?:/|$)|$)")
-
-
-def _open_files(pid: int, proc: Path) -> Iterator[str]:
-    directory = proc / f"{pid}/fd"
-    try:
-        names = os.listdir(directory)
-    except OSError:  # the process has ended, or belongs to another user
-        return
-    for name in sorted(names, key=int):
-        try:
-            yield os.readlink(directory / name)
-        except OSError:  # closed meanwhile
-            continue
 
 
 def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:

@@ -11,6 +11,7 @@ from traitlets.config import Config
 from gpu_runtime import hub
 from gpu_runtime.errors import BadSetting, GpuError
 from gpu_runtime.facts import Lease, Owner, Section, Share
+from gpu_runtime.ledgers.reader import OpenLedger
 from gpu_runtime.units import MIB
 
 
@@ -180,6 +181,11 @@ def test_a_ledger_that_does_not_answer_keeps_the_servers_of_its_users_only(monke
         "not known",
         "",
     ]
+
+
+def test_a_ledger_whose_url_cannot_be_opened_is_one_that_does_not_answer(tmp_path):
+    """The URL is in the environment of any user's process. It kept the servers of all users."""
+    assert hub._book(OpenLedger("redis://box:port/0", tmp_path)) is None
 
 
 def test_a_private_ledger_that_names_another_user_keeps_nobodys_server():

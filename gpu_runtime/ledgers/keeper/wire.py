@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ...files import child_environment
+from ...files import child_environment, open_files
 from ..pieces import UNREADABLE, Head, Page, Piece, joined, page_at
 
 SERVER = "gpu_runtime.ledgers.keeper.server"  # the module that a keeper runs
@@ -174,13 +174,11 @@ def newest(name: str) -> Page | None:
     seen: set[int] = set()
     wanted = f"/memfd:{_file_name(name)} (deleted)"
     for process in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # the process has ended, or is another user's
-            for number in os.listdir(f"/proc/{process}/fd"):
-                path = f"/proc/{process}/fd/{number}"
+        for path, target in open_files(process):
+            if target == wanted:
                 with suppress(OSError, Torn, ValueError):  # closed meanwhile, or not a whole page
-                    if os.readlink(path) == wanted:
-                        page = _page_behind(path, seen)
-                        found += [page] if page else []
+                    page = _page_behind(path, seen)
+                    found += [page] if page else []
     return max(found, key=lambda page: page.revision, default=None)
 
 
