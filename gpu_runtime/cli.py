@@ -154,11 +154,15 @@ def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
     else:
         asks = verb.name == "park" and args.checkpoint and not value.done
         question = value.because if asks else ""
-    if not question or args.yes or args.json or not sys.stdin.isatty():
+    is_asked = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
+    if not question or args.yes or args.json or not is_asked:
         return False
     print(verbs.typed_in(CLI, question))
     does = "park" if verb.name == "park" else "remove"
-    args.yes = input(f"Type yes to {does} it: ").strip().lower() == "yes"
+    try:
+        args.yes = input(f"Type yes to {does} it: ").strip().lower() == "yes"
+    except EOFError:  # Ctrl-D
+        print()
     return args.yes
 
 
@@ -167,10 +171,10 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
     from gpu_runtime.rendering import render
 
     if args.json:
-        print(render.as_json(render.with_titles(verb.name, value, rt)))
+        text = render.as_json(render.with_titles(verb.name, value, rt))
     else:
-        print(verbs.printed(verb.name, value, rt, getattr(args, "name", "") or ""))
-    sys.stdout.flush()  # if the pipe is closed, BrokenPipeError is raised here and not at exit
+        text = verbs.printed(verb.name, value, rt, getattr(args, "name", "") or "")
+    print(text, flush=True)  # if the pipe is closed, BrokenPipeError is raised here and not at exit
     return FAILED if isinstance(value, Outcome) and not value.done else DONE
 
 

@@ -133,7 +133,7 @@ class Top:
 def run(rt: Any, stream: TextIO | None = None) -> None:
     """Shows `rt` on `stream`, by default standard output, until `q` or Ctrl-C. Raises GpuError without a terminal."""
     stream = sys.stdout if stream is None else stream
-    if not (stream.isatty() and sys.stdin.isatty()):
+    if not all(file is not None and file.isatty() for file in (stream, sys.stdin)):
         raise GpuError("gpu top needs a terminal. For programs:  gpu status --json")
     top, goes_on = Top(rt), True
     with _raw(stream):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -216,7 +217,9 @@ def _scalar(value: Any) -> Any:
     if hasattr(value, "timestamp"):
         return value.timestamp()
     if hasattr(value, "item"):  # a NumPy number
-        return value.item()
+        value = value.item()
+    if value in (math.inf, -math.inf):  # not in JSON
+        return None
     return value if isinstance(value, (str, int, float, bool)) else str(value)
 
 

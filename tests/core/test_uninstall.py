@@ -1,6 +1,7 @@
 """`gpu uninstall` removes what gpu-console wrote for a user, and nothing else."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,12 +122,29 @@ def test_the_block_of_gpu_box_stays(home):
     assert path.read_text() == box.BLOCK
 
 
-@pytest.mark.parametrize(("typed", "stays"), [("yes", False), ("no", True)])
-def test_a_terminal_is_asked(home, monkeypatch, capsys, typed, stays):
+def ends(prompt):
+    """Ctrl-D instead of an answer."""
+    raise EOFError
+
+
+@pytest.mark.parametrize(
+    ("answer", "stays"), [(lambda prompt: "yes", False), (lambda prompt: "no", True), (ends, True)]
+)
+def test_a_terminal_is_asked(home, monkeypatch, capsys, answer, stays):
     keys = access_keys.default_file()
     access_keys.add(keys, "bot", access_keys.AccessKey("0" * 64))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda prompt: typed)
+    monkeypatch.setattr("builtins.input", answer)
     assert cli.main(["uninstall", "--prefix", str(home / "venv")]) == 0
     assert "keys.json" in capsys.readouterr().out
     assert keys.exists() == stays
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_no_terminal(home, monkeypatch, stream):
+    """Python has None in place of a stream that is closed when a program starts, as by `<&-`."""
+    keys = access_keys.default_file()
+    access_keys.add(keys, "bot", access_keys.AccessKey("0" * 64))
+    monkeypatch.setattr(sys, stream, None)
+    assert cli.main(["uninstall", "--prefix", str(home / "venv")]) == 0 and keys.exists()
+    assert cli.main(["top"]) == cli.FAILED

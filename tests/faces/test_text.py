@@ -4,6 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from gpu import waiting
 from gpu_panels.data.timeline import csv_of
@@ -398,3 +399,10 @@ def test_json_has_every_field_and_plain_values():
     shares = [{"device": "sim:0", "bytes": 12 * GIB}]
     assert render.plain(samples.fits)["steps"][1] == step | {"shares": shares}
     assert render.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_json_has_null_for_a_number_that_json_lacks(number):
+    """`gpu backtest --json` wrote Infinity where lru does not wait, and no other program could read it."""
+    for value in (number, np.float32(number)):
+        assert render.as_json([{"wait_vs_lru": value}]) == render.as_json([{"wait_vs_lru": None}])
