@@ -409,7 +409,12 @@ def _run(*words: str | Path) -> None:
     hidden = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER"}
     environment = {name: text for name, text in os.environ.items() if name not in hidden}
     ran = subprocess.run(
-        [*map(str, words)], env=environment, cwd="/", capture_output=True, text=True
+        [*map(str, words)],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        errors="replace",
     )
     if ran.returncode:
         lines = [line for line in f"{ran.stdout}\n{ran.stderr}".splitlines() if line.strip()]

@@ -27,7 +27,7 @@ def ram_left(root: Path = _ROOT, own: Path = _OWN) -> float:
     process.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(errors="surrogateescape").splitlines()
     except OSError:  # no Linux
         return math.inf
     found = []

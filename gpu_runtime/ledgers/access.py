@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import sqlite3
 
 MARK = ".shared"
+_MOUNTS = Path("/proc/self/mountinfo")
 _LEVELS = 4  # a ledger's deepest directory is LEDGER/WORLD/BOOT/owners
 _REPLACED = "something else has taken its place"
 STICKY, COMMON, ONE_USERS = 0o3770, 0o2770, 0o2750  # modes of directories, see above
@@ -316,7 +317,7 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
     """
     if mounts is None:
         path = Path(os.path.realpath(path))
-        mounts = Path("/proc/self/mountinfo").read_text()
+        mounts = _MOUNTS.read_text(errors="surrogateescape")  # a path may be any bytes
     longest, kind = -1, "unknown"
     for line in mounts.splitlines():
         fields, _, source = line.partition(" - ")

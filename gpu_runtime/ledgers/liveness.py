@@ -81,8 +81,16 @@ def namespaces() -> str:
     return "-".join(map(str, ids))
 
 
-def _read(pid: int, name: str) -> str:
-    """The text of /proc/PID/`name`. A wait reads two of each process in its way. Raises OSError."""
+def began(pid: int | str) -> int:
+    """When the process `pid`, or `self`, began, in clock ticks after the boot. Raises OSError."""
+    return start_ticks(_read(pid, "stat"))
+
+
+def _read(pid: int | str, name: str) -> str:
+    """The text of /proc/PID/`name`. A wait reads two of each process in its way. Raises OSError.
+
+    The name of a process may be any bytes: the system cuts it after 15, also within a letter.
+    """
     descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, 1 << 16).decode(errors="replace")
@@ -164,7 +172,7 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         host=socket.gethostname(),
         boot=boot_id(),
         pid=os.getpid(),
-        started=start_ticks(Path("/proc/self/stat").read_text()),
+        started=began("self"),
         serial=next(_serials),
         user=printable(user, LONGEST_NAME) or _user(),
         notebook=printable(notebook, LONGEST_PATH),
@@ -213,7 +221,7 @@ def end_of(owner: Owner) -> io.FileIO | None:
     except OSError:  # the process has ended, or is hidden
         return None
     try:
-        started = start_ticks(Path(f"/proc/{owner.pid}/stat").read_text())
+        started = began(owner.pid)
     except OSError:  # the process ended at this moment
         started = None
     if started == owner.started:

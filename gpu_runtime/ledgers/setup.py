@@ -320,7 +320,7 @@ def _write_units(place: Path, python: str, root: Path) -> bool:
 
 
 def _systemctl(place: Path, *words: str) -> None:
-    ran = subprocess.run(["systemctl", *words], capture_output=True, text=True)
+    ran = subprocess.run(["systemctl", *words], capture_output=True, text=True, errors="replace")
     if ran.returncode:
         task = "end" if words[0] == "disable" else "start"
         raise GpuError(

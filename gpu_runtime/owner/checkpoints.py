@@ -26,7 +26,7 @@ from ..errors import Busy, GpuError, ProbeFailed
 from ..facts import HOST, KERNEL, Lease, Outcome, Share, Value, where
 from ..files import child_environment, make_directory, replace_file, weak_step
 from ..ledgers.access import local_state
-from ..ledgers.liveness import boot_id, name_of, start_ticks
+from ..ledgers.liveness import began, boot_id, name_of
 from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted
 from ..units import GIB, show_bytes
@@ -65,6 +65,7 @@ def call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=seconds,
             start_new_session=True,  # the stop button must not end the helper during a call
         )
@@ -248,7 +249,7 @@ def look(pid: int) -> Target | None:
                 return None
             return Target(
                 pid,
-                start_ticks(Path(f"/proc/{pid}/stat").read_text()),
+                began(pid),
                 name_of(process.uids().real),
                 printable(process.name(), LONGEST_NAME),
                 process.num_threads(),

@@ -241,7 +241,7 @@ def _person(pid: int) -> Person | None:
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
-        command = Path(f"/proc/{pid}/comm").read_text().strip()
+        command = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:  # ended, or hidden from this user
         return None
     # Every kernel is called `python`, so add the script's name. Other arguments may be secrets.

@@ -4,9 +4,12 @@ import _asyncio
 import gc
 import io
 import itertools
+import mmap
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,7 +304,10 @@ def test_a_private_mapping_of_a_file_can_be_moved(holding, tmp_path):
     assert not any(one.untyped_storage().resizable() for one in held.values())
     assert reasons() == dict.fromkeys("abcde", "")
     array = held["a"].numpy()
-    assert reasons() == {**dict.fromkeys("abcde", ""), "a": se.ARRAY}
+    odd = Path(os.fsdecode(b"%s/caf\xe9" % os.fsencode(tmp_path)))  # a name may be any bytes
+    odd.write_bytes(bytes(28))
+    with odd.open("r+b") as file, mmap.mmap(file.fileno(), 28, mmap.MAP_PRIVATE):
+        assert reasons() == {**dict.fromkeys("abcde", ""), "a": se.ARRAY}
     assert array is not None
 
 

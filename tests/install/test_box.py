@@ -143,6 +143,12 @@ def test_install_and_remove_leave_the_machine_as_it_was(machine):
     assert done and "nothing is installed" in because
 
 
+def test_the_words_of_a_command_that_fails_may_be_any_bytes():
+    program = "import os; os.write(2, b'ERROR: caf\\xe9'); raise SystemExit(1)"
+    with pytest.raises(GpuError, match="ERROR: caf\ufffd"):
+        box._run(sys.executable, "-c", program)
+
+
 def test_a_dry_run_writes_nothing_and_lists_every_path(machine):
     before = listing(machine.root)
     plan = machine.install(dry_run=True)

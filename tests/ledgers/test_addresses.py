@@ -83,6 +83,17 @@ def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
     assert default_url("sim") == f"keeper:///var/tmp/gpu-console-{os.geteuid()}/ledger/sim"
 
 
+def test_another_mount_may_have_any_bytes_as_its_name(tmp_path, monkeypatch):
+    """Such as a disk with a name in Latin 1. No ledger could be opened while it was mounted."""
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(
+        b"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / /media/caf\xe9 rw - vfat b rw\n"
+    )
+    monkeypatch.setattr(access, "_MOUNTS", mounts)
+    assert access.file_system_of(tmp_path) == "ext4"
+    assert access.file_system_of(Path(os.fsdecode(b"/media/caf\xe9/x"))) == "vfat"
+
+
 def test_the_default_is_in_the_state_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_url() == f"keeper://{tmp_path}/gpu-console/ledger"

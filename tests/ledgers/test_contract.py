@@ -3,9 +3,9 @@
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -37,14 +37,14 @@ from gpu_runtime.ledgers.keeper.ledger import _KeeperBell, _Lost, _Wire
 from gpu_runtime.ledgers.liveness import (
     Life,
     Sight,
+    began,
     describe_self,
     end_of,
     life_of_process,
     sight_of_process,
-    start_ticks,
 )
 from gpu_runtime.ledgers.notify import Bell, Doorbell, _Waiter
-from tests.clock import PATIENCE, Clock
+from tests.clock import PATIENCE, Clock, finished
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
 
@@ -451,11 +451,28 @@ def test_a_process_that_began_at_another_time_is_another_process(later):
     assert found == [later == 0] * 3
 
 
+NAMED = """
+import ctypes
+ctypes.CDLL(None).prctl(15, "entrainementéé.py".encode(), 0, 0, 0)
+from gpu_runtime.ledgers.liveness import describe_self, end_of
+from gpu_runtime.owner.checkpoints import look
+from gpu_runtime.telemetry.sampler import _person
+me = describe_self()
+assert end_of(me) and look(me.pid).started == me.started
+print(_person(me.pid).command)
+"""
+
+
+def test_the_name_of_a_process_may_be_any_bytes():
+    """The system cuts it after 15, also within a letter. A script with this name could open no ledger."""
+    ran = finished([sys.executable, "-c", NAMED])
+    assert ran.stdout == "entrainementé\ufffd\n", ran.stderr
+
+
 def test_the_end_of_a_watched_process_ends_even_a_wait_of_no_time_and_counts_once():
     """A descriptor of a process that is watched no more is closed."""
     process, bell = subprocess.Popen(["sleep", "600"]), Bell()
-    started = start_ticks(Path(f"/proc/{process.pid}/stat").read_text())
-    watched = [Owner("box", "boot", process.pid, started)]
+    watched = [Owner("box", "boot", process.pid, began(process.pid))]
     assert not bell.wait(0)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert not bell.wait(0, watched)

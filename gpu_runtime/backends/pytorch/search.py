@@ -747,7 +747,7 @@ def private_files() -> list[tuple[int, int]]:
     """The first address, and the one after the last, of each private mapping of a file, if shown."""
     found = []
     try:
-        with open("/proc/self/maps") as lines:
+        with open("/proc/self/maps", errors="replace") as lines:
             for line in lines:
                 span, rights, _, _, inode, *_ = line.split(maxsplit=5)
                 if rights.endswith("p") and inode != "0":

@@ -38,7 +38,7 @@ from ...facts import SCHEMA, Owner
 from ...threads import import_whole
 from ...version import VERSION
 from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
-from ..liveness import Life, boot_id, life_of_process, name_of, namespaces, start_ticks
+from ..liveness import Life, began, boot_id, life_of_process, name_of, namespaces
 from ..pieces import UNREADABLE, Page, encode
 from .core import (
     PROTOCOL,
@@ -342,7 +342,7 @@ class Server:
         started = claimed.started
         if connection.pid:
             with suppress(OSError):  # it has just ended
-                started = start_ticks(Path(f"/proc/{connection.pid}/stat").read_text())
+                started = began(connection.pid)
         return replace(
             claimed,
             pid=connection.pid,
