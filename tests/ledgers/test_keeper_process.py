@@ -432,19 +432,15 @@ def test_the_keeper_ends_after_its_last_owner(here, monkeypatch):
     assert not (one.directory / SOCKET).exists()
 
 
-def test_a_keeper_that_cannot_start_is_named(tmp_path, open_at, monkeypatch):
+@pytest.mark.parametrize(
+    ("free", "said"), [(9, "keeper.log"), (0, "the disk of the ledger .* is full")]
+)
+def test_a_keeper_that_cannot_start_is_named_with_the_cause(tmp_path, monkeypatch, free, said):
+    """On a full disk the keeper's log, which cannot be written then, does not say it."""
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(ledger, "spawn", lambda *_, **__: subprocess.Popen(["false"]))
-    with pytest.raises(LedgerUnavailable, match="keeper.log"):
-        ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
-
-
-def test_a_full_disk_is_named_where_no_keeper_can_start(tmp_path, monkeypatch):
-    """The keeper's log, which cannot be written then, does not say it."""
-    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(ledger, "spawn", lambda *_, **__: subprocess.Popen(["false"]))
-    monkeypatch.setattr(ledger.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0))
-    with pytest.raises(LedgerUnavailable, match="the disk of the ledger .* is full"):
+    monkeypatch.setattr(ledger.os, "statvfs", lambda path: SimpleNamespace(f_bavail=free))
+    with pytest.raises(LedgerUnavailable, match=said):
         ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
 
 

@@ -100,24 +100,21 @@ async def test_a_load_ends_when_its_only_caller_hangs_up_or_its_budget_is_spent(
         await until(lambda: not claimed(k))
 
 
-async def test_a_load_goes_on_for_a_call_that_still_waits(monkeypatch):
+@pytest.mark.parametrize("another", ["call", "preload"])
+async def test_a_load_goes_on_for_another_request_that_still_waits(monkeypatch, another):
+    """A call waits in the queue of the gateway, and a preload in the ledger."""
     async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
-        second = asyncio.ensure_future(k.chat("qwen"))
-        await until(lambda: k.gateway.state().waiting == {"qwen": 2})
+        if another == "call":
+            second = asyncio.ensure_future(k.chat("qwen"))
+            await until(lambda: k.gateway.state().waiting == {"qwen": 2})
+        else:
+            second = asyncio.ensure_future(asyncio.to_thread(k.rt.preload, "qwen"))
+            await until(lambda: k.rt.status().tickets)
         await left(task)
         load.go.set()
-        assert answer_text(await second) == "one two three"
+        answer = await second
+        assert answer.done if another == "preload" else answer_text(answer) == "one two three"
         assert load.began == 1
-
-
-async def test_a_load_goes_on_for_another_request_of_the_process(monkeypatch):
-    """A preload waits in the ledger for the load of the call."""
-    async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
-        preload = asyncio.ensure_future(asyncio.to_thread(k.rt.preload, "qwen"))
-        await until(lambda: k.rt.status().tickets)
-        await left(task)
-        load.go.set()
-        assert (await preload).done and load.began == 1
 
 
 async def test_a_client_that_tries_again_finds_its_load(monkeypatch):

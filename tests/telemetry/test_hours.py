@@ -115,17 +115,14 @@ def test_who_waits_for_himself_blocks_nobody():
     assert ("ann", "a", "sim:0", IDLE) in seen(page, world(sim0=10, host=64))
 
 
-@pytest.mark.parametrize(("used", "saved"), [(1, 0), (6, 3), (8, 5), (9, 6)])
-def test_saved_is_what_would_not_have_fitted_beside_the_parked_notebook(used, saved):
-    """bob's 7 GiB are parked. On a card of 10 GiB, he would have had what ann leaves free."""
-    page = page_of(lease("a", sim0=used, pins=1), lease("b", by=2, host=7))
+@pytest.mark.parametrize(
+    ("used", "pins", "saved"), [(1, 1, 0), (6, 1, 3), (8, 1, 5), (9, 1, 6), (10, 0, 0)]
+)
+def test_saved_is_what_would_not_have_fitted_beside_the_parked_notebook(used, pins, saved):
+    """bob's 7 GiB are parked. On a card of 10 GiB, he would have had what ann leaves free, or does not use."""
+    page = page_of(lease("a", sim0=used, pins=pins), lease("b", by=2, host=7))
     found = seen(page, world(sim0=10, host=64))
     assert found.get(("bob", "", "", SAVED), 0) == saved
-
-
-def test_what_nobody_uses_saves_nothing():
-    page = page_of(lease("a", sim0=10), lease("b", by=2, host=7))
-    assert ("bob", "", "", SAVED) not in seen(page, world(sim0=10, host=64))
 
 
 def test_memory_without_a_lease_has_its_program_and_user_where_the_driver_tells():
