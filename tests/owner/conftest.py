@@ -154,10 +154,15 @@ def stopped_at(
     return None if left > 0 else KeyboardInterrupt("in a destructor, which passed over it")
 
 
+def places(rt: Runtime) -> dict[str, str]:
+    """Maps the name of each lease to its place."""
+    return {lease.name: lease.where for lease in rt.status().leases()}
+
+
 def where(rt: Runtime) -> dict[str, str]:
-    """Maps the name of each registered model to its place."""
-    frame = rt.models()
-    return dict(zip(frame["name"], frame["where"], strict=True))
+    """Maps the name of each known model to its place. `rt.models()` would take a millisecond for its DataFrame."""
+    names = [*rt.catalog_names(), *(spec.name for spec in rt.specs())]
+    return dict.fromkeys(names, "disk") | places(rt)
 
 
 def claims(rt: Runtime) -> dict[str, int]:

@@ -19,6 +19,7 @@ from tests import simgpu, tiny_models
 from tests.clock import until
 from tests.core.test_raised_errors import no_thread
 
+from .conftest import places
 from .kernels import FLOATS, cell, keep, own
 
 
@@ -246,10 +247,6 @@ def nets(runtime, tmp_path):
 def weights(rt, name: str) -> bytes:
     with rt.use(name) as model:
         return model.weight.detach().numpy().tobytes()
-
-
-def places(rt) -> dict[str, str]:
-    return {lease.name: lease.where for lease in rt.status().leases()}
 
 
 def test_models_that_exist_nowhere_else_take_turns_on_card_ram_and_disk(nets, tmp_path):

@@ -9,14 +9,12 @@ from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.owner import lifetime, requests
 from tests.clock import PATIENCE
 
+from .conftest import places
+
 
 def fake(rt, name, gib=4, **options):
     rt.register(name, backend="fake", size=f"{gib}GiB", **options)
     return rt.preload(name).where
-
-
-def where(rt):
-    return {lease.name: lease.where for lease in rt.status().leases()}
 
 
 def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
@@ -26,7 +24,7 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     assert done.done
     assert done.bytes == 8 * 2**30
     assert done.because == "sim:0 is drained: it takes no new lease"
-    assert where(rt) == {"a": "host", "b": "host"}
+    assert places(rt) == {"a": "host", "b": "host"}
     assert rt.preload("a").where == "sim:1"
     assert rt.status().devices[0].drained.by == rt.status().owner.user
     assert rt.why("b")[0].reason == "drain"
@@ -37,7 +35,7 @@ def test_of_a_model_on_two_cards_the_bytes_of_the_drained_card_count(runtime):
     rt = runtime(devices="sim:2x6GiB,host:64GiB", gpu_split_margin_mb=0)
     assert fake(rt, "a", 8) == "sim:0,1"
     done = rt.drain("SIM-1")
-    assert (done.name, done.bytes, where(rt)) == ("sim:1", 4 * 2**30, {"a": "host"})
+    assert (done.name, done.bytes, places(rt)) == ("sim:1", 4 * 2**30, {"a": "host"})
 
 
 def test_what_is_in_use_leaves_when_it_is_idle(runtime):
@@ -47,9 +45,9 @@ def test_what_is_in_use_leaves_when_it_is_idle(runtime):
         told = rt.drain("sim:0", timeout=0)
         assert "a (4.0 GiB) is in use" in told.because and "leaves when it is idle" in told.because
         rt.tick()
-        assert where(rt) == {"a": "sim:0"}
+        assert places(rt) == {"a": "sim:0"}
     rt.tick()
-    assert where(rt) == {"a": "host"}
+    assert places(rt) == {"a": "host"}
 
 
 def test_what_is_pinned_stays_and_what_is_new_is_refused(runtime):
@@ -64,7 +62,7 @@ def test_what_is_pinned_stays_and_what_is_new_is_refused(runtime):
         rt.preload("b")
     rt.unpin("a")
     rt.tick()
-    assert where(rt) == {"a": "host"}
+    assert places(rt) == {"a": "host"}
 
 
 def test_undone_the_card_is_as_before(runtime):
@@ -99,7 +97,7 @@ def test_a_drain_waits_for_all_that_may_leave_and_for_nothing_else(
     with b.use("used") if "used" in reasons else contextlib.nullcontext():
         done = a.drain("sim:0", timeout=PATIENCE)
     assert done.bytes == 4 * 2**30 and clock.now == began + 1
-    assert where(a) == {"idle": "host"} | dict.fromkeys(reasons, "sim:0")
+    assert places(a) == {"idle": "host"} | dict.fromkeys(reasons, "sim:0")
 
 
 def test_the_owners_of_what_is_there_are_woken(runtime, shared_book):
@@ -155,7 +153,7 @@ def test_where_others_share_the_cards_only_an_operator_drains(
     with pytest.raises(NotAllowed):
         ann.drain("sim:0", undo=True)
     ann.tick()
-    assert where(ann) == {"a": "host"} and ann.status().devices[0].drained.by == "ops"
+    assert places(ann) == {"a": "host"} and ann.status().devices[0].drained.by == "ops"
 
 
 def test_in_a_ledger_that_vouches_for_nobody_whoever_is_not_alone_must_be_an_operator(

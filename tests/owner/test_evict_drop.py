@@ -5,15 +5,9 @@ import pytest
 from gpu_runtime import GpuError
 from tests import tiny_models
 
-from .conftest import fakes
-from .conftest import where as places
+from .conftest import fakes, places
 
 pytestmark = pytest.mark.thorough
-
-
-def where(rt):
-    """The places of the models that are not on disk."""
-    return {name: place for name, place in places(rt).items() if place != "disk"}
 
 
 def test_a_model_that_exists_nowhere_else_stays_in_host_memory(runtime):
@@ -24,7 +18,7 @@ def test_a_model_that_exists_nowhere_else_stays_in_host_memory(runtime):
     rt.preload("mine")
     for _ in range(2):
         rt.evict("mine", drop=True)
-        assert where(rt) == {"mine": "host"}
+        assert places(rt) == {"mine": "host"}
 
 
 def test_all_idle_models_of_all_processes_leave(runtime, shared_book):
@@ -36,9 +30,9 @@ def test_all_idle_models_of_all_processes_leave(runtime, shared_book):
     first.pin("kept")
     with first.use("used"):
         second.evict("*")
-        assert where(first) == {"a": "host", "used": "sim:0", "kept": "sim:0", "b": "host"}
+        assert places(first) == {"a": "host", "used": "sim:0", "kept": "sim:0", "b": "host"}
         second.evict("*", drop=True)
-        assert where(first) == {"used": "sim:0", "kept": "sim:0"}
+        assert places(first) == {"used": "sim:0", "kept": "sim:0"}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +58,7 @@ def test_a_live_graph_keeps_the_weights_that_it_needs(runtime, llama, room):
             rt.evict("w", drop=True)
     else:
         assert rt.evict("w", drop=True).where == "host"
-    assert where(rt) == {"w": "sim:0" if room == "64KiB" else "host"}
+    assert places(rt) == {"w": "sim:0" if room == "64KiB" else "host"}
     out.pow(2).sum().backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
@@ -76,7 +70,7 @@ def test_a_live_graph_keeps_the_weights_that_it_needs(runtime, llama, room):
             assert again is model and torch.isfinite(again(ids).logits).all()
     rt.tick()
     rt.evict("w", drop=True)
-    assert where(rt) == {}, "nothing needs its bytes any more"
+    assert places(rt) == {}, "nothing needs its bytes any more"
     with rt.use("w") as again:
         assert all(torch.equal(one, before[name]) for name, one in again.state_dict().items())
 
@@ -91,7 +85,7 @@ def test_an_eviction_for_another_process_first_makes_room_in_host_memory(runtime
     fakes(holder, old="1GiB", new="1GiB")
     holder.preload("old"), holder.preload("new")
     holder.evict("old")
-    assert where(holder) == {"old": "host", "new": "sim:0"}
+    assert places(holder) == {"old": "host", "new": "sim:0"}
     other.evict("new", wait=False)
     holder.tick()
-    assert where(holder) == {"new": "host"}
+    assert places(holder) == {"new": "host"}

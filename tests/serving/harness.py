@@ -15,6 +15,7 @@ from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.tasks import ServingConfig
 from tests.clock import Clock
+from tests.owner.conftest import where
 from tests.serving.loops import settle, until
 
 
@@ -142,8 +143,7 @@ class Harness:
         return {lease.name: lease.pins for lease in (mine.leases if mine else ()) if lease.pins}
 
     def where(self) -> dict[str, str]:
-        frame = self.rt.models()
-        return dict(zip(frame["name"], frame["where"], strict=True))
+        return where(self.rt)
 
 
 @asynccontextmanager
