@@ -208,6 +208,16 @@ def _small_collections() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _small_collections_after_imports() -> Iterator[None]:
+    """The same for what a test imports, such as pandas at its first table."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _empty_catalogue() -> Iterator[None]:
     """Removes what this module wrote into the catalogue of the tests, so that no test of another

@@ -50,9 +50,11 @@ def quiet():
 def started(runtime, quiet):
     """Makes a runtime and its kernel. Garbage of earlier tests is collected first, so that no other tensors count.
 
-    What `keep` gave a kernel ends with the test, also if a thread that ends later still has the kernel.
+    What earlier tests imported is frozen: each search for the kernel's memory would read it again. What `keep` gave a
+    kernel ends with the test, also if a thread that ends later still has the kernel.
     """
     gc.collect()
+    gc.freeze()
     kernels = []
 
     def start(**settings):
