@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,10 +84,7 @@ def test_readers_are_not_held_up_and_nothing_stays_open(file):
 def test_without_a_lease_the_load_goes_on(file, monkeypatch):
     """A network file system, or another user's file, has none. The load is then not guarded."""
 
-    def refuse(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", Mock(side_effect=PermissionError))
     with untouched([str(file), "/no/such"], "qwen") as check:
         check()
 

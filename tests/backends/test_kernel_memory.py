@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,11 +212,8 @@ def test_a_card_that_has_failed_keeps_everything_and_names_its_error(kernel, mon
     x = floats(4.0)
     text = "CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"
 
-    def fails(card):
-        raise RuntimeError(text)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch.simgpu, "synchronize", fails)
+        patch.setattr(torch.simgpu, "synchronize", Mock(side_effect=RuntimeError(text)))
         with pytest.raises(NotStill, match="simgpu:0 has failed: CUDA error: device-side assert"):
             kernel.park()
     assert not kernel.handle.away and not capfd.readouterr().err

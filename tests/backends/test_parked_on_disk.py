@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -189,10 +190,7 @@ def assert_in_ram(kernel: OnDisk) -> None:
 def fails(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each call of the function `name` of `os` fail with the error `number`."""
 
-    def fail(*args: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(os, name, Mock(side_effect=OSError(number, os.strerror(number))))
 
 
 @pytest.mark.parametrize(

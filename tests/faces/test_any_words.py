@@ -77,7 +77,7 @@ def each(place: str, stride: int) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def box(rt, monkeypatch, tmp_path):
-    """A function that restores the runtime of every face. A test calls it before each command."""
+    """A function that restores the runtime of every face. A test calls it after each command that succeeded."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rt, "close", lambda: None)
 
@@ -106,8 +106,8 @@ def require_decodable(rt) -> None:
     assert decode_book(encode(book)) == book
 
 
-def in_terminal(words: tuple[str, ...]) -> None:
-    """Runs the `gpu` command. If it writes an error, the error is one line."""
+def in_terminal(words: tuple[str, ...]) -> bool:
+    """Runs the `gpu` command, and returns whether it succeeded. If it writes an error, the error is one line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(words)
@@ -117,15 +117,18 @@ def in_terminal(words: tuple[str, ...]) -> None:
         require_sentence(line)
     if code == cli.NOT_UNDERSTOOD:
         assert out.getvalue() == "" and err.getvalue().startswith("gpu: ")
+    return code == cli.DONE
 
 
-def in_notebook(magic, *given) -> None:
-    """Runs a magic. An error must be a GpuError, or UsageError for bad syntax."""
+def in_notebook(magic, *given) -> bool:
+    """Runs a magic, and returns whether it succeeded. An error must be a GpuError, or UsageError for bad syntax."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             magic(*given)
     except (GpuError, UsageError) as error:
         require_sentence(str(error))
+        return False
+    return True
 
 
 def parsed_only(words: tuple[str, ...]) -> None:
@@ -142,13 +145,15 @@ def typed(box, rt, fresh_shell):
     def typed(place: str, words: tuple[str, ...]) -> None:
         if words[0] in PARSED_ONLY:
             return parsed_only(words) if place == verbs.CLI else None
-        box()
         if place == verbs.CLI:
-            in_terminal(words)
+            succeeded = in_terminal(words)
         else:
-            in_notebook(GpuMagics(fresh_shell, lambda: rt).line, list(words))
+            succeeded = in_notebook(GpuMagics(fresh_shell, lambda: rt).line, list(words))
         require_decodable(rt)
+        if succeeded:
+            box()
 
+    box()
     return typed
 
 
@@ -179,9 +184,10 @@ def test_any_words_are_answered(typed, place, data):
 )
 def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
     magics = GpuMagics(fresh_shell, lambda: rt)
+    box()
     for value in VALUES:
-        box()
-        in_notebook(magics.cell, [*filter(None, (flag,)), value], "pass")
+        if in_notebook(magics.cell, [*filter(None, (flag,)), value], "pass"):
+            box()
         require_decodable(rt)
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -181,10 +182,7 @@ def test_the_runtime_is_closed_whatever_happens(gpu):
 
 
 def test_an_interrupt_is_one_line(gpu, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu_runtime, "runtime", interrupted)
+    monkeypatch.setattr(gpu_runtime, "runtime", Mock(side_effect=KeyboardInterrupt))
     assert gpu("status") == (1, "", "gpu: interrupted\n")
 
 

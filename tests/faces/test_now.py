@@ -53,14 +53,6 @@ def wants(key, gib, device="sim:0", owner=samples.BOB, **more):
     return Ticket(key, owner.id, "use", key, samples.NOW - 9, samples.NOW, need=need, **more)
 
 
-def test_a_stopped_process_acts_on_no_button_of_its_bar():
-    asleep = {samples.ME.id: Presence(ProcessState.STOPPED)}
-    found = rows(replace(samples.snapshot(samples.lease("qwen", 14)), presences=asleep))["sim:0"]
-    [part] = [part for part in found.parts if part.buttons]
-    assert {one.verb for one in part.buttons} >= {"evict", "pin"}
-    assert all(one.why_not.startswith("Its process is stopped") for one in part.buttons)
-
-
 def test_a_row_shows_free_memory_use_the_level_and_its_leases_one_after_the_other():
     """A card full of idle models is no problem. Positions are in percent of the axis."""
     row = rows(samples.busy)["sim:0"]

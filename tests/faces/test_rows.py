@@ -174,7 +174,8 @@ def test_a_stopped_process_acts_on_no_button():
     world = snapshot(lease("qwen", 14), lease("kernel", 1, kind="kernel"))
     asleep = {ME.id: Presence(ProcessState.STOPPED)}
     world = replace(world, presences=asleep, names={ME.id: ("other",)})
-    shown = [button for row in (*models(world), *leases(world)) for button in row.buttons]
+    parts = [part for row in device_rows(world).rows for part in row.parts]
+    shown = [button for row in (*models(world), *leases(world), *parts) for button in row.buttons]
     assert {one.verb for one in shown} == {"evict", "pin", "preload", "park", "who"}
     assert {one.why_not for one in shown} == {ASLEEP}
 

@@ -139,35 +139,25 @@ def test_a_registration_overrides_the_catalogue(shelf):
     fakes(rt, **{"org/llama": "3GiB"})
 
 
-def test_a_disabled_model_is_refused_and_nothing_is_evicted_for_it(shelf):
-    rt = shelf(DRILLS + "  off: {backend: fake, memory: 20GiB, enabled: false}\n")
-    rt.preload("qwen3:8b")
-    with pytest.raises(ModelDisabled, match="off is disabled in the catalogue"):
-        rt.preload("off")
-    assert where(rt)["qwen3:8b"] == "sim:0"
-
-
-def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(shelf, monkeypatch):
+@pytest.mark.parametrize(("fields", "error", "why", "state"), [
+    ("backend: fake, enabled: false", ModelDisabled, "is disabled in the catalogue", "disabled"),
+    ("runtime: ollama", LoadFailed, "there is no command ollama here", "ollama is not installed"),
+    ("runtime: tgi", LoadFailed, "its backend tgi is not part of this version", "no backend tgi here"),
+    ("runtime: tensorrt", LoadFailed, "its backend tensorrt is not part of this version",
+     "no backend tensorrt here"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_loaded_is_planned_and_nothing_is_evicted_for_it(
+    shelf, monkeypatch, fields, error, why, state
+):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
-    rt.preload("qwen3:8b")
-    with pytest.raises(LoadFailed, match="there is no command ollama here.\n  Install it"):
-        rt.preload("far")
-    assert where(rt)["qwen3:8b"] == "sim:0"
-    assert rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
-
-
-@pytest.mark.parametrize("backend", ["tgi", "tensorrt"])
-def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
-    rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
+    rt = shelf(DRILLS + f"  far: {{{fields}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
-    assert plan.footprint.bytes == 20 * GIB
-    assert f"its backend {backend} is not part of this version" in plan.obstacle
-    with pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"):
+    assert plan.footprint.bytes == 20 * GIB and why in plan.obstacle
+    with pytest.raises(error, match=why):
         rt.preload("far")
     assert where(rt)["qwen3:8b"] == "sim:0"
-    assert rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
+    assert rt.catalog().set_index("name")["state"]["far"] == state
 
 
 def test_a_model_of_unknown_size_needs_a_declared_one(shelf):

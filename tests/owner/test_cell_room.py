@@ -4,6 +4,7 @@ import gc
 import math
 import re
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,10 +149,7 @@ def test_a_parked_kernel_returns_without_the_room_if_there_is_none_in_time(two, 
 def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
     rt, kernel, other = two
 
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kernel._room, "request", stopped)
+    monkeypatch.setattr(kernel._room, "request", Mock(side_effect=KeyboardInterrupt))
     kernel.begin(BIG)
     assert isinstance(kernel.refusal, WaitEnded) and "did not run" in str(kernel.refusal)
     kernel.end()

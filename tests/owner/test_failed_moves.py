@@ -125,20 +125,15 @@ def test_a_drop_that_its_backend_complains_of_is_a_drop(runtime, monkeypatch, ca
     monkeypatch.undo()
 
 
-def test_a_load_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(runtime):
+@pytest.mark.parametrize(("squeezed", "said"), [(15, "while loading wanted"), (0, "idle")])
+def test_a_load_or_block_without_memory_says_that_and_not_what_failed_to_leave(
+    runtime, squeezed, said
+):
     rt = runtime(**BOX)
     Bus(rt, "idle", "5GiB")
     fakes(rt, wanted="10GiB")
-    rt.probe.place("sim:0").squeeze(15 << 30)
-    with pytest.raises(OutOfMemory, match="while loading wanted"), rt.use("wanted"):
-        pass
-
-
-def test_a_block_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(runtime):
-    rt = runtime(**BOX)
-    Bus(rt, "idle", "5GiB")
-    fakes(rt, used="10GiB")
-    with pytest.raises(OutOfMemory, match="idle"), rt.use("used"):
+    rt.probe.place("sim:0").squeeze(squeezed << 30)
+    with pytest.raises(OutOfMemory, match=said), rt.use("wanted"):
         raise out_of_memory("sim:0 is full")
 
 

@@ -1,6 +1,7 @@
 """Look-ahead loads the models of waiting cells while the running cell still runs."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -166,11 +167,8 @@ def test_the_thread_is_started_again_after_it_ended_with_any_exception(
             raise RuntimeError("can't start new thread")
         started.append(work)
 
-    def end(cells):
-        raise SystemExit
-
     monkeypatch.setattr(threads, "start", start)
-    monkeypatch.setattr(ahead, "load_next", end)
+    monkeypatch.setattr(ahead, "load_next", Mock(side_effect=SystemExit))
     with pytest.raises(RuntimeError):
         notebook("", "b")
         ahead.wake()

@@ -80,14 +80,19 @@ def in_use(rt: Runtime) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_block_is_held_from_its_entry_to_its_exit_in_whatever_way_it_is_entered(rt, deed, way):
-    """Entered by hand, the pin lasted until the collection; with `__exit__` looked up first there was none."""
-    held = DEEDS[deed](rt)
+    """Entered by hand, the pin lasted until the collection; with `__exit__` looked up first there was none.
+
+    A pin names the thread that entered.
+    """
+    held, pinned_by = DEEDS[deed](rt), rt._session.residents["m"].pinned_by
     gc.disable()
     try:
         for _ in range(2):
             enter, leave = way(held) if way is not generated else way(DEEDS[deed](rt))
             enter()
             assert in_use(rt) == 1
+            assert pinned_by(threading.get_ident()) is (deed == "use")
+            assert not pinned_by(threading.get_ident() + 1)
             leave()
             assert in_use(rt) == 0
     finally:
@@ -164,19 +169,6 @@ def test_a_block_that_must_wait_is_not_entered(rt, deed):
     assert DEEDS[deed](rt).enter_if_here() == ()
     assert (in_use(rt), rt.here("m")) == (0, False)
     assert rt._session.ledger.read() == book
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_pin_names_the_thread_that_entered(rt, way):
-    resident = rt._session.residents["m"]
-    held = rt.use("m")
-    here = threading.get_ident()
-    enter, leave = way(held)
-    enter()
-    assert resident.pinned_by(here)
-    assert not resident.pinned_by(here + 1)
-    leave()
-    assert not resident.pinned_by(here)
 
 
 # -- the stop button

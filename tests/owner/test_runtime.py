@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -284,10 +285,9 @@ def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     """After some errors of the driver, every call on the card fails in this process."""
     rt = fakes(runtime(), m="3GiB")
 
-    def fail(*_, **__):
-        raise RuntimeError(said)
-
-    monkeypatch.setattr(registry.find(rt._session, "m").backend, "load", fail)
+    monkeypatch.setattr(
+        registry.find(rt._session, "m").backend, "load", Mock(side_effect=RuntimeError(said))
+    )
     with pytest.raises(LoadFailed, match=said) as told:
         rt.preload("m")
     assert ("restart its kernel" in str(told.value)) is advised and claims(rt) == {}
@@ -296,12 +296,9 @@ def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
 def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, monkeypatch):
     rt = fakes(runtime(), m="3GiB")
 
-    def fail(model):
-        raise RuntimeError("the source is gone")
-
     backend, dropped = registry.find(rt._session, "m").backend, []
     drop = backend.drop
-    monkeypatch.setattr(backend, "droppable", fail)
+    monkeypatch.setattr(backend, "droppable", Mock(side_effect=RuntimeError("the source is gone")))
     monkeypatch.setattr(backend, "drop", lambda model: dropped.append(model) or drop(model))
     with pytest.raises(LoadFailed, match="the source is gone"), rt.use("m"):
         pass
@@ -400,11 +397,8 @@ def test_no_block_survives_its_end_however_often_the_stop_button_strikes(runtime
 def test_an_interrupted_wait_leaves_no_ticket(runtime):
     rt = fakes(runtime(), a="14GiB", b="14GiB")
 
-    def stop(name, wait):
-        raise KeyboardInterrupt
-
     with used_elsewhere(rt, "a"):
-        rt.tell_waits(stop)
+        rt.tell_waits(Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), rt.use("b"):
             pass
         assert rt.status().tickets == ()
@@ -835,11 +829,10 @@ def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch
 
     rt = fakes(runtime(clock=clock, monitor=False), a="3GiB")
 
-    def fail(now, fresh=False):
-        raise ProbeFailed("the driver is gone", device="sim:0")
-
     asked = []
-    monkeypatch.setattr(rt.probe, "samples", fail)
+    monkeypatch.setattr(
+        rt.probe, "samples", Mock(side_effect=ProbeFailed("the driver is gone", device="sim:0"))
+    )
     for _ in range(5):
         assert rt.status().degraded == ""
         clock.advance(15)

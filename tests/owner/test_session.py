@@ -5,6 +5,7 @@ import threading
 from contextlib import suppress
 from threading import get_ident
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -105,10 +106,7 @@ def test_events_are_those_of_the_journal_and_of_the_book_each_once(
 def test_without_the_book_the_journal_is_read():
     session = owner_with([Event(1, 1.0, "a", "loaded", "", "")])
 
-    def gone():
-        raise LedgerUnavailable("the ledger is gone", path="here")
-
-    session.ledger.read = gone
+    session.ledger.read = Mock(side_effect=LedgerUnavailable("the ledger is gone", path="here"))
     assert [one.seq for one in recorded_events(session)] == [1]
 
 

@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,11 +83,8 @@ def test_a_stopped_process_is_shown_as_stopped_until_it_is_continued(kernel, con
     [(verb, target)] = problem.actions
     assert (verb, f"kill -9 {pid}" in problem.text) == ("resume", True)
 
-    def forbidden(fd: int, number: int) -> None:
-        raise PermissionError
-
     with monkeypatch.context() as another_user:
-        another_user.setattr(signal, "pidfd_send_signal", forbidden)
+        another_user.setattr(signal, "pidfd_send_signal", Mock(side_effect=PermissionError))
         with pytest.raises(NotAllowed, match=rf"and root may .*\n.* kill -CONT {pid}"):
             console.resume(str(pid))
     assert state(console, kernel) is ProcessState.STOPPED
@@ -109,11 +107,8 @@ def test_a_running_cell_is_interrupted_and_a_process_ended_by_its_user(
     kernel.send("import time; print('runs', flush=True); time.sleep(3600)")
     assert kernel.answer() == "runs"
 
-    def forbidden(fd: int, number: int) -> None:
-        raise PermissionError
-
     with monkeypatch.context() as another_user:
-        another_user.setattr(signal, "pidfd_send_signal", forbidden)
+        another_user.setattr(signal, "pidfd_send_signal", Mock(side_effect=PermissionError))
         with pytest.raises(NotAllowed, match=rf"and root may interrupt .*\n.* kill -INT {pid}"):
             console.interrupt(pid)
     with console.on_behalf_of("ann"):
