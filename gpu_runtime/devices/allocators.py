@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from .. import threads
 from ..facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from ..units import MIB
 
@@ -407,6 +409,29 @@ def counts_bytes(cuda: Any) -> bool:
 def lists_blocks(cuda: Any) -> bool:
     """Whether the allocator of `cuda` lists its blocks of memory."""
     return _name(cuda) == "native"
+
+
+def total_bytes(cuda: Any, card: str) -> int:
+    """The bytes of `card` as torch counts them.
+
+    The driver keeps some hundred MiB of a card for itself. NVML counts them in the card's total; CUDA does not.
+    """
+    return int(cuda.get_device_properties(card).total_memory)
+
+
+def part_of(cuda: Any, card: str, size: int) -> float:
+    """The part of `card` that `size` bytes are, as torch counts the card; at most 1."""
+    return min(1.0, size / total_bytes(cuda, card))
+
+
+def limit(cuda: Any, card: str, part: float) -> None:
+    """Lets torch reserve at most this `part` of `card`. The caller's current card stays the same.
+
+    torch 2.4 makes `card` the current card, and a context there. So a thread of its own makes the call.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, `setMemoryFraction`.
+    """
+    threads.start(partial(cuda.set_per_process_memory_fraction, part, card)).wait()
 
 
 def _name(cuda: Any) -> str:

@@ -179,6 +179,14 @@ class Probe:
         cards = self._cards.items()
         return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in cards}
 
+    def beyond_torch(self) -> dict[str, int]:
+        """Bytes of each real card that torch cannot take: `contexts`, and what the driver keeps for itself."""
+        found, cuda = self.contexts(), _started_cuda()
+        for id, number in self._numbered() if cuda else ():
+            total = allocators.total_bytes(cuda, f"cuda:{number}")
+            found[id] += max(0, self._cards[id].device.total_bytes - total)
+        return found
+
     def watch_peaks(self) -> None:
         """Resets torch's record of its highest use of each card; see `beyond_now`."""
         cuda = _started_cuda() if self._cards else None
@@ -225,12 +233,14 @@ class Probe:
     def bound(self, device: str, fraction: float) -> bool:
         """Limits torch in this process to the given `fraction` of the `device`.
 
-        Returns whether the limit was set. It cannot be set before this process uses CUDA.
+        Returns whether the limit was set. It is not set before this process uses the card, since some versions
+        of torch would create a CUDA context there.
         """
-        card, cuda = self._cards.get(device), _started_cuda()
-        if card is None or cuda is None or not card.torch.startswith("cuda"):
+        cuda, number = _started_cuda(), dict(self._numbered()).get(device)
+        if cuda is None or number is None or not _has_context(number):
             return False
-        cuda.set_per_process_memory_fraction(fraction, card.torch)
+        card, total = f"cuda:{number}", self._cards[device].device.total_bytes
+        allocators.limit(cuda, card, allocators.part_of(cuda, card, round(fraction * total)))
         return True
 
     def maps(self) -> tuple[AllocatorMap, ...]:
@@ -447,6 +457,11 @@ def _started_cuda():
     if cuda is None or not cuda.is_initialized() or not allocators.counts_bytes(cuda):
         return None
     return cuda
+
+
+def _has_context(number: int) -> bool:
+    """Whether this process has a CUDA context on the card that torch calls `cuda:NUMBER`."""
+    return sys.modules["torch"]._C._cuda_hasPrimaryContext(number)
 
 
 def _torch_reserved(card: Card) -> int:

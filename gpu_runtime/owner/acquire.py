@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Progress, is_out_of_memory
 from ..catalog.fields import require_loadable
-from ..devices.allocators import Peak, counts_bytes
+from ..devices.allocators import Peak, counts_bytes, limit, part_of
 from ..errors import DoesNotFit, NotResident, first_line
 from ..facts import (
     ASLEEP,
@@ -628,11 +628,10 @@ class LeasedBlock:
 
     def _cap(self) -> None:
         """Limits torch to the bytes that it reserved before the block, plus the leased bytes."""
-        reserved = self._cuda.memory_reserved(self._torch)
-        fraction = (reserved + self.bytes) / self.device.total_bytes
-        self._set = min(max(fraction, 0.01), 1.0)
+        size = self._cuda.memory_reserved(self._torch) + self.bytes
+        self._set = max(part_of(self._cuda, self._torch, size), 0.01)
         self._found = _bound(self._cuda, self._torch, 1.0)
-        self._cuda.set_per_process_memory_fraction(self._set, self._torch)
+        limit(self._cuda, self._torch, self._set)
         _capped.append(self)
 
     def _uncap(self, cuda: Any) -> None:
@@ -644,7 +643,7 @@ class LeasedBlock:
             if later._torch == self._torch and abs(later._found - self._set) < 1e-6:
                 later._found = self._found
         if cuda and abs(_bound(cuda, self._torch, self._set) - self._set) < 1e-6:
-            cuda.set_per_process_memory_fraction(self._found, self._torch)
+            limit(cuda, self._torch, self._found)
 
     def end(self) -> None:
         """Measures the block's use of memory for the last time and restores torch's bound."""

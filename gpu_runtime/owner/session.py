@@ -518,7 +518,7 @@ class Session:
         if self.probe.simulated or not (self._torch_limits or self.residents or enforced):
             return
         busy = {share.device for lease, _ in list(self.blocks.values()) for share in lease.shares}
-        wanted = capacity.torch_bounds(book, self.me, world, self.probe.contexts(), busy)
+        wanted = capacity.torch_bounds(book, self.me, world, self.probe.beyond_torch(), busy)
         for card in (self._torch_limits.keys() | wanted.keys()) - busy:
             fraction = wanted.get(card, capacity.ALL)
             current = self._torch_limits.get(card, capacity.ALL)

@@ -407,13 +407,13 @@ def torch_bounds(
     book: Book,
     owner: str,
     world: World,
-    contexts: Mapping[str, int],
+    beyond_torch: Mapping[str, int],
     open_cards: Collection[str] = (),
 ) -> dict[str, float]:
     """The fraction of each real card of `world` that torch may use in the process of `owner`.
 
-    The bound is the whole card, less other owners' claims in `book`, and less the CUDA context,
-    which torch does not count. `contexts` maps cards to the bytes of the context. The bound is at
+    The bound is the whole card, less other owners' claims in `book`, and less the bytes that torch cannot
+    take. `beyond_torch` has these bytes of each card, such as the CUDA context. The bound is at
     least the owner's own leases on the card, and at most 99 % of the card.
 
     If the operator enforces the user's cap, the bound is also at most the cap less what the user's
@@ -441,7 +441,7 @@ def torch_bounds(
         if device.is_host or device.simulated or not leased or device.id in unbounded:
             continue
         others = claims.get(device.id, 0) - leased - section.residue.get(device.id, 0)
-        free = device.total_bytes - others - contexts.get(device.id, 0)
+        free = device.total_bytes - others - beyond_torch.get(device.id, 0)
         fraction = max(free, leased) / device.total_bytes
         found[device.id] = min(MOST, max(LEAST, fraction))
     allowed = _enforced(book, owner, world)

@@ -10,7 +10,8 @@ from gpu_runtime.facts import Device, Lease, Share
 from gpu_runtime.owner.acquire import LeasedBlock
 from gpu_runtime.units import GIB
 
-CARD = Device("cuda:3", 80 * GIB, "H200", "GPU-aaaa", 3)
+TOTAL = 80 * GIB  # as torch counts the card; NVML counts what the driver keeps too
+CARD = Device("cuda:3", 81 * GIB, "H200", "GPU-aaaa", 3)
 
 
 class FakeCuda:
@@ -37,6 +38,9 @@ class FakeCuda:
         self.init()
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
+
+    def get_device_properties(self, name: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(total_memory=TOTAL)
 
     def memory_allocated(self, name: str) -> int:
         return self.allocated
@@ -79,13 +83,13 @@ def block(monkeypatch):
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_block_is_capped_and_measured(block, started):
-    """The block may be the first code of its process that uses the card."""
+    """The block may be the first code of its process that uses the card. torch may take all of its bytes."""
     cuda = FakeCuda(started=started)
     if started:
         cuda.allocate(4 * GIB)
     before = cuda.allocated
     leased = block(cuda, 8 * GIB)
-    assert cuda.fractions == [(before + 8 * GIB) / CARD.total_bytes]
+    assert cuda.fractions == [(before + 8 * GIB) / TOTAL]
     cuda.allocate(6 * GIB)
     cuda.allocate(-5 * GIB)
     leased.end()
