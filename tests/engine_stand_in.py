@@ -18,7 +18,8 @@ ends it, as argparse does. Environment variables change what it does:
     STAND_IN_HELD      the folder of the files, by pid, in which servers write how many bytes they hold on their card
 
 vLLM and SGLang sleep as their source has it: vllm/entrypoints/serve/sleep/api_router.py, and
-sglang/srt/entrypoints/http_server.py. vLLM's routes exist only in its development mode.
+sglang/srt/entrypoints/http_server.py. vLLM's routes exist only in its development mode. vLLM reads its cards' numbers
+as in vllm/platforms/interface.py, `device_id_to_physical_device_id`.
 """
 
 import asyncio
@@ -191,6 +192,8 @@ def main(engine: str, words: list[str]) -> None:
     }
     with record.open("a") as file:
         file.write(json.dumps({"words": words, "environment": seen, "pid": os.getpid()}) + "\n")
+    if engine == "vllm" and (visible := os.environ["CUDA_VISIBLE_DEVICES"]):
+        [int(number) for number in visible.split(",")]  # raises ValueError for a UUID
     if says := os.environ.get("STAND_IN_SAYS"):
         sys.exit(says)
     if child := os.environ.get("STAND_IN_CHILD"):

@@ -93,6 +93,17 @@ class Probe:
                 return id
         raise UnknownDevice(torch, tuple(self._memories))
 
+    def numbers(self) -> dict[str, int]:
+        """The number of each whole card in the vendor's own order, by the book's id.
+
+        Empty if some card cannot be listed: CUDA may leave it out, and then it numbers the others differently.
+        """
+        if self.listing is None or self.listing.failed:
+            return {}
+        own = {card.device.uuid: card.device.index for card in self.listing.cards}
+        cards = self._cards.items()
+        return {id: own[card.device.uuid] for id, card in cards if not card.is_part}
+
     # -- figures
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:

@@ -18,6 +18,8 @@ from gpu_runtime.backends.llama_cpp.options import (
 )
 from gpu_runtime.backends.processes.engine import card_environment
 from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices import nvml
+from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.estimation import footprint
@@ -240,7 +242,7 @@ def test_a_worker_sees_only_its_own_cards_by_uuid():
         Device(HOST, GIB),
     )
     probe = Probe.__new__(Probe)
-    probe.devices = cards
+    probe.devices, probe.listing = cards, None
     seen = lambda *ids: card_environment(probe, tuple(Share(id, 1) for id in ids))
     assert seen("cuda:1", "cuda:0") == {
         "CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a",
@@ -248,6 +250,35 @@ def test_a_worker_sees_only_its_own_cards_by_uuid():
     }
     assert seen("rocm:0") == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}
     assert seen("sim:0") == seen() == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize("failed", [{}, {"1": "GPU is lost"}])
+def test_an_engine_that_knows_no_uuids_sees_its_cards_by_the_driver_s_numbers(failed):
+    """In a container the book has other numbers. Where a card cannot be listed, CUDA's numbers are not known."""
+    made = [Device(f"cuda:{number}", GIB, uuid=f"GPU-{number}", index=number) for number in (0, 2)]
+    cards = tuple(Card(device, None, device.uuid) for device in made)
+    probe = Probe((*made, Device(HOST, GIB)), Listing(nvml, cards, failed))
+    probe.rename({"cuda:0": "cuda:4"})
+    shares = (Share("cuda:2", 1), Share("cuda:4", 1))
+    seen = card_environment(probe, shares, by_number=True)
+    if failed:
+        assert seen == card_environment(probe, shares)
+        assert seen == {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-0", "HIP_VISIBLE_DEVICES": ""}
+    else:
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert seen == {"CUDA_VISIBLE_DEVICES": "2,0", "HIP_VISIBLE_DEVICES": "", **order}
+        assert card_environment(probe, (), by_number=True)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_an_instance_has_no_number_and_a_renamed_amd_card_keeps_its_own():
+    part = Device("cuda:0.1", GIB, uuid="MIG-1", index=0)
+    probe = Probe((part, Device(HOST, GIB)), Listing(nvml, (Card(part, None, "GPU-0"),)))
+    seen = card_environment(probe, (Share("cuda:0.1", 1),), by_number=True)
+    assert seen == {"CUDA_VISIBLE_DEVICES": "MIG-1", "HIP_VISIBLE_DEVICES": ""}
+    card = Device("rocm:0", GIB, uuid="GPU-r", index=0)
+    probe = Probe((card, Device(HOST, GIB)), Listing(nvml, (Card(card, None, "GPU-r"),)))
+    probe.rename({"rocm:0": "rocm:1"})
+    assert card_environment(probe, (Share("rocm:1", 1),))["HIP_VISIBLE_DEVICES"] == "0"
 
 
 @pytest.mark.processes

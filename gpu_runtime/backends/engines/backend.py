@@ -678,7 +678,8 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
             return LaunchOrder(spec, shares, totals, source, port, simulated, key, config)
 
         on_cpu = spec.options.get("gpu_layers") == 0
-        cards = card_environment(self.probe, () if on_cpu else shares)
+        by_number = self.recipe.CARDS_BY_NUMBER
+        cards = card_environment(self.probe, () if on_cpu else shares, by_number=by_number)
         return Server(
             spec,
             self.recipe,

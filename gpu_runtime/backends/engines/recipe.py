@@ -89,6 +89,8 @@ class Recipe:
     SLEEPS_ON: str | None = None
     MEASURED_ASLEEP = False  # whether the RAM of its processes is what it takes while it sleeps
     OWN_TEMPLATE = False  # whether requests may set switches of the model's own chat template
+    # Whether it reads CUDA_VISIBLE_DEVICES itself and fails at a UUID. Other engines get UUIDs.
+    CARDS_BY_NUMBER = False
     LISTS_FIELDS = False  # whether its OpenAPI document lists the fields that it reads
 
     def health_path(self, spec: ModelSpec) -> str:

@@ -255,6 +255,9 @@ def _refused(order: LaunchOrder, why: str, advice: str) -> LoadFailed:
 # Sleep of level 1 keeps the weights in host memory. Level 2 drops them, and then the server answers nonsense until they
 # are loaded again, so it is not used. Without CUDA, vLLM refuses `--enable-sleep-mode`.
 #
+# vLLM and SGLang read CUDA_VISIBLE_DEVICES as numbers, to look at their cards without CUDA. vLLM ends at a UUID
+# (vllm-project/vllm#13815, #46132), and SGLang on several cards (its custom_all_reduce.py).
+#
 # Sources: vLLM, CLI reference, `vllm serve`; entrypoints/serve/sleep/api_router.py; device_allocator/cumem.py;
 # docs/usage/security.md.
 
@@ -286,7 +289,7 @@ class Vllm(Recipe):
 
     LAYOUT = "balanced"  # tensor parallelism: equal parts
     SLEEPS_ON = "cuda"
-    OWN_TEMPLATE = LISTS_FIELDS = True
+    OWN_TEMPLATE = LISTS_FIELDS = CARDS_BY_NUMBER = True
 
     def missing(self) -> str:
         if shutil.which("vllm"):
@@ -367,7 +370,7 @@ class Sglang(Recipe):
 
     LAYOUT = "balanced"  # tensor parallelism: equal parts
     SLEEPS_ON = "cuda"
-    OWN_TEMPLATE = LISTS_FIELDS = True
+    OWN_TEMPLATE = LISTS_FIELDS = CARDS_BY_NUMBER = True
 
     def missing(self) -> str:
         if importlib.util.find_spec("sglang"):

@@ -610,20 +610,23 @@ def guarded(
         raise
 
 
-def card_environment(probe: Probe, shares: Shares) -> dict[str, str]:
+def card_environment(probe: Probe, shares: Shares, *, by_number: bool = False) -> dict[str, str]:
     """Environment variables with which a process sees only the cards of `shares`, in their order.
 
     `probe` knows the devices. A CUDA card is named by UUID if the driver reports one, because the
-    number of a card differs between processes that see different cards. If all cards of `shares`
-    are simulated, the process sees no card.
+    number of a card differs between processes that see different cards; with `by_number`, by the driver's
+    own number, if that is known. If all cards of `shares` are simulated, the process sees no card.
     """
-    devices = {device.id: device for device in probe.devices}
+    devices, numbers = {device.id: device for device in probe.devices}, probe.numbers()
+    by_number = by_number and all(share.device in numbers for share in shares)
     visible: dict[str, list[str]] = {"cuda": [], "rocm": []}
     for share in shares:
         device = devices[share.device]
         kind = device.id.partition(":")[0]
         if kind in visible:
-            by_uuid = kind == "cuda" and device.uuid
-            visible[kind].append(device.uuid if by_uuid else str(device.index))
+            by_uuid = kind == "cuda" and device.uuid and not by_number
+            number = numbers.get(device.id, device.index)
+            visible[kind].append(device.uuid if by_uuid else str(number))
     cuda, rocm = (",".join(names) for names in visible.values())
-    return {"CUDA_VISIBLE_DEVICES": cuda, "HIP_VISIBLE_DEVICES": rocm}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if cuda and by_number else {}  # the driver's order
+    return {"CUDA_VISIBLE_DEVICES": cuda, "HIP_VISIBLE_DEVICES": rocm, **order}
