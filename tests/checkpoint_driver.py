@@ -62,11 +62,16 @@ class CheckpointDriver:
         """Starts a living process that holds the given GiB on cards, named by number: `process(_0=12)`."""
         target = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         self._targets.append(target)
-        held = {f"GPU-{name[1:]}": size and size * GIB for name, size in cards.items()}
         book = self.read()
-        book["processes"][str(target.pid)] = {"state": state, "cards": held}
+        book["processes"][str(target.pid)] = {"state": state, "cards": _by_uuid(cards)}
         self._write(book)
         return target
+
+    def grow(self, target: Any, **cards: int | None) -> None:
+        """Lets `target` hold other GiB on its cards."""
+        book = self.read()
+        book["processes"][str(target.pid)]["cards"] = _by_uuid(cards)
+        self._write(book)
 
     def forget(self, target: Any) -> None:
         """Makes `target` a process that does not use CUDA."""
@@ -97,3 +102,7 @@ class CheckpointDriver:
         for target in self._targets:
             target.kill()
             target.communicate()
+
+
+def _by_uuid(cards: dict[str, int | None]) -> dict[str, int | None]:
+    return {f"GPU-{name[1:]}": size and size * GIB for name, size in cards.items()}

@@ -285,10 +285,18 @@ def _require_foreign(session: Session, target: Target) -> None:
 
 def _held(session: Session, target: Target) -> tuple[Share, ...]:
     """The bytes of the process on each card, as the driver reports them now. Raises GpuError."""
-    samples = session.world(fresh=True).samples
+    began, devices = session.clock(), session.probe.devices
+    session.probe.charged((target.pid,), [device.id for device in devices])  # waits for new figures
+    samples = session.world().samples
     held = []
-    for device in session.probe.devices:
-        processes = samples[device.id].processes if device.id in samples else {}
+    for device in devices:
+        sample = samples.get(device.id)
+        if sample is None or device.is_host:
+            continue
+        if sample.taken_at < began:
+            why = f"the driver's figures of {device.id} are old"
+            raise GpuError(f"{why}, so what {target.label} holds there is not known.")
+        processes = sample.processes
         if target.pid not in processes:
             continue
         size = processes[target.pid]

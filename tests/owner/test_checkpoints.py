@@ -81,6 +81,35 @@ def test_a_parked_process_gives_its_room_and_gets_it_back(rt, driver):
     assert [event.action for event in rt.why(f"pid {target.pid}")] == ["unpark", "park"]
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_is_noted_was_measured_after_the_lock(rt, driver, monkeypatch, answers):
+    """With figures of before, too little room would be leased for the return, which then stays stuck."""
+    target, probe, call = driver.process(_0=12), rt.probe, checkpoints.call
+    measure, seen, locked = probe.samples, {}, []
+
+    def renew(pids, devices):
+        if answers or not locked:
+            seen["now"] = measure(rt._session.clock())
+        return {}
+
+    def grown(action, target, **limits):
+        if action == "lock":
+            locked.append(True)
+            driver.grow(target, _0=20)
+        return call(action, target, **limits)
+
+    renew((), ())
+    monkeypatch.setattr(probe, "samples", lambda now, fresh=False: seen["now"])
+    monkeypatch.setattr(probe, "charged", renew)
+    monkeypatch.setattr(checkpoints, "call", grown)
+    if answers:
+        assert park(rt, target, yes=True).bytes == 20 * GIB
+    else:
+        assert (
+            "figures of cuda:0 are old" in refusal(rt, target) and driver.state(target) == "running"
+        )
+
+
 def test_room_is_leased_before_a_return(rt, driver):
     """A restore without memory would leave the process stuck, so the return first waits for room."""
     target = driver.process(_0=12)
