@@ -58,26 +58,29 @@ def call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0.
     seconds = START_SECONDS + _seconds(size) + lock_seconds
     words = [sys.executable, "-m", __name__, action, str(target.pid), str(int(lock_seconds * 1000))]
     try:
-        ended = subprocess.run(
+        helper = subprocess.Popen(
             words,
             cwd="/",  # a module in the notebook's directory could hide a standard module
             env=child_environment(),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=seconds,
             start_new_session=True,  # the stop button must not end the helper during a call
         )
-        answer = json.loads(ended.stdout.splitlines()[-1])
+        output, errors = helper.communicate(timeout=seconds)
+        answer = json.loads(output.splitlines()[-1])
     except subprocess.TimeoutExpired:
+        # Its end is not waited for, as `subprocess.run` would: the driver can block it so that nothing ends it.
+        helper.kill()
         why = f"the driver did not answer for {seconds:.0f} s"
         text = f"{action} of {target.label} hangs: {why}. Its state is not known."
         raise Busy(text, name=str(target.pid), because=why) from None
     except OSError as error:
         answer = {"missing": f"the helper process cannot be started: {error.strerror}"}
     except (IndexError, ValueError):
-        last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
+        last = (errors.strip().splitlines() or [f"exit status {helper.returncode}"])[-1]
         answer = {"failed": f"the helper process failed: {last[:MOST_TEXT]}"}
     if "missing" in answer:
         raise GpuError(

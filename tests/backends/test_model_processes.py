@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpu_runtime import EngineDied, Runtime, samples, threads
-from gpu_runtime.backends.processes import model_program
+from gpu_runtime.backends.processes import engine, model_program
 from gpu_runtime.backends.processes.engine import MOST_RESTARTS, Child
 from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
@@ -64,6 +64,16 @@ def test_the_output_of_an_earlier_child_explains_no_later_end(tmp_path):
         child = Child(["echo", "-n", said], log=tmp_path / "log", env={**os.environ}, fds=())
         child.wait()
         assert (child.end(), child.tail()) == (0, said)
+
+
+def test_a_process_that_the_driver_keeps_from_ending_is_not_waited_for(tmp_path, monkeypatch):
+    """A process that waits in the driver can be unkillable. Whoever ended it waited for ever."""
+    child = Child(["sleep", "600"], log=tmp_path / "log", env={**os.environ}, fds=())
+    with monkeypatch.context() as blocked:
+        blocked.setattr(engine, "KILL_SECONDS", 0.01)
+        blocked.setattr(os, "killpg", lambda *_: None)
+        assert child.end() == -signal.SIGKILL and not child.ended
+    assert child.end() == -signal.SIGKILL and child.ended
 
 
 def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -363,6 +364,23 @@ def test_a_call_that_hangs_is_given_up(rt, driver, monkeypatch):
     driver.fault(lock="hangs")
     with pytest.raises(GpuError, match=r"hangs: the driver did not answer for 2 s"):
         park(rt, target, yes=True)
+
+
+def test_a_helper_that_the_driver_keeps_from_ending_is_not_waited_for(rt, driver, monkeypatch):
+    """A process that waits in the driver can be unkillable. The notebook waited for its end for ever."""
+    monkeypatch.setattr(checkpoints, "START_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoints, "CALL_SECONDS", 1.0)
+    blocked = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda helper: blocked.append(helper))
+    driver.fault(lock="hangs")
+    found = checkpoints.look(driver.process(_0=1).pid)
+    with pytest.raises(GpuError, match="hangs"):
+        checkpoints.call("lock", found)
+    monkeypatch.undo()
+    [helper] = blocked
+    assert helper.poll() is None
+    helper.kill()
+    helper.communicate()
 
 
 def test_a_helper_that_crashes_is_told(rt, driver, monkeypatch):

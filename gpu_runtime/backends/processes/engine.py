@@ -464,6 +464,7 @@ class EngineBackend(Backend, Generic[H, V]):
 MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
 TAIL_BYTES = 32768
 STOP_SECONDS = 3.0  # that a guarded process has to end after SIGTERM
+KILL_SECONDS = 10.0  # that a killed process has to end
 _POLL_SECONDS = 0.01
 _lock = threading.Lock()
 _jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
@@ -551,12 +552,19 @@ class Child:
         return self.wait(0)
 
     def end(self) -> int:
-        """Kills the whole process group. Returns the exit status in the form of `subprocess`."""
+        """Kills the whole process group. Returns the exit status in the form of `subprocess`.
+
+        A driver can block a process so that it does not end. It is waited for KILL_SECONDS at most.
+        """
         with self._ending:
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
                     os.killpg(self.pid, signal.SIGKILL)
-                self._popen.wait()
+                with contextlib.suppress(
+                    subprocess.TimeoutExpired
+                ):  # its status is that of its end
+                    return self._popen.wait(KILL_SECONDS)
+                return -signal.SIGKILL
             return self._popen.returncode
 
     def tail(self) -> str:
