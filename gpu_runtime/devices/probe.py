@@ -26,7 +26,7 @@ from ..units import GIB, KIB, parse_bytes
 from . import allocators, drivers
 from .drivers import Card, Listing
 from .process_memory import Memory
-from .sampler_client import Sampling
+from .sampler_client import Sampling, boot_seconds
 
 log = logging.getLogger("gpu_runtime")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -189,6 +189,14 @@ class Probe:
             return dict.fromkeys(self._cards, 0)
         cards = self._cards.items()
         return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in cards}
+
+    def measured_at(self, device: str) -> float:
+        """When the driver's figures of `contexts` were measured, in seconds since boot; 0 if they were not."""
+        if not self._sampling:
+            return boot_seconds()
+        card, figures = self._cards.get(device), self._sampling.figures()
+        sample = figures.cards.get(card.device.uuid) if card and figures else None
+        return sample.taken_at if sample else 0.0
 
     def beyond_torch(self) -> dict[str, int]:
         """Bytes of each real card that torch cannot take: `contexts`, and what the driver keeps for itself."""

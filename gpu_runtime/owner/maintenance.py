@@ -251,7 +251,9 @@ def remeasure(session: Session) -> None:
             session.sizing.saw(resident, alone=len(used) == 1)
         finally:
             resident.work.release()
-    session.sizing.saw_contexts()
+    session.sizing.saw_contexts(
+        r.lease for r in residents if r.handle is not None and not r.engines
+    )
 
 
 def _check_devices(session: Session, now: float) -> None:

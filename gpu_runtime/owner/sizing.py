@@ -5,11 +5,13 @@ The size of a model is estimated by `estimation.py` from what the source shows, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
+from .. import other_libraries
 from ..devices.probe import Probe
 from ..errors import GpuError
 from ..estimation import CONTEXT_BYTES, footprint
@@ -31,7 +33,8 @@ class Sizing:
         self.measurements = measurements
         self.probe = probe
         self.wall = wall
-        self._contexts: dict[str, int] = {}  # device -> bytes of the CUDA context, as last seen
+        # By device: the bytes of the CUDA context as last seen, and when the driver had been measured
+        self._contexts: dict[str, tuple[int, float]] = {}
 
     def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:
         """The bytes that the model needs on a device: measured if it is loaded, else estimated.
@@ -123,18 +126,26 @@ class Sizing:
         else:
             self.measurements.remember(resident.spec, evidence, measured)
 
-    def saw_contexts(self) -> None:
-        """Stores the bytes of a CUDA context once two measurements agree.
+    def saw_contexts(self, models: Iterable[Lease]) -> None:
+        """Stores the bytes of a CUDA context once two measurements of the driver agree.
 
-        The driver reports the bytes with a delay, so one measurement is not enough.
+        One is not enough: torch's own figure is from now, and the driver's can be from before a load or a
+        release. `models` are the leases of models in this process. If one of them, or another library, has an
+        allocator of its own, its bytes cannot be told from a context, and nothing is stored.
         """
+        if any(map(_has_own_allocator, models)):
+            return
         contexts = self.probe.contexts()
         for device in self.probe.devices:
-            size = contexts.get(device.id, 0)
-            steady = size and size == self._contexts.get(device.id)
-            if steady and size != self.measurements.context_bytes(device.name):
+            size, measured_at = contexts.get(device.id, 0), self.probe.measured_at(device.id)
+            before, earlier = self._contexts.get(device.id, (0, -math.inf))
+            if measured_at <= earlier:
+                continue
+            self._contexts[device.id] = size, measured_at
+            steady = size and size == before
+            is_new = steady and size != self.measurements.context_bytes(device.name)
+            if is_new and not other_libraries.held():
                 self.measurements.remember_context(device.name, size)
-        self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
         """The bytes of `shares`, plus how much higher torch's use was at its peak than it is now.
@@ -179,6 +190,10 @@ class Sizing:
 IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
 
 
+def _has_own_allocator(lease: Lease) -> bool:
+    return lease.kind == "model" and lease.backend not in IN_TORCH
+
+
 def residue(
     leases: Iterable[Lease], used: Mapping[str, int], contexts: Mapping[str, int]
 ) -> dict[str, int]:
@@ -191,10 +206,9 @@ def residue(
     leased: dict[str, int] = {}
     outside_torch = dict(contexts)  # a CUDA context is never part of a lease
     for lease in leases:
-        own_allocator = lease.kind == "model" and lease.backend not in IN_TORCH
         for share in lease.shares:
             leased[share.device] = leased.get(share.device, 0) + share.bytes
-            if own_allocator and share.device in outside_torch:
+            if _has_own_allocator(lease) and share.device in outside_torch:
                 outside_torch[share.device] -= share.bytes
     found = {}
     for device, bytes_used in used.items():

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from gpu_runtime import other_libraries
 from gpu_runtime.errors import LoadFailed, UnknownSize
 from gpu_runtime.estimation import CONTEXT_BYTES
-from gpu_runtime.facts import HOST, Device, Evidence, ModelSpec, Share
+from gpu_runtime.facts import HOST, Device, Evidence, Lease, ModelSpec, Share
 from gpu_runtime.owner.sizing import Sizing
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
@@ -25,6 +26,7 @@ class Box:
 
     def __init__(self, devices=CARDS):
         self.devices, self.held, self.context, self.beyond = devices, {}, {}, {}
+        self.taken_at = 0.0  # when the driver was measured
         self.evidence_, self.handle = HEADER, None
         fields = dict(origin=None, handle=None, measured=None, backend=self, pieces=tuple)
         self.resident = SimpleNamespace(spec=ModelSpec("qwen", "transformers", "/qwen"), **fields)
@@ -32,6 +34,14 @@ class Box:
 
     used = property(lambda self: lambda: self.held)
     contexts = property(lambda self: lambda: self.context)
+
+    def measured_at(self, device):
+        return self.taken_at
+
+    def look(self, mebibytes, *models):
+        """A tick of the monitor, which sees a context of so many MiB."""
+        self.context = {"cuda:0": mebibytes * MIB}
+        self.sizing.saw_contexts(models)
 
     def beyond_now(self, device):
         return self.beyond.get(device)
@@ -97,10 +107,38 @@ def test_a_context_is_believed_when_two_looks_agree(box):
     """The driver's figures are late, and wrong during a load. So two equal ones in a row count."""
     first = CONTEXT_BYTES
     for seen, expected in ((130, first), (420, first), (420, 420 * MIB), (0, 420 * MIB)):
-        box.context = {"cuda:0": seen * MIB}
-        box.sizing.saw_contexts()
+        box.taken_at += 1.0
+        box.look(seen)
         assert box.parts()[1][1] == expected
     assert box.parts()[1] == ("context", 420 * MIB, "measured")
+
+
+def test_two_looks_at_one_measurement_do_not_make_a_context(box):
+    """After a release, torch's figure is new and the driver's is old: what was released looked like a context."""
+    box.taken_at = 1.0
+    for seen in (420, 9_000, 9_000):
+        box.look(seen)
+    box.taken_at = 2.0
+    box.look(420)
+    assert box.parts()[1] == ("context", 420 * MIB, "measured")
+
+
+@pytest.mark.parametrize("backend, learns", [("torch", True), ("llama_cpp", False)])
+def test_the_bytes_of_another_allocator_are_no_context(box, backend, learns):
+    """Every later load on a card of this kind reserved the 8 GiB of a llama.cpp model in this process too."""
+    model = Lease("1.2.3", "m", shares=(Share("cuda:0", 8 * GIB),), backend=backend)
+    for box.taken_at in (1.0, 2.0):
+        box.look(420, model)
+    assert (box.parts()[1][1] == 420 * MIB) is learns
+
+
+def test_what_another_library_holds_is_no_context(box, monkeypatch):
+    monkeypatch.setattr(
+        other_libraries, "held", lambda: [other_libraries.Held("jax", "arrays", "")]
+    )
+    for box.taken_at in (1.0, 2.0):
+        box.look(9_000)
+    assert box.parts()[1][1] == CONTEXT_BYTES
 
 
 def test_what_was_measured_counts_once_it_is_not_loaded_any_more(box):
