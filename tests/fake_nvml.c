@@ -11,6 +11,7 @@
  *     0.name, 0.uuid           defaults: Fake 80GB and GPU-…0
  *     0.ats 1                  its addressing mode is ATS
  *     0.processes 41:1024,42:na
+ *     0.sensors 999            utilization, temperature and power of card 0 fail with this error
  *     0.pcie 1500000,20000     kB a second to the card, and from it; not supported without this line
  *     0.mig 3                  card 0 is partitioned into three instances; `0.1.free` is the second one's
  * `all.` in place of the number is the default for all cards.
@@ -188,9 +189,17 @@ int nvmlDeviceGetGraphicsRunningProcesses_v3(void *card, unsigned *count, proces
     *count = 0;
     return SUCCESS;
 }
+static int sensors(void *card) {
+    char value[64];
+    int failed = enter(card);
+    if (failed) return failed;
+    return of_whole(card, "sensors", value, sizeof value) ? atoi(value) : SUCCESS;
+}
+#define SENSORS(card) do { int failed = sensors(card); if (failed) return failed; } while (0)
+
 /* An instance has no utilization figure and no sensor. */
 int nvmlDeviceGetUtilizationRates(void *card, utilization_t *rates) {
-    ENTER(card);
+    SENSORS(card);
     if (PART(card) >= 0) return NOT_SUPPORTED;
     rates->gpu = 37;
     rates->memory = 5;
@@ -198,13 +207,13 @@ int nvmlDeviceGetUtilizationRates(void *card, utilization_t *rates) {
 }
 int nvmlDeviceGetTemperature(void *card, unsigned sensor, unsigned *degrees) {
     (void)sensor;
-    ENTER(card);
+    SENSORS(card);
     if (PART(card) >= 0) return INVALID;
     *degrees = 61;
     return SUCCESS;
 }
 int nvmlDeviceGetPowerUsage(void *card, unsigned *milliwatts) {
-    ENTER(card);
+    SENSORS(card);
     if (PART(card) >= 0) return INVALID;
     *milliwatts = 412000;
     return SUCCESS;

@@ -198,10 +198,10 @@ def _measure(card: Card, now: float) -> Sample:
         free: int | None = psutil.virtual_memory().available
     else:
         free = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(own).free)
-    utilisation = _or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(own).gpu)
+    utilisation = _sensor(lambda: pynvml.nvmlDeviceGetUtilizationRates(own).gpu)
     sensor = pynvml.NVML_TEMPERATURE_GPU
-    temperature = _or_none(lambda: pynvml.nvmlDeviceGetTemperature(whole, sensor))
-    power = _or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(whole) / 1000)
+    temperature = _sensor(lambda: pynvml.nvmlDeviceGetTemperature(whole, sensor))
+    power = _sensor(lambda: pynvml.nvmlDeviceGetPowerUsage(whole) / 1000)
     return Sample(card.device.id, now, free, _processes(own), utilisation, temperature, power)
 
 
@@ -261,4 +261,14 @@ def _or_none(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
     except _not_offered():  # the column stays empty
+        return None
+
+
+def _sensor(ask: Callable[[], T]) -> T | None:
+    """The result of `ask()`; None if this card has no such sensor, or a broken one (ERR! in nvidia-smi)."""
+    try:
+        return ask()
+    except (
+        pynvml.NVMLError
+    ):  # its memory can be leased all the same; a lost card has no figure of it
         return None

@@ -95,6 +95,16 @@ def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
     assert "DoesNotFit" in hold(one, "c", 20), "an instance is no whole card"
 
 
+def test_a_card_with_a_broken_sensor_can_be_leased(host, driver):
+    """nvidia-smi shows ERR! there, from NVML_ERROR_UNKNOWN. The card computes as before."""
+    driver.set(_0_sensors=999, _0_free=70 * GIB)
+    kernel = host.kernel()
+    sample = "v.sample.utilisation_percent, v.sample.temperature_celsius, v.sample.power_watts"
+    view = f"[[v.measured_bytes, {sample}] for v in rt.status().devices][0]"
+    assert kernel.evaluate(view) == [10 * GIB, None, None, None] and kernel.degraded == ""
+    assert hold(kernel, "a", 60) == "cuda:0"
+
+
 def test_pcie_traffic_is_counted_where_the_driver_counts_it(host, driver):
     """It is in the sample after the first. An instance has none, and neither has a driver without the figure."""
     driver.set(count=2, _0_pcie="1500000,20000")
