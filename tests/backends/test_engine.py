@@ -20,7 +20,7 @@ from gpu_runtime.backends.engines.backend import claim, ports
 from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.backends.processes import model_processes, model_program
 from gpu_runtime.backends.processes.engine import MOST_RESTARTS, Engine
-from gpu_runtime.backends.processes.model_processes import ProcessBackend
+from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
 from gpu_runtime.backends.processes.remote_calls import MessageSocket, pack, uncopied, unpack
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, GpuError, LoadFailed, OutOfMemory
@@ -126,6 +126,35 @@ def test_a_move_takes_its_bytes_once_or_not_at_all(backend, monkeypatch, failing
     assert backend.measure(handle) == (ON_CARD if failing else IN_RAM)
     backend.drop(handle)
     assert held(backend) == {"sim:0": 0, HOST: 0} and Thread.started[0].wait()
+
+
+def test_a_context_counts_on_each_card_where_the_process_was(monkeypatch, backend):
+    """That on the first card was forgotten after a move to another one. The driver shows late that it left."""
+    devices = "sim:2x8GiB,host:8GiB"
+    backend = ProcessBackend("fake", devices, open_probe(devices))
+    contexts, where, late = {"sim:0"}, ["sim:0"], []
+
+    def charged(pid: int, cards: tuple[str, ...]) -> dict[str, int]:
+        place = late.pop() if late else where[-1]
+        held = {card: (card in contexts) * GIB // 2 + (card == place) * 4 * GIB for card in cards}
+        return {card: size for card, size in held.items() if card != HOST}
+
+    monkeypatch.setattr(backend.probe, "charged", charged)
+    monkeypatch.setattr(ModelProcess, "pids", (1,))
+    handle = backend.load(spec(), ON_CARD)
+    assert backend.measure(handle) == (Share("sim:0", 9 * GIB // 2),) and handle.kept == {}
+
+    def move(device: str) -> dict[str, int]:
+        late.extend(place for place in where[-1:] if place != HOST)
+        where.append(device)
+        contexts.update({device} - {HOST})
+        backend.move(handle, (Share(device, 4 * GIB),))
+        return {card: size for card, size in handle.kept.items() if size}
+
+    assert move(HOST) == {"sim:0": GIB // 2}
+    assert move("sim:1") == {"sim:0": GIB // 2, "sim:1": GIB // 2}
+    assert move(HOST) == move("sim:0") == {"sim:0": GIB // 2, "sim:1": GIB // 2}
+    backend.drop(handle)
 
 
 def test_the_end_of_an_earlier_load_ends_nothing_of_a_later_one(backend):

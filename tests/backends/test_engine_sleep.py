@@ -110,6 +110,14 @@ def test_a_server_sleeps_with_its_weights_in_host_memory_and_wakes_in_the_same_p
         assert served.health() and served.base_url and loaded.pids == pids
 
 
+def test_a_small_engine_may_keep_more_than_half_of_its_bytes(backend, loaded, place, monkeypatch):
+    """A context takes some 500 MiB, however small the model is. Such an engine was ended when it slept."""
+    monkeypatch.setattr(engine, "KEPT_SECONDS", 0.0)
+    loaded.total = (Share("sim:0", 3 * GIB // 4),)
+    asleep(backend, loaded)
+    assert loaded.kept == {"sim:0": GIB // 2} and loaded.pids
+
+
 def test_no_other_card_is_a_place_for_it(backend, loaded):
     with pytest.raises(CannotGovern, match="places a model when it loads it"):
         backend.move(loaded, (Share("sim:1", 4 * GIB),))

@@ -31,13 +31,14 @@ from ...errors import CannotGovern, EngineDied, GpuError, LoadFailed, NotResiden
 from ...facts import HOST, ModelSpec, Share, Shares, where
 from ...fault_texts import Fault, Kind, last_line, recognise
 from ...files import new_log
-from ...units import show_bytes
+from ...units import GIB, show_bytes
 from ..base import Backend, Progress
 from . import orphan_guard
 
 OnLoss = Callable[[str, str], None]  # called with kind and because
 LEAST_CHANGE_SECONDS = 30.0  # that an engine has to sleep, or to wake
-KEPT_SECONDS = 10.0  # until the driver reports that a sleeping engine has given its bytes back
+KEPT_SECONDS = 10.0  # until the driver reports that a process has given its bytes back
+MOST_CONTEXT_BYTES = GIB  # a process keeps so much of a card at most for its CUDA context alone
 
 
 class Engine:
@@ -403,17 +404,31 @@ class EngineBackend(Backend, Generic[H, V]):
     def _kept(self, model: H) -> dict[str, int]:
         """The bytes that the sleeping engine of `model` keeps on each card: its context and graphs.
 
-        The driver may report a change late. An engine that keeps more than half of its bytes has not
-        given them back: it is ended, and EngineDied is raised.
+        An engine that keeps more than half of its bytes, and more than a context, has not given them back: it is
+        ended, and EngineDied is raised.
         """
-        most = sum(share.bytes for share in model.total) // 2
-        until = time.monotonic() + KEPT_SECONDS
-        while sum((kept := self._on_cards(model.pids, model.total)).values()) > most:
-            if time.monotonic() >= until:
-                size = show_bytes(sum(kept.values()))
-                model.engine.fail(f"it says that it sleeps, and keeps {size} on its card")
-            time.sleep(_POLL_SECONDS)
+        total = sum(share.bytes for share in model.total)
+        kept = self._beyond(model.pids, model.total, (), total)
+        if (size := sum(kept.values())) > _most_kept(total):
+            model.engine.fail(f"it says that it sleeps, and keeps {show_bytes(size)} on its card")
         return kept
+
+    def _beyond(
+        self, pids: Iterable[int], cards: Shares, own: Shares, moved_bytes: int
+    ) -> dict[str, int]:
+        """What the processes `pids` hold on each of the `cards` beyond the shares `own` of their model.
+
+        The driver may report a change late. So if much is left of the `moved_bytes`, it is asked again, for
+        KEPT_SECONDS at most.
+        """
+        held = {share.device: share.bytes for share in own}
+        until = time.monotonic() + KEPT_SECONDS
+        while True:
+            charged = self._on_cards(pids, cards)
+            beyond = {card: max(0, size - held.get(card, 0)) for card, size in charged.items()}
+            if sum(beyond.values()) <= _most_kept(moved_bytes) or time.monotonic() >= until:
+                return beyond
+            time.sleep(_POLL_SECONDS)
 
     def working_bytes(self, model: H) -> int | None:
         return model.working_bytes if model.most_asleep else None
@@ -451,6 +466,10 @@ class EngineBackend(Backend, Generic[H, V]):
         kept = getattr(into, "value", into)
         value = kept if isinstance(kept, self.model_type) else self.model_type(name)
         return value  # type: ignore[no-any-return]
+
+
+def _most_kept(moved_bytes: int) -> int:
+    return max(moved_bytes // 2, MOST_CONTEXT_BYTES)
 
 
 # -- child processes for engines, each with its own session and process group, and a log

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ... import threads
 from ...devices.probe import Probe
 from ...errors import EngineDied
-from ...facts import HOST, Evidence, ModelSpec, Shares
+from ...facts import Evidence, ModelSpec, Share, Shares
 from ...fault_texts import Kind
 from ...files import child_environment
 from ..base import Backend, Progress
@@ -245,7 +245,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         return process, start
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
-        left = model.shares
+        size = sum(share.bytes for share in model.shares)
         held = [self.probe.place(share.device).allocate(share.bytes) for share in shares]
         try:
             model.shares = model.engine.move(shares)
@@ -253,8 +253,9 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         finally:  # the blocks of the old place, or after a failure those of the new one
             for block in held:
                 block.free()
-        if all(share.device == HOST for share in shares):
-            model.kept = self._on_cards(model.pids, left)  # its CUDA context
+        # Its CUDA contexts: on each card where it was, although nothing of the model is left there.
+        cards = tuple(Share(device.id, 0) for device in self.probe.devices)
+        model.kept = self._beyond(model.pids, cards, model.shares, size)
 
     def elsewhere(self, model: ProcessHandle) -> tuple[str, ...]:
         return model.engine.request("ask", "elsewhere")
