@@ -92,13 +92,6 @@ class Segments(NamedTuple):
         return sum(run.size for run in self.runs() if run.key != HOLE)
 
 
-class Spot(NamedTuple):
-    """The position of a run: a segment's id and an offset in bytes."""
-
-    segment: int
-    offset: int
-
-
 def rounded(size: int, step: int = STEP) -> int:
     """The `size` in whole steps of `step` bytes.
 
@@ -110,11 +103,11 @@ def rounded(size: int, step: int = STEP) -> int:
 
 def allocate(
     state: Segments, sizes: Sequence[int], keys: Sequence[int], room: int
-) -> tuple[Segments, Spot, bool]:
+) -> tuple[Segments, int, int, bool]:
     """Allocates one run of bytes for each of `sizes`, side by side in one segment.
 
-    Returns the new state, the position of the first run, and whether cached memory had to be
-    released first. `keys` identify the runs, one key for each of `sizes`. `room` is how many bytes
+    Returns the new state, the segment's id, the offset of the first run in it, and whether cached
+    memory had to be released first. `keys` identify the runs, one key for each of `sizes`. `room` is how many bytes
     may be reserved in total. The caller has checked that the requested bytes fit into `room`.
     """
     runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
@@ -133,8 +126,8 @@ def allocate(
         before, after = segment.runs[:position], segment.runs[position + 1 :]
         cut = segment._replace(runs=_joined((*before, *runs, Run(size - need, FREE), *after)))
         segments = (*state.segments[:number], cut, *state.segments[number + 1 :])
-        spot = Spot(segment.id, sum(run.size for run in before))
-        return state._replace(segments=segments), spot, False
+        offset = sum(run.size for run in before)
+        return state._replace(segments=segments), segment.id, offset, False
     size = _segment_size(need)
     retried = state.reserved + size > room
     if retried:
@@ -144,7 +137,7 @@ def allocate(
     size = max(need, min(size, room - state.reserved))
     segment = Segment(state.next_id, small, _joined((*runs, Run(size - need, FREE))))
     state = Segments((*state.segments, segment), state.next_id + 1)
-    return state, Spot(segment.id, 0), retried
+    return state, segment.id, 0, retried
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:

@@ -142,11 +142,10 @@ class Memory:
                 self._failures = max(0, self._failures - 1)
                 self._refuse(state, wanted, room)
             keys = [block.note.key for block in blocks]
-            state, spot, retried = allocators.allocate(state, sizes, keys, room)
+            state, segment, offset, retried = allocators.allocate(state, sizes, keys, room)
             self.alloc_retries += retried
-            offset = spot.offset
             for block in blocks:
-                block.segment, block.offset = spot.segment, offset
+                block.segment, block.offset = segment, offset
                 offset += allocators.rounded(block.size)
             self._settle(state)
         return blocks

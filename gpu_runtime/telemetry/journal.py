@@ -182,7 +182,14 @@ class Journal:
             with contextlib.closing(self._connect()) as db:
                 if decided:
                     insert_decisions(db, decided)
-                self._insert(db, rows)
+                db.executemany(
+                    "INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
+                    [(event.wall, event.model, _encode(event)) for event in rows],
+                )
+                [last] = db.execute("SELECT max(id) FROM events").fetchone()
+                if rows and last % TRIM_EVERY < len(rows):
+                    db.execute("DELETE FROM events WHERE id <= ?", (last - KEPT,))
+                db.commit()
         except (sqlite3.Error, OSError) as error:
             if sqlite_code(error) == SQLITE_BUSY:
                 return  # many processes write at once; the next write, a second later, includes these
@@ -195,16 +202,6 @@ class Journal:
         self._unwritten.clear()
         if not self._broken:
             self._decided.clear()
-
-    def _insert(self, db: sqlite3.Connection, rows: list[Event]) -> None:
-        db.executemany(
-            "INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
-            [(event.wall, event.model, _encode(event)) for event in rows],
-        )
-        [last] = db.execute("SELECT max(id) FROM events").fetchone()
-        if rows and last % TRIM_EVERY < len(rows):
-            db.execute("DELETE FROM events WHERE id <= ?", (last - KEPT,))
-        db.commit()
 
     def tail(
         self,

@@ -266,28 +266,11 @@ def day():
 
 
 def test_a_day_of_two_users_against_a_table_by_hand():
-    zero = {
-        "in_use_gib_h": 0.0,
-        "idle_gib_h": 0.0,
-        "blocking_gib_h": 0.0,
-        "outside_gib_h": 0.0,
-        "parked_gib_h": 0.0,
-        "on_disk_gib_h": 0.0,
-        "saved_gib_h": 0.0,
-        "waited_h": 0.0,
-    }
-    ann = zero | {
-        "in_use_gib_h": 30.0,
-        "idle_gib_h": 10.0,
-        "blocking_gib_h": 2.0,
-        "parked_gib_h": 50.0,
-        "saved_gib_h": 30.0,
-    }
-    bob = zero | {"in_use_gib_h": 80.0, "waited_h": 0.5}
-    assert table(day(), "user") == [
-        {"user": "bob", "card_h": 8.0} | bob,
-        {"user": "ann", "card_h": 4.2} | ann,
-    ]
+    ann = {"card_h": 4.2, "in_use_gib_h": 30.0, "idle_gib_h": 10.0, "blocking_gib_h": 2.0}
+    ann |= {"parked_gib_h": 50.0, "saved_gib_h": 30.0}
+    bob = {"card_h": 8.0, "in_use_gib_h": 80.0, "waited_h": 0.5}
+    zero = dict.fromkeys(hours.columns("user"), 0.0)
+    assert table(day(), "user") == [zero | {"user": "bob"} | bob, zero | {"user": "ann"} | ann]
     notebooks = table(day(), "notebook")
     assert [(one["user"], one["notebook"], one["card_h"]) for one in notebooks] == [
         ("bob", "n.ipynb", 8.0), ("ann", "n.ipynb", 4.0), ("ann", "m.ipynb", 0.2),
