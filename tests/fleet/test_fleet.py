@@ -110,9 +110,9 @@ def test_a_host_that_became_busy_is_passed_over(empty, hosts, monkeypatch, caplo
     """Between the offer and the request, a notebook fills the best host. The next host serves."""
     choose = empty._choose
 
-    def choose_then_fill(name: str, without: set[str]) -> Any:
+    def choose_then_fill(name: str) -> Any:
         """The offers; then a notebook takes all cards of the best host."""
-        found = choose(name, without)
+        found = choose(name)
         order.extend(offer.host for offer in found[0])
         devices, cards = HOSTS[order[0]]
         held = Runtime(devices=devices, ledger=hosts.ledger(order[0]))
