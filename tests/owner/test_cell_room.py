@@ -88,7 +88,6 @@ def test_a_cell_of_our_lines_requests_no_room(started, text):
 def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
     """After a restart of the kernel, the first cell often takes the most memory."""
     rt, kernel, other = two
-    gc.collect()
     seen = []
     cell(kernel, lambda: seen.append(claims(other)), BIG)
     assert seen[0]["sim:0"] >= 10 * GIB and seen[0][HOST] == 16 * GIB
@@ -329,7 +328,6 @@ def test_peaks_of_an_older_version_are_not_read(tmp_path):
 def cards(started, guards, monkeypatch):
     """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise their own errors."""
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_ROOM_BYTES", MIB)
-    gc.collect()
     return started(probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0)
 
 

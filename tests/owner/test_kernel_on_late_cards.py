@@ -24,7 +24,6 @@ SEGMENT_BYTES = 16 * MIB
 @pytest.fixture
 def late(started, guards):
     """A runtime and its kernel. The cards do their work late and allocate in segments of 16 MiB."""
-    gc.collect()
     with simgpu.late(segment_bytes=SEGMENT_BYTES):
         yield started(
             probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0
@@ -199,7 +198,6 @@ def test_if_a_segment_keeps_a_storage_the_next_victim_leaves_too(
     started, guards, monkeypatch, stays
 ):
     """The park frees 15 MiB less than the lease, by the card's measurement. So an idle model leaves as well."""
-    gc.collect()
     with simgpu.late(segment_bytes=SEGMENT_BYTES):
         rt, kernel = started(
             probe=MeasuredProbe(),
@@ -234,7 +232,6 @@ def test_the_largest_storage_is_looked_for_only_while_another_process_s_lease_wa
     started, runtime, guards, shared_book
 ):
     """The other lease may have to change places with the notebook's memory in pieces."""
-    gc.collect()
     with simgpu.late(segment_bytes=SEGMENT_BYTES):
         rt, kernel = started(probe=MeasuredProbe(), ledger=shared_book, monitor=False)
         tensors = [on(0, size, 1.0) for size in (8, 3)]

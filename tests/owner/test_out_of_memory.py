@@ -52,7 +52,6 @@ def notebook(monkeypatch):
 @pytest.fixture
 def card(started, guards):
     """A runtime and its kernel on a card of 64 MiB."""
-    gc.collect()
     settings = {"gpu_memory_max_percent": 1.0, "cpu_memory_max_percent": 1.0}
     return started(probe=simgpu.SimProbe(), eviction_grace_seconds=0.0, **settings)
 
