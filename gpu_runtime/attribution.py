@@ -1,4 +1,4 @@
-"""The person for whom this thread acts, if this person is not the user of the process.
+"""The names of users, and the person for whom this thread acts if it is not the user of the process.
 
 A console, for example, acts for its visitors. The name of a visitor is for display only.
 Permissions depend on the requesting process, and not on the name. The name is in a context
@@ -8,8 +8,12 @@ variable, so each asyncio task can act for a person of its own.
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 from collections.abc import Iterator
 from contextvars import ContextVar
+
+from . import safe_text
 
 MOST_LETTERS = 80
 
@@ -52,3 +56,19 @@ def attributed(said_by: str, process: str) -> str:
     if said and process:
         return f"{said} ({process})"
     return said or process
+
+
+def name_of(uid: int) -> str:
+    """The name of the user `uid`; or the number as text if the user has no name, as in containers.
+
+    A name from a directory service may be any bytes. Owner records hold only printable text.
+    """
+    try:
+        return safe_text.printable(pwd.getpwuid(uid).pw_name, safe_text.LONGEST_NAME)
+    except KeyError:  # as in containers
+        return str(uid)
+
+
+def own_name() -> str:
+    """The name of this process's user. It is the kernel's answer: $LOGNAME can be set to any name."""
+    return name_of(os.geteuid())

@@ -288,7 +288,7 @@ class Ledgers:
 
 def users_of(pids: Iterable[int]) -> dict[int, str]:
     """The user of each of the processes `pids` that still lives."""
-    from .ledgers.liveness import name_of
+    from .attribution import name_of
 
     found = {}
     for pid in pids:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from . import autoload, error_help
 from .arguments import FIELDS, MOST, MOST_DAYS, SECONDS, SEQUENCES, TOKENS, TRUTH, TYPED, Rule
 from .arguments import IMPORTANCE as IMPORTANCE_RULE
+from .attribution import own_name
 from .errors import BadSetting, GpuError, UnknownVerb
 from .facts import IMPORTANCE, Outcome, Plan, problems
 from .safe_text import MOST_QUOTED, printable, quoted
@@ -555,7 +556,6 @@ def keys(rt: Any, args: argparse.Namespace) -> str:
 
 def alerts(rt: Any, args: argparse.Namespace) -> str:
     """Lists the problems and the destinations of alerts, or carries out `args.action` on `args.what`."""
-    import getpass
     import time
 
     from . import alerts
@@ -571,9 +571,9 @@ def alerts(rt: Any, args: argparse.Namespace) -> str:
         return alerts.end_silence(args.what)
     found = problems(rt.status())
     if args.action == "ack":
-        return alerts.acknowledge(args.what, getpass.getuser(), found, wall)
+        return alerts.acknowledge(args.what, own_name(), found, wall)
     if args.action == "silence":
-        return alerts.silence(args.what, getpass.getuser(), found, wall, args.lasts)
+        return alerts.silence(args.what, own_name(), found, wall, args.lasts)
     return alerts.listing(found, path, wall)
 
 

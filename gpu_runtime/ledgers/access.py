@@ -45,11 +45,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
+from ..attribution import name_of
 from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
 from ..files import make_directory, state_home, weak_step
 from ..units import show_bytes
-from .liveness import Life, life, name_of
+from .liveness import Life, life
 
 if TYPE_CHECKING:
     import sqlite3

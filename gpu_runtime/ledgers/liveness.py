@@ -18,7 +18,6 @@ import fcntl
 import io
 import itertools
 import os
-import pwd
 import secrets
 import socket
 import stat
@@ -33,6 +32,7 @@ from typing import IO, NamedTuple
 from msgspec.structs import replace
 
 from .. import threads
+from ..attribution import name_of, own_name
 from ..compat import StrEnum
 from ..errors import LedgerUnavailable
 from ..facts import Owner
@@ -174,27 +174,12 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         pid=os.getpid(),
         started=began("self"),
         serial=next(_serials),
-        user=printable(user, LONGEST_NAME) or _user(),
+        user=printable(user, LONGEST_NAME) or own_name(),
         notebook=printable(notebook, LONGEST_PATH),
         namespaces=namespaces(),
         server=printable(os.environ.get("JUPYTERHUB_SERVER_NAME", ""), LONGEST_NAME),
         version=VERSION,
     )
-
-
-def _user() -> str:
-    return name_of(os.geteuid())  # the kernel's answer; $LOGNAME can be set to any name
-
-
-def name_of(uid: int) -> str:
-    """The name of the user `uid`; or the number as text if the user has no name, as in containers.
-
-    A name from a directory service may be any bytes. Owner records hold only printable text.
-    """
-    try:
-        return printable(pwd.getpwuid(uid).pw_name, LONGEST_NAME)
-    except KeyError:  # as in containers
-        return str(uid)
 
 
 def sight_of(owner: Owner, path: Path | str) -> Sight:

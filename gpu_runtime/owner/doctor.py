@@ -16,13 +16,13 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+from ..attribution import name_of
 from ..backends.torch_release import why_torch_moves_nothing
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed, first_line
 from ..facts import DeviceView, Value
 from ..ledgers import access, host_config
 from ..ledgers.access import access_to
-from ..ledgers.liveness import name_of
 from ..scheduler.capacity import views
 from ..scheduler.caps import drained
 from ..settings import Settings, masked

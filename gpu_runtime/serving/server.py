@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import getpass
 import logging
 import os
 import secrets
@@ -28,6 +27,7 @@ from tornado.web import Application, RequestHandler
 
 from .. import access_keys
 from ..access_keys import Keys, KeysFile
+from ..attribution import own_name
 from ..errors import GpuError
 from ..settings import Settings
 from ..threads import start
@@ -230,7 +230,7 @@ async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.E
     gateway = Gateway(rt)
     app = application(rt, lambda: gateway)
     token = secrets.token_urlsafe(32)
-    rules = AccessRules(user=getpass.getuser(), operator_token=token)
+    rules = AccessRules(user=own_name(), operator_token=token)
     mask_logs()
     _, address = bound(HeadlessServer, _service(app), rules, host, 0, None)
     shown = f"[{host}]" if ":" in host else host

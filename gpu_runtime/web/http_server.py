@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import getpass
 import html
 import logging
 import os
@@ -30,6 +29,7 @@ from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
 
 from .. import alerts
+from ..attribution import own_name
 from ..errors import GpuError
 from ..files import make_directory, state_home, weak_step
 from ..settings import Settings, masked
@@ -155,7 +155,7 @@ def access_rules(*, read_only: bool = False) -> AccessRules:
     operator = settings.gpu_console_token
     viewer = settings.gpu_console_viewer_token
     return AccessRules(
-        user=getpass.getuser(),
+        user=own_name(),
         operator_token=operator.get_secret_value() if operator else secrets.token_urlsafe(32),
         viewer_token=viewer.get_secret_value() if viewer else "",
         operators=names(settings.gpu_console_operators),

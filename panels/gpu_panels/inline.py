@@ -13,7 +13,6 @@ later changes, are sent inline.
 from __future__ import annotations
 
 import base64
-import getpass
 import json
 import re
 import sys
@@ -34,6 +33,7 @@ from panel.io.resources import CDN_DIST, LOCAL_DIST, PANEL_DIR
 from panel.io.state import state
 
 from gpu_runtime import threads
+from gpu_runtime.attribution import own_name
 from gpu_runtime.errors import NotAllowed
 from gpu_runtime.rendering import render
 
@@ -214,7 +214,7 @@ class Inline(pn.Column):
         # The page has no theme button, because it follows the notebook's theme.
         self._console = Console(
             of(rt),
-            NotebookUser(getpass.getuser()),
+            NotebookUser(own_name()),
             theme_toggle=False,
             silence=SILENCE,
             announces=True,

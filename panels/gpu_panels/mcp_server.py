@@ -8,7 +8,6 @@ as destructive. Everything happens with the rights of the user who runs the comm
 from __future__ import annotations
 
 import functools
-import getpass
 import secrets
 import time
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
 from gpu_runtime import verbs, watching
+from gpu_runtime.attribution import own_name
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.safe_text import lines, listed, quoted
@@ -98,7 +98,7 @@ class Tools:
             raise GpuError(
                 f"{quoted(code)} is no code of a proposal that is still open. Call propose again."
             )
-        state, words = attempt(self._rt, proposal, f"{getpass.getuser()}, an agent")
+        state, words = attempt(self._rt, proposal, f"{own_name()}, an agent")
         if state != "done":
             raise GpuError(words)
         return words

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import getpass
 import os
 import secrets
 import sys
@@ -46,6 +45,7 @@ from tornado.httputil import HTTPServerRequest
 from tornado.ioloop import IOLoop
 from tornado.web import FallbackHandler, StaticFileHandler, decode_signed_value
 
+from gpu_runtime.attribution import own_name
 from gpu_runtime.errors import GpuError, NotAllowed
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.web import auth, gate, http_server
@@ -453,7 +453,7 @@ def _install_gate(server: BaseServer) -> str:
         rules = http_server.access_rules()
         invalid_setting = ""
     except GpuError as error:
-        rules = AccessRules(getpass.getuser(), secrets.token_urlsafe(32))
+        rules = AccessRules(own_name(), secrets.token_urlsafe(32))
         invalid_setting = " ".join(str(error).split())
     installed = gate.install(app, rules, PanelGate)
     # sys.argv is not used, because Bokeh replaces it while a script runs.

@@ -1,8 +1,11 @@
 """The name of the person for whom a thread acts."""
 
+import os
+import pwd
 import threading
 
 from gpu_runtime.attribution import MOST_LETTERS, attributed, on_behalf_of, printable, speaking_for
+from gpu_runtime.web import http_server
 
 
 def test_it_applies_to_its_own_thread_and_ends_with_its_block():
@@ -26,3 +29,15 @@ def test_a_name_is_one_line_of_bounded_length_and_its_process_is_named_after_it(
     assert len(printable("a" * 10_000)) == MOST_LETTERS
     assert attributed("ann", "ops, pid 7") == "ann (ops, pid 7)"
     assert attributed("", "ops, pid 7") == "ops, pid 7" and attributed("ann", "") == "ann"
+
+
+def test_a_user_without_a_name_is_called_by_the_number(monkeypatch):
+    """Containers have such users. The console, `gpu serve` and `gpu alerts ack` ended in a KeyError."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert http_server.access_rules().user == str(os.geteuid())

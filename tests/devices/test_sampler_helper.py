@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from gpu_runtime.attribution import name_of
 from gpu_runtime.devices import drivers, nvml, sampler_client
 from gpu_runtime.devices.drivers import Card, Listing, NoAnswer
 from gpu_runtime.devices.probe import Probe
@@ -20,7 +21,6 @@ from gpu_runtime.devices.sampler_client import (
     Sampling,
 )
 from gpu_runtime.facts import HOST, Device, Sample, encode
-from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.telemetry import sampler
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, Clock, until

@@ -23,7 +23,7 @@ from gpu_runtime import Runtime
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.keeper.ledger import KeeperLedger
-from gpu_runtime.ledgers.liveness import name_of
+from gpu_runtime.attribution import name_of
 from msgspec.structs import replace
 from tests.ledgers.conftest import lease, names, put, section
 uid, gids = {uid}, {gids}

@@ -27,10 +27,10 @@ from gpu_runtime import (
     UnknownModel,
     samples,
 )
+from gpu_runtime.attribution import name_of
 from gpu_runtime.backends.pytorch import swap
 from gpu_runtime.backends.pytorch.search import ARRAY, FOREIGN
 from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
-from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import acquire, holdings, maintenance, operations
 from gpu_runtime.rendering import answers, views

@@ -8,9 +8,10 @@ import IPython
 import pytest
 
 from gpu_runtime import Busy
+from gpu_runtime.attribution import name_of
 from gpu_runtime.facts import Book, Section
 from gpu_runtime.facts.book import decode_book, encode
-from gpu_runtime.ledgers.liveness import describe_self, name_of
+from gpu_runtime.ledgers.liveness import describe_self
 from gpu_runtime.notebook import notebook_path
 from gpu_runtime.safe_text import LONGEST_NAME, LONGEST_PATH
 

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime import BadSetting, DoesNotFit, LoadFailed, NotAllowed
+from gpu_runtime.attribution import name_of
 from gpu_runtime.facts import Drop, Move
-from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.owner import registry
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.settings import NAMES

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from gpu_runtime.attribution import name_of
 from gpu_runtime.devices.sampler_client import Sampling, boot_seconds
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, finished, until
 from tests.nvml_driver import Host

@@ -29,6 +29,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ... import threads
+from ...attribution import name_of
 from ...errors import LedgerUnavailable
 from ...facts import Book, Owner, Ticket
 from ...version import VERSION
@@ -36,7 +37,7 @@ from .. import access
 from ..access import group_name, outsider, shared_root
 from ..base import Ledger, unusable
 from ..invariants import refuse_unlawful
-from ..liveness import Sight, boot_id, describe_self, name_of, namespaces, sight_of_process
+from ..liveness import Sight, boot_id, describe_self, namespaces, sight_of_process
 from ..notify import Bell, _Waiter
 from ..pieces import UNREADABLE, Pieces, Unwritable, decode, encode, encoded_change, refused
 from . import core

@@ -34,11 +34,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from ...attribution import name_of
 from ...facts import SCHEMA, Owner
 from ...threads import import_whole
 from ...version import VERSION
 from ..access import access_to, owners_of_version_0_2, prepare, sweep_boots
-from ..liveness import Life, began, boot_id, life_of_process, name_of, namespaces
+from ..liveness import Life, began, boot_id, life_of_process, namespaces
 from ..pieces import UNREADABLE, Page, encode
 from .core import (
     PROTOCOL,

@@ -7,7 +7,6 @@ the URL of a ledger.
 from __future__ import annotations
 
 import asyncio
-import getpass
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import ensure_async, url_path_join
 from tornado import web
 
+from gpu_runtime.attribution import own_name
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.web import json_body
@@ -115,7 +115,7 @@ class Reader:
 
         def read_week() -> str:
             """The line about the last seven days of the user of this server."""
-            return own_week(read.rt.report("7d").to_dict("records"), getpass.getuser())
+            return own_week(read.rt.report("7d").to_dict("records"), own_name())
 
         week = self._every(HOURS_SECONDS, f"week {name.key}", read_week)
         plain = view.shown(snapshot, kernels, name, others, tile, read.first_seen, week)
@@ -278,13 +278,7 @@ def title_of(url: str) -> str:
 
 def user() -> str:
     """The person whom the journal names for each action. This is JupyterHub's user, else the system's user."""
-    hub = os.environ.get("JUPYTERHUB_USER")
-    if hub:
-        return hub
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user without an entry, as in containers
-        return f"uid {os.geteuid()}"
+    return os.environ.get("JUPYTERHUB_USER") or own_name()
 
 
 # -- the routes
