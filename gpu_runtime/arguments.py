@@ -198,7 +198,7 @@ def _model(value: Any) -> str | LeaseId:
 
 
 def _size_or_source(value: Any) -> str | int | float:
-    return _path(value) if isinstance(value, (str, os.PathLike)) else parse_room(plain(value))
+    return _path(value) if isinstance(value, (str, os.PathLike)) else SIZE.read(value)
 
 
 def _devices(value: Any) -> tuple[str, ...]:

@@ -640,6 +640,8 @@ class _Replay:
         The request has the time of arrival of the user who has waited longest.
         """
         costs, waiting = self.models[model], self.waiting[model]
+        in_parts = self.engine.parts and costs.kind == MODEL  # else it leaves the card whole
+        piece_bytes = max(LEAST_PIECE_BYTES, -(-costs.bytes // MOST_PIECES)) if in_parts else 0
         wanted = Lease(
             OWNER.id,
             model,
@@ -648,7 +650,7 @@ class _Replay:
             reload_seconds=costs.load_seconds,
             restore_seconds=costs.restore_seconds,
             droppable=costs.kind != NOTEBOOK,
-            piece_bytes=self._piece_bytes(costs.bytes) if costs.kind == MODEL else 0,
+            piece_bytes=piece_bytes,
         )
         leaving = [lease.id for lease in self.book.leases() if lease.phase is Phase.LEAVING]
         return Request(
@@ -660,10 +662,6 @@ class _Replay:
             stage_bytes=self.engine.stage_bytes,
             under_way=tuple(leaving) if self.engine.stage_bytes else (),
         )
-
-    def _piece_bytes(self, size: int) -> int:
-        """The bytes of a piece of a model of `size` bytes; 0 if models leave the card whole."""
-        return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
 
     def _seconds(self, step: Step) -> float:
         """The seconds that `step` takes. The call also adds the step to the counters of the result.

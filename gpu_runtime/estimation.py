@@ -210,7 +210,7 @@ def _room(name: str, config: Mapping[str, Any], use: PlannedUse | None) -> tuple
         parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, use)))
     active = activation_bytes(config, use)
     if active:
-        at_once = min(use.tokens, batch_tokens(config) or use.tokens)
+        at_once = min(use.tokens, _number(config, _BATCH) or use.tokens)
         how = f"{_times(use)}{at_once:,} tokens read in one pass"
         parts.append(Part("activations", active, "config", how))
     return tuple(parts)
@@ -379,6 +379,7 @@ _GROUPS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_he
 _HEAD_SIZE = ("head_dim", "kv_channels", "d_kv")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
 _WINDOW = ("sliding_window", "attention_chunk_size", "sliding_window_size")
+_BATCH = "batch_tokens"  # that the engine reads at once; without it, the whole context
 _EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _EXPERT_INNER = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _CONTEXT = (
@@ -425,7 +426,7 @@ def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> Planne
         if given is not None and (type(given) is not int or given < 1):
             raise BadSetting(name, given, "a whole number above 0")
     if tokens is None:
-        tokens = longest_context(config)
+        tokens = _number(_text(config), *_CONTEXT)
     if tokens is None:
         expected = "given with context_length, since the model's config does not contain its own"
         raise BadSetting("sequences", sequences, expected)
@@ -461,16 +462,6 @@ def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
             if bits is not None and bits >= 16:
                 return int(bits) // 8
     return 2
-
-
-def longest_context(config: Mapping[str, Any]) -> int | None:
-    """The longest context, in tokens, that `config` names, or None."""
-    return _number(_text(config), *_CONTEXT)
-
-
-def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """The tokens that the engine reads at once; None: the whole context."""
-    return _number(config, "batch_tokens")
 
 
 def attention_heads(config: Mapping[str, Any]) -> int:
@@ -647,7 +638,7 @@ def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
         return None
     values = _values_per_token(text, width)
     vocabulary = _number(text, "vocab_size") or 0
-    batch = batch_tokens(text)
+    batch = _number(text, _BATCH)
     if batch:
         tokens = use.tokens * use.sequences
         return min(batch, tokens) * _batch_values(text, width, values, tokens) * 4

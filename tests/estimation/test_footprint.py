@@ -18,7 +18,6 @@ from gpu_runtime.estimation import (
     footprint,
     from_name,
     kv_cache_bytes,
-    longest_context,
 )
 from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
 from gpu_runtime.units import GIB, MIB
@@ -382,7 +381,6 @@ def test_the_cache_may_have_another_dtype(option, dtype, gib):
 
 
 def test_with_sequences_alone_the_context_is_the_longest_of_the_model():
-    assert longest_context(LLAMA_3_8B) == 8192
     assert footprint("m", HEADER, options=dict(sequences=1)).parts[1].bytes == GIB
     with pytest.raises(BadSetting, match="given with context_length"):
         footprint("m", Evidence(GIB, "shapes"), options=dict(sequences=1))
