@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from ..attribution import name_of
 from ..errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
 from ..safe_text import quoted
