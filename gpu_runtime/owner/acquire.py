@@ -302,10 +302,10 @@ def grants(
     footprint: Footprint,
     rules: PlacementRules,
     timeout: float | None,
-    is_here: Callable[[], bool],
+    is_over: Callable[[], bool],
     stage_bytes: int = 0,
 ) -> Iterator[Grant]:
-    """Yields grants that have steps to perform. Ends as soon as `is_here()` returns true.
+    """Yields grants that have steps to perform. Ends as soon as `is_over()` returns true.
 
     The caller performs the steps of each grant. If the steps fail, or if they return only a part of
     the model, the caller takes the next item, for which the request is decided again. Parts of at
@@ -325,7 +325,7 @@ def grants(
     # first look comes once, since nothing else of the cell runs while its request waits.
     looks = iter((lambda: kernel is not None and kernel.has_changed(held), session.reap))
     try:
-        while not is_here():
+        while not is_over():
             if key.ended_by:
                 raise refusals.wait_ended(
                     wanted.name, key.ended_by, because, session.clock() - began
