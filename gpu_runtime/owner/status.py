@@ -104,7 +104,7 @@ def snapshot(session: Session) -> Snapshot:
         stays=_staying(book, world, devices),
         full_disks=_full_disks(session),
     )
-    unanswered = recall.unanswered(found, world.rules)
+    unanswered = recall.unanswered(found)
     return replace(
         found, unanswered=unanswered, presences=requests.presences(session, book, unanswered)
     )

@@ -36,7 +36,6 @@ from ..facts import (
     Phase,
     Policy,
     Refuse,
-    Rules,
     Section,
     Shed,
     Snapshot,
@@ -620,23 +619,20 @@ def answer(
 # -- requests that are not answered ----------------------------------------------------------------
 
 
-_USUAL = Rules()
-
-
-def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
+def unanswered(seen: Snapshot) -> tuple[Unanswered, ...]:
     """Each owner in `seen` with a request that it does not answer. The longest silence is first.
 
     An owner has responded if it has published that the model is in use, has begun the work, or
-    waits for room to restore the model. `rules.answer_seconds` is the time that an owner has to
+    waits for room to restore the model. `Rules.answer_seconds` is the time that an owner has to
     respond. A waiting request (`use`) is skipped if its requester has not refreshed it for
-    `rules.refresh_seconds`.
+    `Rules.refresh_seconds`.
     """
     found = []
     for ticket in seen.tickets:
         since = _since(ticket)
-        if seen.now - since <= rules.answer_seconds:
+        if seen.now - since <= seen.rules.answer_seconds:
             continue  # too early to judge
-        if ticket.verb == "use" and not rules.awake(ticket, seen.now):
+        if ticket.verb == "use" and seen.is_asleep(ticket):
             continue  # the requester itself is stopped, so no owner makes room for it
         owners = _unresponsive_owners(seen, ticket)
         found += [Unanswered(owner, ticket, since) for owner in owners]
