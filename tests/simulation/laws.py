@@ -72,7 +72,6 @@ class Laws:
         ] = {}  # by key: what was decided last, and the verdict
         self._in_vain: deque[float] = deque(maxlen=MOST_IN_VAIN)  # writes that change nothing
         self._judged: set[Any] = set()  # sets of leases that leave for a request
-        self._carried_out: set[tuple[str, str]] = set()  # orders that threads carry out now
         self._ends: dict[str, float] = {}  # by key: when the time of a request is over
         self._tries: Counter[Any] = Counter()  # by thread: how often it made room for a failed load
         self._sent: dict[Any, int] = {}  # by thread: the number of the write that it makes now
@@ -122,7 +121,7 @@ class Laws:
             going |= {one.lease: () for one in steps if isinstance(one, Drop)}
         leases = {lease.id: lease for lease in book.leases()}
         able = [lease for lease in leases.values() if lease.phase is Phase.SETTLED]
-        chosen = {one.id for one in able if one.id in going and _on_cards(one)}
+        chosen = {one.id for one in able if one.id in going and one.on_device}
         known = (request.key, *sorted((id, going[id]) for id in chosen))
         if not chosen or known in self._judged or book.entries >= admission.MOST_LEASES:
             return
@@ -292,9 +291,7 @@ class Laws:
 
     def _carry_out_order(self, session: Any, order: Any) -> None:
         """Every order of another owner gets an answer, unless the ledger cannot be written."""
-        self._carried_out.add((session.me, order.key))
         carry_out_order(session, order)
-        self._carried_out.discard((session.me, order.key))
         if session.orders.get(order.key, "gone") is None and not session.closed:
             self._broken(f"{session.me} does not answer {order.verb} {order.name} of {order.key}")
 
@@ -350,7 +347,7 @@ class Laws:
             if held is before and section is known:
                 continue
             self._held[kernel.process] = held, section
-            claims = section.claims() if section is not None else {}
+            claims = self._claims(kernel)
             if driver and driver.late and held is not before:
                 driver.follow()
             for device, size in held.items():
@@ -664,7 +661,7 @@ class Laws:
     def _left_in(self, kernel: Kernel) -> list[str]:
         session = kernel.rt._session
         kept = {
-            "keys": session.keys.texts(), "asks": session.standing, "loads": session.loads,
+            "keys": session.keys.texts(), "asks": [key.text for key in session.standing], "loads": session.loads,
             "orders": [key for key, answer in session.orders.items() if answer is None],
             "blocks": session.blocks,
         }  # fmt: skip
@@ -719,10 +716,6 @@ class Laws:
 
 def _recalled(ticket: Any) -> dict[str, Any]:
     return {id: (Share(HOST, size),) if size else () for id, size in ticket.recalls.items()}
-
-
-def _on_cards(lease: Any) -> bool:
-    return any(share.device != HOST for share in lease.shares)
 
 
 def _without(book: Any, going: dict[str, Any], served: Any) -> Any:
