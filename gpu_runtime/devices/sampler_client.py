@@ -34,9 +34,9 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from ..attribution import name_of
 from ..facts import Device, Sample, Value
 from ..files import child_environment, read_plain, stamp
-from ..ledgers.liveness import name_of
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long

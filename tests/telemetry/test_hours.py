@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpu_runtime.attribution import name_of
 from gpu_runtime.backtest import FULL, HistoryModel, HistoryRequest, UseHistory, _Replay
 from gpu_runtime.devices.sampler_client import Figures, Person
 from gpu_runtime.facts import DISK, HOST, NORMAL, Phase, Sample, Section, Share, Ticket
-from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.scheduler.capacity import views
 from gpu_runtime.scheduler.policies import keep_score
 from gpu_runtime.telemetry import hours
