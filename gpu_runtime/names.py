@@ -24,7 +24,7 @@ _LIBRARIES = _RUNNERS | frozenset(
     "traitlets tornado asyncio selectors concurrent gpu gpu_runtime zmq threading pluggy".split()
 )
 
-
+_NAME = type.__dict__["__name__"]  # a class of the user's may have a `__name__` of its own
 _PLAIN = (str, bytes, int, float, type(None))
 
 
@@ -100,7 +100,7 @@ registered = _Registered()
 
 def describe(value: Any) -> str:
     """The name of the class of `value`. No code of the user runs."""
-    return type(value).__name__
+    return _NAME.__get__(type(value))
 
 
 # -- the last error --------------------------------------------------------------------------------

@@ -76,6 +76,13 @@ def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
     assert row == same | sizes | {"cell": f"In [{count}]"}
 
 
+def test_the_class_of_a_variable_is_named_without_its_own_code(notebook, rt):
+    """A class may define how it is called. The whole table ended in its error."""
+    run(notebook, "class Meta(type):\n    __name__ = property(lambda self: 1 / 0)")
+    run(notebook, "x = Meta('Model', (), {})()\nx.weight = mib(3)")
+    assert [row["what"] for row in rt.who().to_dict("records")] == ["Model"]
+
+
 def test_an_output_counts_once_with_all_its_names_until_it_is_freed(notebook, rt):
     """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last result."""
     run(notebook, "mib(3)")
