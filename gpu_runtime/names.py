@@ -77,7 +77,8 @@ class Namespace:
 
     def variables(self) -> list[str]:
         """The names of the user's variables."""
-        return [key for key in list(self._variables) if not key.startswith("__")]
+        names = [key for key in list(self._variables) if isinstance(key, str)]
+        return [name for name in names if not name.startswith("__")]
 
     def release(self, names: Sequence[Name]) -> None:
         """Releases the outputs and the last error that are among `names`."""

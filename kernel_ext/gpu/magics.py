@@ -804,6 +804,7 @@ class NotebookNames(Namespace):
         return [
             name
             for name, value in list(self._variables.items())
+            if isinstance(name, str)  # `globals()[1] = …` is possible
             if not _OF_IPYTHON.fullmatch(name) and hidden.get(name, nothing) is not value
         ]
 
@@ -853,7 +854,7 @@ class NotebookNames(Namespace):
             yield _Reference(f"Out[{number}]", outs, number)
         for container in (values, hidden):
             for name in list(container):
-                if name in _RECENT or re.fullmatch(r"_\d+", name):
+                if name in _RECENT or re.fullmatch(r"_\d+", str(name)):
                     # IPython keeps outputs under hidden names too, also after `del Out[n]`. Users do
                     # not know these names, so they are not shown.
                     yield _Reference(name if container is values else "", container, name)

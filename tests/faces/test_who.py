@@ -83,6 +83,13 @@ def test_the_class_of_a_variable_is_named_without_its_own_code(notebook, rt):
     assert [row["what"] for row in rt.who().to_dict("records")] == ["Model"]
 
 
+def test_a_name_that_is_no_text_is_no_variable(notebook, rt):
+    """The whole table ended in its error."""
+    run(notebook, "x = mib(3); globals()[1] = 2")
+    assert list(table(rt)) == ["x"]
+    run(notebook, "del globals()[1]")
+
+
 def test_an_output_counts_once_with_all_its_names_until_it_is_freed(notebook, rt):
     """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last result."""
     run(notebook, "mib(3)")
