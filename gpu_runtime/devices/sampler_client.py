@@ -160,16 +160,10 @@ class Sampling:
         if unanswered or not self._ring():
             self.look_after()
             return last
-        pause = 0.0005
-        while True:
-            figures = self.figures()
-            if figures is not None and figures.began_at >= requested_at:
-                return figures
-            if boot_seconds() - requested_at > FRESH_SECONDS:
-                self._unanswered_since = figures.began_at if figures else -1.0
-                return figures
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.005)
+        figures = self._awaited(FRESH_SECONDS, requested_at)
+        if figures is None or figures.began_at < requested_at:
+            self._unanswered_since = figures.began_at if figures else -1.0
+        return figures
 
     def wait(self, seconds: float, oldest: float = LATE_SECONDS, cards: Iterable[str] = ()) -> None:
         """Waits at most `seconds` for figures that are now at most `oldest` seconds old, also of these `cards` (UUIDs).
@@ -177,14 +171,21 @@ class Sampling:
         With 0 for `oldest`, they are measured after this call. A round does not wait for a slow card, whose last
         sample is of an earlier round. Starts a helper if none runs.
         """
-        began = boot_seconds()
+        since = boot_seconds() - oldest
         self.look_after()
         self._ring()
-        while boot_seconds() - began <= seconds:
+        self._awaited(seconds, since, cards)
+
+    def _awaited(self, seconds: float, since: float, cards: Iterable[str] = ()) -> Figures | None:
+        """The first figures that were measured after the time `since`, with `cards`; after `seconds` the last ones."""
+        began, pause = boot_seconds(), 0.0005
+        while True:
             figures = self.figures()
-            if figures is not None and began - figures.as_of(cards) <= oldest:
-                return
-            time.sleep(0.005)
+            is_new = figures is not None and figures.as_of(cards) >= since
+            if is_new or boot_seconds() - began > seconds:
+                return figures
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.005)
 
     def _ring(self) -> bool:
         """Requests new figures. Returns whether a helper listens."""

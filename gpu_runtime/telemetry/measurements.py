@@ -105,13 +105,14 @@ class Measurements:
 
     def _change(self, change: Callable[[MeasurementFile], MeasurementFile]) -> None:
         with self._lock:
-            self._content = changed = change(self._latest())
+            self._content = change(self._latest())
             if self._path is None or self._gave_up:
                 return
             try:
                 with self._writing():
                     self._content = changed = change(self._latest())
-                    self._write(changed)
+                    data = msgspec.json.encode(changed)
+                    replace_file(self._path, data, access_to(self._path.parent).open_file)
                 self._blocked = False
             except BlockingIOError as error:
                 if not self._blocked:
@@ -157,12 +158,6 @@ class Measurements:
             yield
         finally:
             os.close(fd)
-
-    def _write(self, content: MeasurementFile) -> None:
-        """Replaces the whole file, so a reader gets either the old content or the new content."""
-        assert self._path is not None
-        data = msgspec.json.encode(content)
-        replace_file(self._path, data, access_to(self._path.parent).open_file)
 
     def _warn(self, what: str, error: OSError) -> None:
         log.warning(
