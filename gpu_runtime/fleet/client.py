@@ -689,20 +689,16 @@ def join(
     agent = _start_agent(host, node, cards, devices, ledger)
     try:
         cluster.answer(on(agent, "ready", "offers"), JOIN_SECONDS)
-    except BadSetting as error:
+    except (GpuError, cluster.Gone, cluster.Unreachable) as error:
         module.kill(agent)
-        if devices != CARDS_HERE:
+        if isinstance(error, BadSetting) and devices == CARDS_HERE:
+            raise FleetUnavailable(
+                f"{host} has no CUDA card that is visible here, so it has nothing to share.\n"
+                "  For a drill with simulated cards:  gpu fleet join --devices sim:24GiB",
+                why=str(error),
+            ) from None
+        if isinstance(error, GpuError):
             raise
-        raise FleetUnavailable(
-            f"{host} has no CUDA card that is visible here, so it has nothing to share.\n"
-            "  For a drill with simulated cards:  gpu fleet join --devices sim:24GiB",
-            why=str(error),
-        ) from None
-    except GpuError:
-        module.kill(agent)
-        raise
-    except (cluster.Gone, cluster.Unreachable) as error:
-        module.kill(agent)
         raise FleetUnavailable(
             f"the agent of {host} did not start ({error}). Does another Ray job use its GPUs?\n"
             "  See:  ray status",

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import logging
 import os
 import sqlite3
@@ -40,7 +39,6 @@ from ..facts import DISK, HOST, KERNEL, Book, DeviceView, Lease, Phase, Section
 from ..files import make_directory
 from ..ledgers.access import access_to, state_in
 from ..units import GIB, show_seconds
-from . import journal
 from .journal import SQLITE_CORRUPT, SQLITE_ERROR, SQLITE_NOTADB, limit_values, opened, sqlite_code
 
 # -- a SQLite file that outlives a boot: the history, and the account of hours
@@ -114,8 +112,6 @@ class StateFile:
         self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
 
     def _connect(self) -> sqlite3.Connection:
-        if not journal.sqlite_is_usable():
-            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         db = opened(self.path)
         # Another user of the ledger may have put anything into the file.
         limit_values(db, self.most_row_bytes)

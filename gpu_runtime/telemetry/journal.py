@@ -255,8 +255,6 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         """A connection for one use, closed after it: no connection is carried across a fork."""
         assert self._path is not None
-        if not sqlite_is_usable():
-            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         if self._users is not None:
             if not (self._is_ours and self._path.exists()):
                 make_own_journal(JournalPlace(self._path, self._users))
@@ -297,8 +295,11 @@ def limit_values(db: sqlite3.Connection, most_bytes: int) -> None:
 def opened(path: Path) -> sqlite3.Connection:
     """Opens the database `path` in a directory where other users may have made files.
 
-    Raises OSError if the file is a link, or if SQLite's journal for the file is not a plain file.
+    Raises OSError if the file is a link, or if SQLite's journal for the file is not a plain file. Also in a forked
+    process that cannot use SQLite.
     """
+    if not sqlite_is_usable():
+        raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
     # In a shared ledger, another user could put a link here that leads to a database of this user.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
