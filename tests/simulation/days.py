@@ -111,7 +111,7 @@ class Day:
                 box.kill_keeper()
             if box.redis is not None:
                 box.redis.slow = 0.0
-            box.slow = 0.0
+            box.slow = box.no_keeper_until = 0.0
             self.disk.recover()
             for kernel in box.kernels:
                 self._starts_no_thread(kernel, False)
@@ -138,10 +138,14 @@ class Day:
         tidy = [kernel for kernel in self._open() if left == self.laws.at_rest]
         for kernel in tidy:  # a user may have failed since the others were asked to end
             self.machine.start(self._tidy, (kernel,), kernel.process, "tidy")
-        end = self.machine.now + REST_SECONDS
-        self.machine.run(lambda: self.machine.now >= end or bool(self._wrong()), REST_SECONDS + 1)
+        self._pauses(REST_SECONDS)
         self.machine.run(lambda: not left() or bool(self._wrong()), 2 * REST_SECONDS)
         return self._wrong() or (left() and f"at rest: {left()}")
+
+    def _pauses(self, seconds: float) -> None:
+        """Lets the box go on for so long, or until a law is broken."""
+        end = self.machine.now + seconds
+        self.machine.run(lambda: self.machine.now >= end or bool(self._wrong()), seconds + 1)
 
     def _closes(self) -> str:
         """At the end: nothing is left of the runtimes."""
@@ -187,6 +191,7 @@ class Day:
         for kernel in self._open():
             for name in [spec.name for spec in kernel.rt.specs()]:
                 if self.box.cap:  # a use counts against it until its end is published
+                    self._pauses(1.0)  # a message that it has begun may be under way
                     self.machine.run(lambda: not self._pinned(), REST_SECONDS)
                 self.machine.start(self._use_once, (kernel, name), kernel.process, "use once")
                 if not self.machine.run(
@@ -359,10 +364,11 @@ class Day:
         kernel.rt.preload(name, timeout=20, wait=self.random.random() < 0.8)
 
     def keep(self, kernel: Kernel, token: object) -> None:
-        name = self._a_model(kernel)
+        name = self._a_target(kernel)
         self._asks(token, kernel, f"pin({name})")
         kernel.rt.pin(name)
-        lease = f"{kernel.me}/{name}"
+        owner = next((one.me for one in self.box.kernels if name in one.models), "")
+        lease = f"{owner}/{name}"
         self.box.kept.add(lease)
         try:
             self.machine.pause(None, self.random.expovariate(0.3))
@@ -379,7 +385,7 @@ class Day:
                 kernel.models.remove(name)
 
     def move(self, kernel: Kernel, token: object) -> None:
-        name = self._a_model(kernel)
+        name = self._a_target(kernel)
         card = self.random.choice(self._cards())
         self._asks(token, kernel, f"move({name}, {card})")
         kernel.rt.move(name, card)
@@ -439,9 +445,11 @@ class Day:
                 asking = [one for one in box.kernels if one.me in asking]  # and reads no answer
                 self._stop(random.choice(asking or box.kernels).process)
             elif fault == "no keeper" and all(one.rt is not None for one in box.kernels):
-                asked = lambda: any(one.verb != "use" for one in box.book().tickets)  # noqa: E731
-                self.machine.pause(asked, 5.0)  # an answer cannot be written
-                box.no_keeper_until = self.machine.now + random.uniform(1.0, 15.0)
+                self.machine.pause(lambda: self.over or self._answers(), 5 * self.pace)
+                if self.over:
+                    return
+                seconds = random.choice((random.uniform(1.0, 15.0), 30.0))
+                box.no_keeper_until = self.machine.now + seconds
                 box.kill_keeper()
                 # Work that failed in a thread of its own begins again at the next look.
                 box.troubled_until = box.no_keeper_until + 2.0 + maintenance.POLL_SECONDS
@@ -481,6 +489,10 @@ class Day:
                 self._fork(random.choice(box.kernels))
             elif fault == "collect":
                 gc.collect()
+
+    def _answers(self) -> bool:
+        """Whether a process carries out an order of another one, and has not answered."""
+        return any(None in one.rt._opened.orders.values() for one in self._open())
 
     def _starts_no_thread(self, kernel: Kernel, now: bool) -> None:
         """Whether the system starts threads of the kernel. Nothing rings once it does, so the next look comes now."""
