@@ -140,7 +140,7 @@ class Module(getattr(backend_registration, "_DummyBackendModule", object)):  # t
 
     def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
         card = cards[_index(device)]
-        return {"allocated_bytes": {"all": {"current": card.used_bytes, "peak": card.peak_bytes}}}
+        return {"requested_bytes": {"all": {"current": card.used_bytes, "peak": card.peak_bytes}}}
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         card = cards[_index(device)]

@@ -340,7 +340,12 @@ def _move_or_drop(
     try:
         if error := _lacks_ram(session, step):
             raise error
-        return step, resident.move_or_drop(step)
+        before, shares = resident.lease.filled or resident.lease.shares, resident.move_or_drop(step)
+        if (
+            isinstance(step, Move) and shares == before
+        ):  # else it would be asked again at once, for ever
+            raise GpuError("none of its bytes left its card")
+        return step, shares
     except Exception as error:
         gone = resident.handle is None  # such as an engine that was ended, as it did not sleep
         if isinstance(step, Drop) and gone:

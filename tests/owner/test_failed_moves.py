@@ -53,6 +53,19 @@ def failures(rt: Runtime, name: str) -> list[str]:
 # -- in one process
 
 
+def test_a_move_after_which_all_bytes_are_where_they_were_has_failed(runtime, monkeypatch):
+    """It counted as done, so the request moved the model again, without a pause and beyond its own time-out."""
+    rt = runtime(**BOX)
+    bus = Bus(rt, "oldest", "20GiB")
+    bus.broken = None
+    monkeypatch.setattr(type(rt._session.residents["oldest"].backend), "move", lambda *_: None)
+    fakes(rt, wanted="10GiB")
+    with pytest.raises(Busy):
+        rt.preload("wanted", timeout=0.1)
+    assert failures(rt, "oldest") == ["oldest stays where it is: none of its bytes left its card."]
+    assert where(rt)["oldest"] == "sim:0"
+
+
 def test_a_model_that_may_be_dropped_is_dropped_where_its_move_fails(runtime, caplog):
     rt = runtime(**BOX)
     Bus(rt, "oldest", droppable=True)

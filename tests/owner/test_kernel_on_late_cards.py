@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from gpu_runtime import OutOfMemory
+from gpu_runtime import Busy, GpuError, OutOfMemory
 from gpu_runtime.backends.pytorch import search
 from gpu_runtime.facts import HOST, Sample, Share
 from gpu_runtime.units import MIB
@@ -91,6 +91,29 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
     cell(kernel)
     assert not kernel.refusal and own(rt) == held
     assert (float(zero.cpu()[0]), float(one.cpu()[0])) == (1.0, 2.0)
+
+
+def test_memory_that_no_tensor_holds_stays_and_who_waits_for_it_waits_in_vain(late):
+    """A library's own, in C++. It was moved again and again, without an end: its lease never left."""
+    rt, kernel = late
+    address = simgpu.cards[0].allocate(20 * MIB)
+    try:
+        cell(kernel)
+        assert own(rt) == {"simgpu:0": 20 * MIB}
+        with pytest.raises(GpuError, match="none of its bytes left its card"):
+            rt.park()
+        size = f"{simgpu.CARD_BYTES // MIB - 10}MiB"
+        rt.register("big", backend="fake", size=size, devices=("simgpu:0",))
+        with pytest.raises(Busy):
+            rt.preload("big", timeout=0.1)
+        beside = on(0, 10, 3.0)
+        cell(kernel)
+        assert rt.park().done and own(rt) == {HOST: 10 * MIB}
+        cell(kernel)
+        assert own(rt) == {"simgpu:0": 30 * MIB} and float(beside.cpu()[0]) == 3.0
+        del beside
+    finally:
+        simgpu.cards[0].free(address)
 
 
 # -- what runs on the bytes in host memory

@@ -303,7 +303,7 @@ class KernelBackend(Backend):
             return {model.memory.device: sum(entry.own_bytes for entry in found if not entry.stays)}
         if model.searches:
             model.largest = _largest(self._found(model)[0])
-        held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
+        held = {card.device: streams.requested_bytes(card.torch) for card in model.memories}
         governed = _governed_bytes(model) if any(held.values()) else {}
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
 
@@ -328,7 +328,7 @@ class KernelBackend(Backend):
         before, now = model.governed_bytes, _governed_bytes(model)
         for card in model.memories:
             governed = max(before.get(card.device, 0), now.get(card.device, 0))
-            own = streams.allocated_bytes(card.torch, peak=True) - governed
+            own = streams.requested_bytes(card.torch, peak=True) - governed
             peak[card.device] = max(peak.get(card.device, 0), own)
         return tuple(Share(card, size) for card, size in peak.items() if size > 0)
 
@@ -387,7 +387,7 @@ class KernelBackend(Backend):
                 raise NotStill(f"none of its tensors fits into {show_bytes(most)}")
             rest = total - sum([entry.storage.nbytes() for entry in found])
         cards = {entry.storage.device for entry in found}
-        used = [memory.torch for memory in model.memories if streams.allocated_bytes(memory.torch)]
+        used = [memory.torch for memory in model.memories if streams.requested_bytes(memory.torch)]
         homes = _homes(found, cards)
         _rest(cards)
         host = self.probe.place(HOST)
