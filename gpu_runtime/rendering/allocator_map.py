@@ -245,12 +245,12 @@ def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
                 low = high
 
 
-def _in_rows(start: float, end: float, row: int) -> Iterator[tuple[int, float, float]]:
-    """Cuts the bytes from `start` to `end` at the ends of rows: the row, and two positions in it."""
+def _in_rows(start: float, end: float, row: int) -> Iterator[Edge]:
+    """Cuts the bytes from `start` to `end` at the ends of rows."""
     while start < end:
         here = int(start // row)
         until = min(end, (here + 1) * row)
-        yield here, start - here * row, until - here * row
+        yield Edge(here, start - here * row, until - here * row)
         start = until
 
 
@@ -269,7 +269,7 @@ def _edges(segments: Iterable[SegmentMap], row: int, least: float) -> Iterator[E
     for segment in segments:
         end = start + segment.bytes
         if segment.bytes >= least:
-            yield from (Edge(*place) for place in _in_rows(start, end, row))
+            yield from _in_rows(start, end, row)
         start = end
 
 

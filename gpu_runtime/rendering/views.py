@@ -695,8 +695,7 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
     if after:
         return f"move {name} ({size}){of_holder} from {source} to {target}"
     if isinstance(step, Shed):
-        section = snapshot.sections.get(owner_id)
-        lease = section.lease(step.lease.partition("/")[2]) if section else None
+        lease = snapshot.lease(owner_id, step.lease.partition("/")[2])
         if lease and lease.shadow_bytes:
             return f"free the copy of {name} ({size}){of_holder} in RAM"
         return f"move {name} ({size}){of_holder} from RAM to its disk"
@@ -725,13 +724,12 @@ def leavers(found: Sequence[Leaver], snapshot: Snapshot) -> tuple[list[tuple[str
     rows = []
     for item in found[:MOST_LEAVERS]:
         owner_id, _, name = item.lease.partition("/")
-        section = snapshot.sections.get(owner_id)
-        lease = section.lease(name) if section else None
+        lease = snapshot.lease(owner_id, name)
         about = "" if item.measured else "~"
         rows.append(
             (
                 "→" if item.leaves else "",
-                lease_title(lease, section.owner) if lease and section else name,
+                snapshot.title(owner_id, name) if lease else name,
                 item.what,
                 f"{show_bytes(sum(s.bytes for s in item.frees))} {device_name(where(item.frees))}",
                 f"{about}{show_seconds(item.seconds)}" if item.seconds else "nothing",
