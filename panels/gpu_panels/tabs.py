@@ -721,7 +721,8 @@ class WhatIfTab(Tab):
         self.size.param.watch(self._size_typed, "value")
         self.answer = Prose(f'<div class="hint">{DRY_RUN_HINT}</div>', margin=(4, 10))
         self.details = Prose(margin=(4, 10))
-        self.devices = Devices(visible=False, margin=(4, 10))
+        wide = {"--names": "180px"}  # `sim:0 after` is longer than `sim:0`
+        self.devices = Devices(visible=False, margin=(4, 10), styles=wide)
         self.panel = pn.Column(
             pn.FlexBox(self.model, self.size, self.cards, self.layout, self.importance),
             self.answer,

@@ -140,6 +140,36 @@ def test_eight_cards_fit_on_a_laptop(pages):
         assert len({(box["x"], box["width"]) for box in boxes}) == 1
 
 
+# The devices whose name and longest level do not fit into their cell, or are higher than their row.
+CUT = """() => {
+  const found = []
+  const collect = (root) => {
+    for (const level of root.querySelectorAll(".level:not(:empty)")) {
+      level.textContent = "MODERATE"
+      const name = level.parentNode
+      const is_high = name.scrollHeight > name.parentNode.clientHeight
+      if (name.scrollWidth > name.clientWidth || is_high) found.push(name.textContent)
+    }
+    for (const node of root.querySelectorAll("*")) if (node.shadowRoot) collect(node.shadowRoot)
+  }
+  collect(document)
+  return found
+}"""
+
+
+@pytest.mark.parametrize("width", [1200, 800, 660])
+def test_a_device_and_its_level_fit_into_one_row(pages, width):
+    """`sim:0 after` with its level took two lines, and the size below was over the next device."""
+    with pages.at("Now", viewport={"width": width, "height": 900}) as page:
+        page.get_by_text("18.0 of 21.6 GiB held").wait_for()
+        assert page.evaluate(CUT) == []
+    with pages.at("What if", viewport={"width": width, "height": 900}) as page:
+        page.get_by_label("or a size, such as 14 GiB").fill("12 GiB")
+        page.keyboard.press("Enter")
+        page.get_by_text("sim:0 after").wait_for()
+        assert page.evaluate(CUT) == []
+
+
 def test_times_are_shown_in_the_viewers_time_zone(pages):
     with pages.at("Timeline", timezone_id="Asia/Kolkata", locale="en-GB") as page:
         page.get_by_text("17:32:08").first.wait_for()
@@ -164,6 +194,9 @@ def test_a_plan_is_shown_and_drawn(pages):
         page.get_by_text("gemma fits once 1 other is evicted").wait_for()
         page.get_by_text("Would be evicted").wait_for()
         page.get_by_text("sim:0 after").wait_for()
+        font = "(node) => getComputedStyle(node).fontFamily"
+        fonts = [one.evaluate(font) for one in page.locator(".prose, .prose .gpuc").all()]
+        assert len(set(fonts)) == 1, "the steps have the font of the page"
         page.get_by_label("or a size, such as 14 GiB").fill("14 Gob")
         page.keyboard.press("Enter")
         page.get_by_text("'14 Gob' is not a size").wait_for()

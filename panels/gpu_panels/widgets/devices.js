@@ -67,6 +67,7 @@ export function render({model}) {
     row.setAttribute("role", "listitem")
     const name = made("span", "name", row)
     row.id_ = made("b", "", name)
+    name.append(" ")  // here a card's narrow row is broken
     row.level = made("span", "level", name)
     row.sub = made("span", "sub", name)
     row.bar = made("div", "bar", row)
