@@ -322,6 +322,8 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
             return found
     capped = {card: min(limit, allowed.get(card, limit)) for card, limit in limits.items()}
     if any(divisions(footprint, capped, rules, limits)):
+        if not remaining and not stuck.least_excess(remaining, limits):
+            stuck = stuck._replace(precious={})  # RAM has room for them all
         return _held_up(request, limits, room, stuck)
     return _too_small(request, world, limits, room, capped=bool(allowed))
 
@@ -414,8 +416,10 @@ def _refusal_beside(
 
     Its kind selects the advice to the user. It is "nested" if the requesting thread itself pins one of
     the leases. It is "kept" if one of them is kept, because a user can unpin it. Otherwise it is
-    "precious": the weights of these leases exist nowhere else, and the host cannot take them.
+    "precious": the weights of these leases exist nowhere else, and the host cannot take them. The
+    lease to which the advice applies is first.
     """
+    stuck = sorted(stuck, key=lambda entry: (entry[0].id not in request.held, not entry[0].keep))
     ids = [lease.id for lease, _ in stuck]
     kind = "kept" if any([lease.keep for lease, _ in stuck]) else "precious"
     if any([id in request.held for id in ids]):

@@ -181,7 +181,24 @@ def test_the_own_pinned_models_count_against_a_request_and_the_kind_is_of_the_le
         ((only, kept, mine), "nested"),
     ):
         wanted = request("qwen", 17, held=(mine.id,))
-        assert decide(book(*held), wanted, world(sim0=20, host=1))[1].kind == kind
+        _, verdict = decide(book(*held), wanted, world(sim0=20, host=1))
+        assert verdict.kind == kind
+        assert verdict.holders[0] == held[-1].id, "the advice names this one"
+
+
+def test_over_several_cards_only_what_cannot_leave_is_named():
+    """RAM has room for the memory of `train`, so it is no reason; the advice names the own block."""
+    kept = lease("kept", sim0=4, keep=True)
+    train = lease("train", by=2, sim0=1, droppable=False)
+    mine = lease("mine", sim1=20, pins=1)
+    wanted = request("qwen", 20, layout="auto", held=(mine.id,), rules={"margin_bytes": 0})
+    _, verdict = decide(book(kept, train, mine), wanted, world(sim0=20, sim1=20))
+    assert verdict.because == (
+        "qwen needs 20.0 GiB, over several cards; sim:0,1 could give 16.0 GiB + 0 B, and "
+        "mine (20.0 GiB) is held by the block that makes the request; "
+        "kept (4.0 GiB) is pinned (unpin it to let it go)"
+    )
+    assert "Leave the block of mine first" in str(refusals.refusal("qwen", verdict))
 
 
 def test_a_request_waits_for_a_card_that_is_allowed_and_can_hold_it():
