@@ -10,6 +10,7 @@ import argparse
 import codecs
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _NotUnderstood as error:
         return _report_failure(error, NOT_UNDERSTOOD)
     except GpuError as error:
-        return _report_failure(verbs.typed_in(CLI, " ".join(str(error).split())), FAILED)
+        return _report_failure(verbs.typed_in(CLI, _in_one_line(str(error))), FAILED)
     except KeyboardInterrupt:
         return _report_failure("interrupted", FAILED)
     except BrokenPipeError:  # `gpu models | head`: the reader has closed the pipe
@@ -76,6 +77,15 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)  # of a stream that is written
     letters = error.object[error.start : error.end]
     return "".join(_ASCII.get(letter, "?") for letter in letters), error.end
+
+
+def _in_one_line(text: str) -> str:
+    """The lines of an error and its hints as one line. A hint that ends with a command is set off from the next."""
+    joined = ""
+    for hint in filter(None, re.split(r"\n| {3,}", text)):
+        separator = " · " if joined and joined[-1] not in ".:,;?" else " "
+        joined += separator + " ".join(hint.split())
+    return joined.strip()
 
 
 def _report_failure(error: object, code: int) -> int:

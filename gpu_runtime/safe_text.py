@@ -99,8 +99,11 @@ def nearest(name: str, known: Collection[str]) -> str:
     """`Did you mean qwen? `, or an empty text if no name is similar."""
     import difflib
 
-    names = {text: word for word in known for text in (word, word.partition("@")[0])}
-    close = difflib.get_close_matches(name[:MOST_QUOTED], names, n=1)
+    names = {}
+    for word in known:  # of `qwen@4121` and `train.ipynb`, people type the first part
+        names |= dict.fromkeys((word, word.partition("@")[0].removesuffix(".ipynb")), word)
+    typed = name[:MOST_QUOTED].removesuffix(".ipynb")
+    close = difflib.get_close_matches(typed, names, n=1)
     return f"Did you mean {names[close[0]]}? " if close else ""
 
 

@@ -157,7 +157,8 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
         if not owners and registry.is_notebook(session, who):
             return _on_models_of(session, who)
         if not owners:
-            raise registry.unknown(who, registry.addresses(session)) from None
+            book = session.ledger.read()
+            raise registry.unknown(who, registry.addresses(session, book), book) from None
         owner = owners[-1]
     found = [event for event in of_all if event.owner == owner]
     return (*found[-MOST_OF_ONE:], *_staying(session, owner))

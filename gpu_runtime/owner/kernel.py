@@ -706,14 +706,14 @@ def park(session: Session, who: str = "") -> Outcome:
 def hibernate(session: Session, who: str = "") -> Outcome:
     """Moves the memory of the kernel of `who` to its disk, or of this process; see Runtime.hibernate."""
     if not who or registry.is_own(session, who):
-        return _own(session).hibernate()
+        return _own(session, "hibernate").hibernate()
     target = registry.find_kernel(session, who)
     return replace(operations.ask_owner(session, "hibernate", target, None), name=who)
 
 
 def unpark(session: Session, who: str = "") -> Outcome:
     """Brings back the kernel of `who`, or of this process if `who` is empty; see Runtime.unpark."""
-    target = registry.find_kernel(session, who) if who else _own(session)._id()
+    target = registry.find_kernel(session, who) if who else _own(session, "unpark")._id()
     if not who and _own(session).resident is None:
         because = "nothing of this kernel is parked"
         return Outcome(verb="unpark", name="", done=True, because=because, bytes=0)
@@ -721,12 +721,13 @@ def unpark(session: Session, who: str = "") -> Outcome:
     return replace(outcome, verb="unpark", name=who)
 
 
-def _own(session: Session) -> Kernel:
+def _own(session: Session, verb: str = "park") -> Kernel:
+    """The kernel of this process. Raises CannotGovern, with `verb` to type, if it is none of a notebook."""
     kernel = session.kernel
     if kernel is None:
         raise CannotGovern(
             "only the kernel of a notebook can be parked: in a script or a terminal nobody knows when it "
-            "is idle.\n  A notebook:  gpu park NOTEBOOK      In its own first cell:  %load_ext gpu",
+            f"is idle.\n  A notebook:  gpu {verb} NOTEBOOK      In its own first cell:  %load_ext gpu",
             name=KERNEL,
             why="it is no notebook's kernel",
         )

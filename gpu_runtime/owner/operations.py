@@ -56,7 +56,7 @@ from ..facts import (
     where,
 )
 from ..ledgers.liveness import Sight, end_of
-from ..safe_text import quoted
+from ..safe_text import listed, nearest, quoted
 from ..scheduler import recall, refusals, relief
 from ..scheduler import transitions as books
 from ..scheduler.recall import Order
@@ -379,8 +379,8 @@ def sections_of_notebook(session: Session, notebook: str) -> list[Section]:
     sections = session.ledger.read().sections.values()
     found = of_notebook(sections, notebook)
     if not found:
-        names = sorted({section.owner.file for section in sections} - {""})
-        those = f"Notebooks that hold memory: {', '.join(names) or 'none'}."
+        names = {section.owner.file for section in sections} - {""}
+        those = f"{nearest(notebook, names)}Notebooks that hold memory: {listed(names) or 'none'}."
         raise GpuError(
             f"no notebook {quoted(notebook)} holds memory. {those}\n  All holders:  %gpu leases",
             name=notebook,
@@ -780,11 +780,8 @@ def owner_named(book: Book, process: str) -> Owner:
         return found[0]
     if found:
         raise registry.ambiguous_owner(process, found)
-    labels = ", ".join(sorted(owner.label for owner in owners))
-    raise GpuError(
-        f"no process {process!r} shares this ledger. Those that do: {labels or 'none'}.",
-        process=process,
-    )
+    those = registry.instead(process, "Those that do", owners)
+    raise GpuError(f"no process {process!r} shares this ledger. {those}", process=process)
 
 
 # -- evict --lost: owners that are neither proven alive nor proven dead
@@ -937,11 +934,9 @@ def _named(session: Session, process: str, book: Book) -> list[str]:
     known = [section.owner for section in book.sections.values()]
     owners = [owner.id for owner in known if str(owner.pid) == number]
     if not owners and number != str(os.getpid()):
-        labels = sorted(owner.label for owner in known)
+        those = registry.instead(number, "Those that do", known)
         raise GpuError(
-            f"no process {number} shares this ledger's memory. Those that do: "
-            f"{', '.join(labels) or 'none'}.\n"
-            f"  Ask all of them:  %gpu defrag",
+            f"no process {number} shares this ledger's memory. {those}\n  Ask all of them:  %gpu defrag",
             process=number,
         )
     return owners or [session.me]

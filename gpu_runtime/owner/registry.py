@@ -41,6 +41,7 @@ from ..facts import (
     of_notebook,
 )
 from ..notebook import variables
+from ..safe_text import listed, nearest
 from ..scheduler import refusals
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
@@ -300,9 +301,11 @@ def _refresh(session: Session, resident: Resident) -> None:
         resident.work.release()
 
 
-def unknown(name: str, known: tuple[str, ...]) -> UnknownModel:
-    """The error for a name that no model has; `known` are the models' names."""
-    advice = ""
+def unknown(name: str, known: tuple[str, ...], book: Book | None = None) -> UnknownModel:
+    """The error for a name that no model has; `known` are the models' names, and `book` has the notebooks."""
+    advice, whole = "", f"{name}.ipynb"
+    if book and any([section.owner.file == whole for section in book.sections.values()]):
+        advice = f"{whole} is a notebook: type its whole name."
     if name in variables():
         more = f"%gpu who      %gpu why      %gpu free {name}      rt.adopt({name!r}, {name})"
         advice = f"{name} is a variable of this notebook:  {more}"
@@ -348,7 +351,7 @@ def resolve_model(session: Session, name: str | LeaseId, loadable: bool = False)
         raise AmbiguousName(bare, _addresses(bare, found))
     spec = session.catalogue.spec(bare) if not pid else None
     if spec is None:
-        raise unknown(name, addresses(session, book))
+        raise unknown(name, addresses(session, book), book)
     if session.guest:
         require_loadable(spec)
         raise NotLoaded(spec.name)
@@ -466,8 +469,6 @@ def find_kernel(session: Session, who: str, leased: bool = True) -> LeaseId:
     found = [owner for owner in kernels if who in owner.names]
     if len(found) == 1:
         return LeaseId(found[0].id, KERNEL)
-    known = ", ".join(sorted(owner.label for owner in kernels))
-    those = f"Kernels with memory of their own: {known or 'none'}."
     if found:
         raise ambiguous_owner(who, found)
     models = _models_of(book, who)
@@ -481,7 +482,15 @@ def find_kernel(session: Session, who: str, leased: bool = True) -> LeaseId:
     if any(lease.kind == "model" and lease.name == who for lease in book.leases()):
         those = f"To move it to RAM:  %gpu evict {who}      and back:  %gpu restore {who}"
         raise GpuError(f"{who} is a model, and not a notebook.\n  {those}", process=who)
+    those = instead(who, "Kernels with memory of their own", kernels)
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def instead(name: str, which: str, owners: Collection[Owner]) -> str:
+    """Sentences that name the owner nearest to `name`, and all `owners` after the word `which`."""
+    did_you_mean = nearest(name, {owner.file for owner in owners if owner.file})
+    labels = listed({owner.label for owner in owners})
+    return f"{did_you_mean}{which}: {labels or 'none'}."
 
 
 def ambiguous_owner(name: str, owners: list[Owner]) -> AmbiguousName:

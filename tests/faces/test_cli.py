@@ -142,6 +142,7 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
     ("evcit", 2, "no verb is called 'evcit'. Did you mean evict?"),
     ("load x", 2, "load (registers a model and loads it) works in a notebook only: %gpu load NAME"),
     ("evict writer@99", 1, "NAME@PID is a model of another process"),
+    ("hibernate", 1, "A notebook: gpu hibernate NOTEBOOK · In its own first cell: %load_ext gpu"),
     ("pin", 2, "required: NAME. Usage: gpu pin NAME"),
     ("status -o x", 2, "a terminal has not. To a file: gpu status … --json > FILE"),
     ("ledger init", 2, "required: --group, DIR. Usage: gpu ledger init --group G DIR"),

@@ -815,11 +815,16 @@ def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(traine
     """It answered "no model is called …". A notebook with only models gets its last events."""
     _, other = trained_models
     those = r"Notebooks that hold memory: train.ipynb.\n  All holders:  %gpu leases"
-    for unknown in ("nope.ipynb", "rain.ipynb"):
-        with pytest.raises(GpuError, match=f"no notebook '{unknown}' holds memory. {those}"):
+    for unknown, meant in (("nope.ipynb", ""), ("rain.ipynb", r"Did you mean train.ipynb\? ")):
+        told = f"no notebook '{unknown}' holds memory. {meant}{those}"
+        with pytest.raises(GpuError, match=told):
             other.why(unknown)
-        with pytest.raises(GpuError, match="shares this ledger.*train.ipynb"):
-            other.defrag(unknown)
+        for verb in ("defrag", "who"):
+            with pytest.raises(GpuError, match=f"shares this ledger.*{meant}Those that do"):
+                getattr(other, verb)(unknown)
+    for verb in ("why", "evict"):
+        with pytest.raises(GpuError, match="train.ipynb is a notebook: type its whole name"):
+            getattr(other, verb)("train")
     found = other.why("train.ipynb")
     assert {event.model for event in found} == {"qwen"} and found[0].action == "loaded"
 
