@@ -79,6 +79,7 @@ from .victims import (
     EXEMPT,
     FIXED,
     MOVE_FAILED,
+    PINNED,
     WISHED,
     can_move,
     eviction_order,
@@ -1036,7 +1037,9 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
         return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
-    if why in ("kept", WISHED):
+    if why == "kept":
+        return PINNED
+    if why == WISHED:
         return f"is {why}"
     if why == Phase.LEAVING or lease.id in context.recalled:
         return leaves_in_words(book, lease)

@@ -303,6 +303,7 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
 FIXED = "exists nowhere else, and its process cannot move it"
 EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
+PINNED = "is pinned (unpin it to let it go)"
 WISHED = "wished by the fleet"  # a reason to stay, for a load that only a wish requests
 PERSON = -1  # importance of a person's request; lower numbers are more important
 MOST_TRIED = 12  # every combination of so many leases is tried
@@ -423,7 +424,7 @@ def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] 
     if lease.kind == "block":
         return ""  # a block ends with its cell
     if lease.keep:
-        return "is pinned (unpin it to let it go)"
+        return PINNED
     if lease.droppable:
         return ""
     if can_move(lease, world) and (lease.piece_bytes or lease.own_bytes) <= world.limits.get(

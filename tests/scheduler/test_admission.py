@@ -186,6 +186,13 @@ def test_the_own_pinned_models_count_against_a_request_and_the_kind_is_of_the_le
         assert verdict.holders[0] == held[-1].id, "the advice names this one"
 
 
+def test_a_request_that_waits_beside_a_pinned_model_calls_it_pinned():
+    """It said *is kept*, a word of the code. The user types *unpin*."""
+    busy, kept = lease("busy", sim0=12, pins=1), lease("llama", sim0=4, keep=True)
+    _, verdict = decide(book(busy, kept), request("qwen", 16, by=2), world(sim0=20))
+    assert "llama (4.0 GiB on sim:0) is pinned (unpin it to let it go)" in verdict.because
+
+
 def test_over_several_cards_only_what_cannot_leave_is_named():
     """RAM has room for the memory of `train`, so it is no reason; the advice names the own block."""
     kept = lease("kept", sim0=4, keep=True)
