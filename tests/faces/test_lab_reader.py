@@ -137,6 +137,13 @@ def test_what_the_panel_does_not_offer_is_refused(reader):
         assert "has ended" in reader.ask(key, verb, "9.9.9/qwen")["refused"]
 
 
+def test_the_kernel_of_a_script_can_be_interrupted(reader):
+    """Its process publishes no cells. The panel refused, although the notebook's cell runs it."""
+    key, row = qwen(reader)
+    asked = reader.ask(key, "interrupt", row["id"].partition("/")[0] + "/")
+    assert asked["confirm"] == "Interrupt"
+
+
 @pytest.fixture
 def second(tmp_path):
     """Another ledger with a model in it."""

@@ -150,6 +150,19 @@ def test_a_problem_has_buttons_that_may_help_and_those_that_a_stopped_process_ig
     assert "is stopped" in unpin["why_not"] and "cannot end its wait" in end["why_not"]
 
 
+def test_a_kernel_can_be_interrupted_unless_it_runs_no_cell():
+    """The button asked nothing and said that no cell runs *any more*. A script of a cell says neither."""
+    world = snapshot(lease("qwen", 14))
+    for cell, why in (
+        ({"busy_since": NOW - 9}, ""),
+        ({"idle_since": NOW - 9}, "It runs no cell"),
+        ({}, ""),
+    ):
+        section = replace(world.sections[ME.id], **cell)
+        [group] = shown(replace(world, sections={ME.id: section}))["groups"]
+        assert group["why_not"] == why
+
+
 def test_rows_are_grouped_by_notebook_with_the_largest_first():
     world = snapshot(lease("bge", 2, owner=BOB), lease("qwen", 4), lease("llama", 8))
     groups = shown(world)["groups"]

@@ -30,7 +30,7 @@ from gpu_runtime.facts import Snapshot
 from gpu_runtime.web import json_body
 
 from ..data.cells import ledger_title, without_password
-from ..data.confirmations import Proposal, changed, propose, question
+from ..data.confirmations import NOTHING_DONE, Proposal, changed, propose, question
 from ..data.hours import own_week
 from ..data.rows import FirstSeen
 from . import view
@@ -223,7 +223,11 @@ class Reader:
         if section is None and verb != "cancel":  # the target of `cancel` has no owner
             return {"refused": "The process has ended. Nothing was done."}
         proposal = propose(verb, target, snapshot)
-        difference = changed(proposal, snapshot)
+        if section is not None and verb == "interrupt":  # of the kernel, which may run a script
+            why_not = view.why_no_interrupt(section, snapshot)
+            difference = f"{why_not}. {NOTHING_DONE}" if why_not else ""
+        else:
+            difference = changed(proposal, snapshot)
         if difference:
             return {"refused": difference}
         text = question(proposal, snapshot)

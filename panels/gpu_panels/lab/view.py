@@ -15,6 +15,7 @@ from gpu_runtime.facts import (
     KERNEL,
     DeviceView,
     Lease,
+    ProcessState,
     Section,
     Snapshot,
     Ticket,
@@ -194,10 +195,17 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
         "idle": _epoch(section.idle_since, snapshot),
         "bytes": _sum_words(leases, residue),
         "kernel": kernel.id if kernel else "",
-        "why_not": why_no_answer(snapshot, owner.id),  # why the kernel cannot be interrupted
+        "why_not": why_no_interrupt(section, snapshot),
         "path": kernel.path if kernel else "",
         "rows": rows,
     }
+
+
+def why_no_interrupt(section: Section, snapshot: Snapshot) -> str:
+    """Why the kernel of `section` cannot be interrupted; empty if it can. Of a script's cell nothing is known."""
+    is_silent = snapshot.state_of(section.owner.id) is ProcessState.SILENT
+    is_idle = section.idle_since and not section.busy_since and not is_silent
+    return why_no_answer(snapshot, section.owner.id) or ("It runs no cell" if is_idle else "")
 
 
 def _sum_words(leases: Sequence[Lease], residue: int) -> str:
