@@ -31,6 +31,7 @@ from gpu_runtime.facts import (
     PlanLevel,
     Section,
     Share,
+    Shares,
     Shed,
     Snapshot,
     Step,
@@ -676,7 +677,7 @@ def how_to_do_it(plan: Plan, prompt: str) -> str:
 
 
 def step_sentence(snapshot: Snapshot, step: Step) -> str:
-    """One `step` in words: `move llama (8.0 GiB) from sim:0 to host`. Another process is named."""
+    """One `step` in words: `move llama (8.0 GiB) from sim:0 to RAM`. Another process is named."""
     owner_id, _, name = step.lease.partition("/")
     of_holder = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
     if name == KERNEL:
@@ -684,8 +685,7 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
     before = getattr(step, "source", ())
     after = getattr(step, "shares", ())
     size = show_bytes(sum(share.bytes for share in after or before))
-    source = " + ".join(share.device for share in before)
-    target = " + ".join(share.device for share in after)
+    source, target = places(before), places(after)
     if isinstance(step, Load):
         return (
             f"load {name} ({size}) on {target}"
@@ -700,6 +700,11 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
             return f"free the copy of {name} ({size}){of_holder} in RAM"
         return f"move {name} ({size}){of_holder} from RAM to its disk"
     return f"drop {name} ({size}){of_holder} from {source}"
+
+
+def places(shares: Shares) -> str:
+    """The devices of `shares` for people, such as `sim:0 + RAM`."""
+    return " + ".join(device_name(share.device) for share in shares)
 
 
 def others_considered(plan: Plan) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def test_the_question_of_an_eviction_shows_bytes_process_and_consequence():
         "Evict qwen?",
         (
             "This frees 14.0 GiB on sim:0.",
-            "Held by train.ipynb (pid 4000), ann, idle for 3 min. It is not in use.",
+            "Held by train.ipynb (pid 4000) of ann, idle for 3 min. It is not in use.",
             "It moves to RAM if there is space. Its next use restores it automatically, "
             "in about 2.5 s.",
         ),
@@ -81,15 +81,30 @@ def test_every_question_names_the_model_its_bytes_and_its_user(verb):
     world = snapshot(lease("qwen", 14, HOST if verb == "restore" else "sim:0", owner=BOB))
     text = question(propose(verb, at(owner=BOB), world), world)
     assert "qwen" in text.title
-    for words in ("analysis.ipynb (pid 4121), bob", "14.0 GiB"):
+    for words in ("analysis.ipynb (pid 4121) of bob", "14.0 GiB"):
         assert words in " ".join(text.lines)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("drop", "This frees 14.0 GiB in RAM."),
+        ("pin", "It is in RAM now. It keeps its 14.0 GiB once it is on a card"),
+        ("unpin", "After that its 14.0 GiB in RAM are available again"),
+        ("move sim:1", "Its 14.0 GiB move from RAM to sim:1."),
+    ],
+)
+def test_host_memory_is_called_ram(verb, words):
+    """It was `on host`, a word of the book."""
+    world = snapshot(lease("qwen", 14, HOST))
+    assert words in " ".join(question(propose(verb, at(), world), world).lines)
 
 
 def test_the_question_says_what_the_state_of_the_model_means():
     """It may be in use, not loaded yet, unmovable, or pinned. Control characters are made visible."""
     used = idle(pins=1, pinned_since=NOW - 40)
     lines = question(propose("evict", at(), used), used).lines
-    assert "In use by train.ipynb (pid 4000), ann for 40 s: the eviction is refused" in lines[1]
+    assert "In use by train.ipynb (pid 4000) of ann for 40 s: the eviction is refused" in lines[1]
     world = snapshot()
     text = question(propose("preload", "/catalogued", world), world)
     assert text.lines[:2] == (
@@ -114,7 +129,7 @@ def test_only_a_request_that_waits_for_memory_can_be_ended():
     waits = propose("cancel", "k1", samples.waiting)
     assert changed(waits, samples.waiting) == ""
     text = question(waits, samples.waiting)
-    assert text.lines[0].endswith("(pid 4121), bob has waited 12 s for 8.0 GiB.") and text.grave
+    assert text.lines[0].endswith("(pid 4121) of bob has waited 12 s for 8.0 GiB.") and text.grave
     assert changed(waits, samples.busy).startswith("Nothing waits for llama any more.")
     answered = propose("cancel", "k2", samples.waiting)
     assert changed(answered, samples.waiting).startswith("This request no longer waits.")
@@ -177,7 +192,7 @@ def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, wo
 def test_a_stopped_process_is_continued_only_while_it_is_stopped():
     proposal = propose("resume", at(""), STOPPED)
     text = question(proposal, STOPPED)
-    assert (text.title, text.confirm) == ("Continue train.ipynb (pid 4000), ann?", "Continue")
+    assert (text.title, text.confirm) == ("Continue train.ipynb (pid 4000) of ann?", "Continue")
     assert "SIGCONT" in text.lines[0] and not text.grave
     assert changed(proposal, STOPPED) == ""
     assert changed(proposal, idle()).startswith("train.ipynb (pid 4000) is not stopped any more.")
@@ -218,7 +233,9 @@ def test_the_question_for_a_card_promises_what_idle_models_free_on_that_card(mod
         text = question(propose("evict_idle", f"/{card}", seen), seen)
         assert text.confirm == f"Evict, freeing {size}" and count in text.lines[0]
         text = question(propose("drain", f"/{card}", seen), seen)
-        assert text.grave and f"{count} with {size} leave now." in text.lines[1]
+        leave = f"{count} with {size} {'leaves' if len(idle) == 1 else 'leave'} now. "
+        rest = "Models in use leave when they are idle."
+        assert text.grave and text.lines[1] == f"{leave if idle else ''}{rest}"
 
 
 @pytest.mark.parametrize(("verb", "card", "words"), [

@@ -100,7 +100,7 @@ def test_the_questions_before_parking_and_unparking():
         "Park analysis.ipynb?",
         (
             "This frees 4.0 GiB on sim:0.",
-            "Held by analysis.ipynb (pid 4121), bob, idle for 12 s. It is not in use.",
+            "Held by analysis.ipynb (pid 4121) of bob, idle for 12 s. It is not in use.",
             "All its tensors move to RAM. They return before its next cell, in about 600 ms.",
         ),
         "Park, freeing 4.0 GiB",
@@ -113,9 +113,9 @@ def test_the_questions_before_parking_and_unparking():
 
 
 @pytest.mark.parametrize(("verb", "before", "after", "words"), [
-    ("park", kernel(), kernel(pins=1), "analysis.ipynb (pid 4121), bob runs a cell now."),
-    ("park", kernel(), kernel(device=HOST), "analysis.ipynb is on host now, not on sim:0."),
-    ("unpark", kernel(device=HOST), kernel(), "analysis.ipynb is on sim:0 now, not on host."),
+    ("park", kernel(), kernel(pins=1), "analysis.ipynb (pid 4121) of bob runs a cell now."),
+    ("park", kernel(), kernel(device=HOST), "analysis.ipynb is in RAM now, not on sim:0."),
+    ("unpark", kernel(device=HOST), kernel(), "analysis.ipynb is on sim:0 now, not in RAM."),
     ("park", kernel(), lease("qwen", 1), "analysis.ipynb is gone"),
 ])  # fmt: skip
 def test_nothing_is_done_if_it_changed_since_the_click(verb, before, after, words):

@@ -120,7 +120,7 @@ Needs 12.0 GiB
   PART             SIZE  FROM
   weights      11.0 GiB  header
   activations   1.0 GiB  declared
-  1. move qwen (14.0 GiB) from sim:0 to host
+  1. move qwen (14.0 GiB) from sim:0 to RAM
   2. load gemma (12.0 GiB) on sim:0
 then  sim:0  █████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓········│··  16.0 GiB
              █ reranker 4.0 GiB  ▓ gemma 12.0 GiB

@@ -96,7 +96,7 @@ def test_what_moves_from_ram_to_a_disk_or_gives_up_its_copy_is_said_so():
 def test_an_evicted_model_is_named_with_its_process_and_its_move():
     """Models are equal if their ids are, not their names."""
     assert evicted(PLAN, samples.busy) == [
-        "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would move from sim:0 to host"
+        "qwen (14.0 GiB), held by train.ipynb (pid 4000) of ann, would move from sim:0 to RAM"
     ]
     section = samples.busy.sections[samples.ME.id]
     leases = tuple(replace(lease, restore_seconds=1.4) for lease in section.leases)
@@ -117,9 +117,9 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
     assert found.startswith(
         "✓ After 1 model left · gemma fits once 1 other is evicted qwen was used least recently."
     )
-    assert "Would be evicted qwen (14.0 GiB) of train.ipynb" in found
+    assert "Would be evicted qwen (14.0 GiB), held by train.ipynb" in found
     more = words(details(PlanAnswer(PLAN), samples.busy))
-    assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
+    assert "move qwen (14.0 GiB) from sim:0 to RAM load gemma (12.0 GiB) on sim:0" in more
     assert "weights 11.0 GiB header" in more and "sim:1 2.0 GiB free of 12.0 GiB needed" in more
     found = words(answer(PlanAnswer(samples.refused), samples.busy))
     assert found.startswith("✗ Never, as things are · gemma does not fit, even after a wait")

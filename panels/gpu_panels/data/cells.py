@@ -224,6 +224,14 @@ def process_name(section: Section) -> str:
     return clean(holder_label(section.owner))
 
 
+def process_in_words(section: Section) -> str:
+    """The process of `section` in a sentence, such as `train.ipynb (pid 4121) of ann`."""
+    owner = section.owner
+    return clean(
+        f"{owner.label} of {owner.user}" if owner.pid and owner.user else process_name(section)
+    )
+
+
 def why_no_answer(snapshot: Snapshot, owner_id: str) -> str:
     """Why the process with the id `owner_id` cannot act on a request, as a sentence; empty if it can."""
     state = snapshot.state_of(owner_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gpu_runtime.facts import (
+    DISK,
     HOST,
     Lease,
     LeaseId,
@@ -21,11 +22,11 @@ from gpu_runtime.facts import (
     place_label,
     where,
 )
-from gpu_runtime.rendering.views import holder
+from gpu_runtime.rendering.views import device_name
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import counted, show_bytes, show_seconds
 
-from .cells import process_name, why_no_answer
+from .cells import process_in_words, why_no_answer
 
 VERBS = {
     "preload": "Preload",
@@ -160,12 +161,15 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     name, size = clean(proposal.name), show_bytes(proposal.bytes)
     label = VERBS[proposal.verb]
     held_by = f"Held by {process}."
+    is_away = proposal.where in (HOST, DISK)
+    away = f"It is {_at(proposal.where)} now. " if is_away else ""
+    there = "once it is on a card" if is_away else _at(proposal.where)
     effects = {
-        "move": f"Its {size} move from {proposal.where} to {proposal.device}. Only free memory is used: no other model "
-        "is evicted.",
-        "pin": f"It keeps its {size} on {proposal.where}: no other model can evict it until it is unpinned.",
-        "unpin": f"After that its {size} on {proposal.where} are available again: it is evicted when other models need "
-        "the memory.",
+        "move": f"Its {size} move from {device_name(proposal.where)} to {proposal.device}. Only free memory is used: "
+        "no other model is evicted.",
+        "pin": f"{away}It keeps its {size} {there}: no other model can evict it until it is unpinned.",
+        "unpin": f"After that its {size} {_at(proposal.where)} are available again: it is evicted when other models "
+        "need the memory.",
     }
     if proposal.verb in effects:
         to = f" to {proposal.device}" if proposal.verb == "move" else ""
@@ -210,9 +214,10 @@ def _question_card(proposal: Proposal, snapshot: Snapshot) -> Question:
     if proposal.verb == "evict_idle":
         lines = (f"This frees {size} on {card}: {count}.", "Each returns at its next use.")
         return Question(f"Evict all idle models on {card}?", lines, f"Evict, freeing {size}", True)
+    leave = f"{count} with {size} {'leaves' if len(idle) == 1 else 'leave'} now. " if idle else ""
     lines = (
         f"{card} takes nothing new until the drain is ended or the machine restarts.",
-        f"{count} with {size} leave now. Models in use leave when they are idle.",
+        f"{leave}Models in use leave when they are idle.",
     )
     return Question(f"Drain {card}?", lines, label, grave=True)
 
@@ -250,7 +255,7 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
         leaves = "its file on the disk" if lease is not None and lease.on_disk else "RAM"
         after = f"It leaves {leaves} too. Its next use loads it again from its source."
     pinned = "It is pinned. It is unpinned first." if proposal.verb == "unpin_evict" else ""
-    lines = (f"This frees {size} on {place}.", pinned, _use(lease, process, snapshot), after)
+    lines = (f"This frees {size} {_at(place)}.", pinned, _use(lease, process, snapshot), after)
     confirm = f"{verb}, freeing {size}"
     return Question(f"{verb} {name}?", tuple(filter(None, lines)), confirm, grave=True)
 
@@ -270,7 +275,7 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
     duration = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
     in_use = lease is not None and lease.pins
     lines = (
-        f"This frees {size} on {proposal.where}.",
+        f"This frees {size} {_at(proposal.where)}.",
         f"{process} runs a cell and is not parked." if in_use else _use(lease, process, snapshot),
         f"All its tensors move to RAM. They return before its next cell{duration}.",
     )
@@ -315,9 +320,12 @@ def _whereabouts(proposal: Proposal) -> str:
         return "It is not loaded, and its size is not known here."
     if proposal.where == "disk":
         return f"It is not loaded ({size})."
-    if proposal.where == HOST:
-        return f"It is in RAM ({size})."
-    return f"It is on {proposal.where} ({size})."
+    return f"It is {_at(proposal.where)} ({size})."
+
+
+def _at(place: str) -> str:
+    """The `place` of a lease as the end of a sentence: `on sim:0`, `on disk` or `in RAM`."""
+    return "in RAM" if place == HOST else f"on {place}"
 
 
 def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
@@ -385,9 +393,9 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
             and proposal.where == "disk"
             and proposal.verb in ("preload", "pin", "unpin")
         )
-        holds = f"{holder(snapshot, proposal.owner)} no longer holds it"
+        holds = f"{process_in_words(section)} no longer holds it"
         return "" if is_still_loadable else f"{name} is gone: {holds}."
-    return _lease_difference(proposal, lease, holder(snapshot, proposal.owner))
+    return _lease_difference(proposal, lease, process_in_words(section))
 
 
 def _card_difference(proposal: Proposal, snapshot: Snapshot) -> str:
@@ -410,7 +418,7 @@ def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
         return f"{name} is in use now, by {process}."
     moves = (*LEAVES, "move", "restore", "preload", "park", "unpark")
     if verb in moves and lease.where != proposal.where:
-        return f"{name} is on {lease.where} now, not on {proposal.where}."
+        return f"{name} is {_at(lease.where)} now, not {_at(proposal.where)}."
     if verb in moves and verb != "preload" and lease.phase is not Phase.SETTLED:
         return f"{name} is already {lease.phase}."
     if verb in ("pin", "unpin") and lease.keep == (verb == "pin"):
@@ -425,4 +433,4 @@ def _ticket(key: str, snapshot: Snapshot) -> Ticket | None:
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:
     """The process that holds the lease of `proposal`; never `this process`, in which the visitor is not."""
     section = snapshot.sections.get(proposal.owner)
-    return process_name(section) if section else "no process yet"
+    return process_in_words(section) if section else "no process yet"

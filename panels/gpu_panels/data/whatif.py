@@ -17,7 +17,6 @@ from gpu_runtime.facts import (
     Plan,
     PlanLevel,
     Section,
-    Shares,
     Shed,
     Snapshot,
     Step,
@@ -27,7 +26,7 @@ from gpu_runtime.rendering.html import esc
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import counted, show_bytes, show_seconds
 
-from .cells import process_name
+from .cells import process_in_words
 
 
 class PlanAnswer(NamedTuple):
@@ -120,10 +119,10 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop | Shed, is_asked: bool
     lease = section.lease(name) if section else None
     if isinstance(step, Shed) and (lease is None or lease.shadow_bytes):
         return ""  # a copy in RAM
-    process = process_name(section) if section else "a process"
-    source = places(step.source)
+    process = process_in_words(section) if section else "a process"
+    source = views.places(step.source)
     if isinstance(step, Move):
-        moves = f"would move from {source} to {places(step.shares)}"
+        moves = f"would move from {source} to {views.places(step.shares)}"
     elif isinstance(step, Shed):
         moves = "would move from RAM to its disk"
     else:
@@ -132,7 +131,7 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop | Shed, is_asked: bool
     size = show_bytes(sum(share.bytes for share in step.source))
     if lease and isinstance(step, Move) and lease.after(step.shares) != step.shares:
         size = f"{size} of {show_bytes(lease.bytes)}"
-    return f"{clean(name)} ({size}) of {process} {moves}{asked}{_return_words(lease, step)}"
+    return f"{clean(name)} ({size}), held by {process}, {moves}{asked}{_return_words(lease, step)}"
 
 
 def _return_words(lease: Lease | None, step: Move | Drop | Shed) -> str:
@@ -145,11 +144,6 @@ def _return_words(lease: Lease | None, step: Move | Drop | Shed) -> str:
     elif isinstance(step, Shed):
         does, seconds = "reading it back", lease.disk_seconds
     return f"; {does} takes {show_seconds(seconds)}" if seconds >= 0.001 else ""
-
-
-def places(shares: Shares) -> str:
-    """The devices of `shares` as text, such as `sim:0 + sim:1`."""
-    return " + ".join(share.device for share in shares)
 
 
 def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
