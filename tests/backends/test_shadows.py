@@ -203,7 +203,9 @@ def test_the_first_copy_to_a_card_locks_the_pages_that_are_older_than_cuda(monke
     """A shadow is made before its model is on a card, often before the process uses CUDA."""
     steps = []
     host = types.SimpleNamespace(
-        pinned=True, contains=lambda address: True, lock=lambda addresses: steps.append(addresses)
+        pinned=True,
+        region_at=lambda address: address,
+        lock=lambda addresses: steps.append(addresses),
     )
     source = torch.ones(8, dtype=torch.uint8)
     target = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
