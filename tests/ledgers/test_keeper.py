@@ -583,7 +583,8 @@ def test_a_ring_wakes_the_named_owners():
     assert keeper.receive(0, rings, 0.0) == [(11, core.Rung(0))]
 
 
-def test_whoever_has_no_section_is_not_asked_for_a_sign():
+def test_whoever_has_no_section_is_not_asked_for_a_sign_and_a_write_is_one():
+    """In an earlier version a write was none: a notebook that began a cell after a pause counted as blocked."""
     keeper = keeper_of(2)
     write(keeper, 0, Part(Section(owner(0)), (), 1))
 
@@ -594,6 +595,8 @@ def test_whoever_has_no_section_is_not_asked_for_a_sign():
     assert silences(3.0) == {owner(0).id: 3.0}
     assert keeper.receive(0, core.Sign(0), 2.0) == []
     assert silences(3.0) == {owner(0).id: 1.0}
+    keeper.receive(0, put_of(keeper, 0), 9.0)
+    assert silences(10.0) == {owner(0).id: 1.0}
 
 
 def test_what_an_owner_keeps_has_a_limit(monkeypatch):

@@ -169,7 +169,7 @@ class Rung(Message):
 
 
 class Sign(Message):
-    """This owner lives and runs. There is no reply."""
+    """This owner lives and runs, as each of its messages says. There is no reply."""
 
 
 class Leave(Message):
@@ -398,6 +398,8 @@ class Keeper:
             return [
                 (connection, Refused(message.number, "no owner has greeted on this connection"))
             ]
+        if me in self.members:
+            self.members[me].signed_at = now
         if isinstance(message, Ring):
             rung = set(message.owners)
             return [(bell, Rung(0)) for bell, id in self._bells.items() if id in rung]
@@ -413,8 +415,6 @@ class Keeper:
             return [(connection, Content(message.number, self._fetch(me, message, now)))]
         if isinstance(message, Leave):
             return [(connection, Written(message.number, self.known.revision)), *self.died([me])]
-        if me in self.members:  # a Sign
-            self.members[me].signed_at = now
         return []
 
     def _keep(self, me: str, message: Keep) -> Reply:
