@@ -315,6 +315,19 @@ def test_every_file_that_is_named_exists(name):
     assert [path for path in real if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_name_of_the_code_that_is_named_exists(name):
+    """CONTRIBUTING once sent its readers to a function that had got another name."""
+    code = (
+        path
+        for top in ("gpu_runtime", "kernel_ext", "panels", "tests", "docs/_ext")
+        for path in (ROOT / top).rglob("*.py")
+    )
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in code)))
+    named = set(re.findall(r"`(?:\w+\.)*(\w*_\w+)`", PAGES[name]))
+    assert named and named - words == set()
+
+
 def typed(text: str) -> list[str]:
     """Every `gpu VERB …` and `%gpu VERB …` in the code blocks of a page."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
