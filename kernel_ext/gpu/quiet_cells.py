@@ -25,7 +25,8 @@ from . import obstacles
 from .look_ahead import MAGICS
 
 READS = frozenset(verb.name for verb in verbs.VERBS.values() if verb.reads)
-WITH_RAM = READS | {"free", "hibernate", "unpark"}  # need no card either, but change something
+# Verbs that need no card either, but change something. One of them may end the wait for a card that others fill.
+WITH_RAM = READS | {"cancel", "drain", "evict", "free", "hibernate", "pin", "unpark", "unpin"}
 # Methods of tensors that give the same value on every device. A sum on the CPU may round otherwise.
 METHODS = frozenset(("item", "min", "max", "numel", "size"))
 MOST_SHOWN = 1000  # the most entries of a list that is printed

@@ -73,7 +73,7 @@ def user(shell):
 @pytest.mark.parametrize("code", [
     "del x", "del x, p, data", "x = None", "x = p = None; del model",
     "# free it\ndel x\nimport gc\ngc.collect()\ntorch.cuda.empty_cache()", "%gpu free x",
-    "%gpu free", "del x\n%gpu free p", "torch.save(x, 'x.pt')", "torch.save(x, path)",
+    "%gpu free", "%gpu evict tune.ipynb", "del x\n%gpu free p", "torch.save(x, 'x.pt')", "torch.save(x, path)",
     "torch.save(x, f=path)", "torch.save(model.state_dict(), 'm.pt')",
     "torch.save({'m': model.state_dict(), 'o': optimizer.state_dict(), 'step': 3}, 'all.pt')",
     "print(x)", "print('mean', x[:2].max().item(), p.shape, sep=' ')",
