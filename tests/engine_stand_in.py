@@ -192,7 +192,7 @@ def main(engine: str, words: list[str]) -> None:
     }
     with record.open("a") as file:
         file.write(json.dumps({"words": words, "environment": seen, "pid": os.getpid()}) + "\n")
-    if engine == "vllm" and (visible := os.environ["CUDA_VISIBLE_DEVICES"]):
+    if engine == "vllm" and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
         [int(number) for number in visible.split(",")]  # raises ValueError for a UUID
     if says := os.environ.get("STAND_IN_SAYS"):
         sys.exit(says)

@@ -147,6 +147,7 @@ def test_a_program_that_says_that_it_sleeps_and_keeps_its_memory_is_ended(
     backend, load, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(engine, "KEPT_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "MOST_CONTEXT_BYTES", 0)
     model = load(**BY_PATHS)
     (tmp_path / "fault").write_text("holds")
     with pytest.raises(EngineDied, match="says that it sleeps, and keeps"):
