@@ -66,6 +66,15 @@ def test_the_output_of_an_earlier_child_explains_no_later_end(tmp_path):
         assert (child.end(), child.tail()) == (0, said)
 
 
+def test_an_ended_process_keeps_no_descriptor_open_whoever_still_refers_to_it(tmp_path):
+    """A server under load kept one for each engine that was killed, until Python collected its garbage."""
+    child = Child(["sleep", "600"], log=tmp_path / "log", env={**os.environ}, fds=())
+    opened = len(os.listdir("/proc/self/fd"))
+    assert not child.ended and child.end() == -signal.SIGKILL
+    assert len(os.listdir("/proc/self/fd")) == opened - 1
+    assert child.ended and child.wait() and child.end() == -signal.SIGKILL
+
+
 def test_a_process_that_the_driver_keeps_from_ending_is_not_waited_for(tmp_path, monkeypatch):
     """A process that waits in the driver can be unkillable. Whoever ended it waited for ever."""
     child = Child(["sleep", "600"], log=tmp_path / "log", env={**os.environ}, fds=())

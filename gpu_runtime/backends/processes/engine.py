@@ -524,6 +524,20 @@ def _run_jobs(jobs: queue.SimpleQueue[Any]) -> None:
             answer.put((None, error))
 
 
+class _Life:
+    """A descriptor that is ready once the process `pid` has ended. It is closed when nobody refers to it."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):  # else the process had ended
+            os.close(self._descriptor)
+
+
 class Child:
     """A child process that leads its own process group."""
 
@@ -549,20 +563,18 @@ class Child:
                 )
             )
         self.pid = self._popen.pid
-        self._life = os.pidfd_open(self.pid)
+        self._life: _Life | None = _Life(self.pid)  # None once its end is reaped
         self._ending = threading.Lock()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_life"):  # else it was not started
-            os.close(self._life)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits up to `seconds` (None: no limit) for the end of the process: whether it has ended.
 
         The process is not reaped, so that no other process can get its id before `end`.
         """
+        if (life := self._life) is None:
+            return True
         poll = select.poll()  # `select` takes no descriptor above 1,023
-        poll.register(self._life, select.POLLIN)
+        poll.register(life, select.POLLIN)
         return bool(poll.poll(None if seconds is None else seconds * 1000))
 
     @property
@@ -579,11 +591,12 @@ class Child:
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
                     os.killpg(self.pid, signal.SIGKILL)
-                with contextlib.suppress(
-                    subprocess.TimeoutExpired
-                ):  # its status is that of its end
-                    return self._popen.wait(KILL_SECONDS)
-                return -signal.SIGKILL
+                try:
+                    self._popen.wait(KILL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    return -signal.SIGKILL  # its status is that of its end
+                # Whoever still refers to this object, such as a traceback, keeps no descriptor open.
+                self._life = None
             return self._popen.returncode
 
     def tail(self) -> str:
