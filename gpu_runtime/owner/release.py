@@ -340,10 +340,10 @@ def _move_or_drop(
     try:
         if error := _lacks_ram(session, step):
             raise error
-        before, shares = resident.lease.filled or resident.lease.shares, resident.move_or_drop(step)
-        if (
-            isinstance(step, Move) and shares == before
-        ):  # else it would be asked again at once, for ever
+        before = resident.lease.filled or resident.lease.shares
+        shares = resident.move_or_drop(step)
+        if isinstance(step, Move) and shares == before:
+            # As a success, it would be asked for again at once, for ever.
             raise GpuError("none of its bytes left its card")
         return step, shares
     except Exception as error:
