@@ -88,6 +88,15 @@ def test_an_emptied_redis_may_first_get_what_an_owner_keeps_beside_the_book(new_
     assert names(ledger) == ["qwen"] == names(new_owner_here())
 
 
+def test_a_write_is_a_sign_of_life(new_owner_here):
+    """A notebook that began a cell after a pause counted as blocked, until its next sign."""
+    ledger = new_owner_here()
+    os.utime(ledger._store.owner_file.path, (0, 0))
+    put(ledger, "m")
+    [silence] = ledger.silences(ledger.read()).values()
+    assert silence < 3600
+
+
 @pytest.mark.parametrize("fsync", ["everysec", "always"])
 def test_a_killed_redis_loses_no_acknowledged_write(open_at, fsync):
     """If Redis is started again within half a second, no writer notices. A busy machine takes longer."""

@@ -145,6 +145,7 @@ class RedisLedger(Ledger):
                 if new is not page.book:
                     self._require_lawful(page, new)
                     self._store.put(page, new)
+                    self.give_sign()
                 return answer
             except LostRace:
                 pass  # decide again
