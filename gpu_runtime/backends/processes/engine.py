@@ -595,7 +595,7 @@ class Child:
                     self._popen.wait(KILL_SECONDS)
                 except subprocess.TimeoutExpired:
                     return -signal.SIGKILL  # its status is that of its end
-                # Whoever still refers to this object, such as a traceback, keeps no descriptor open.
+                # A traceback may keep this object alive for long. The descriptor is closed now.
                 self._life = None
             return self._popen.returncode
 
