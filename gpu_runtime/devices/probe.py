@@ -46,6 +46,11 @@ class Probe:
         self._memories = {device.id: self._memory(device) for device in devices}
         self._sampling: Sampling | None = None
 
+    @property
+    def cards(self) -> list[Device]:
+        """The devices without host memory."""
+        return [device for device in self.devices if not device.is_host]
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Renames the cards: `names` maps this process's id of a card to its id in the book.
 
@@ -286,7 +291,7 @@ class Probe:
         return tuple(tuple(stats.get(name, 0) for name in _PULSE) for stats in counters)
 
     def _simulated(self) -> list[str]:
-        return [device.id for device in self.devices if device.simulated and not device.is_host]
+        return [card.id for card in self.cards if card.simulated]
 
     def _numbered(self) -> list[tuple[str, int]]:
         """The cards that torch's CUDA allocator serves, with torch's numbers in this process."""

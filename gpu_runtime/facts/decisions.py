@@ -239,6 +239,11 @@ class World(Value):
     ] = {}  # a simulated device has no sample, since the book is its measurement
     rules: Rules = Rules()
 
+    @property
+    def cards(self) -> list[Device]:
+        """The devices without host memory."""
+        return [device for device in self.devices if not device.is_host]
+
     def device(self, id: str) -> Device | None:
         """The device with this `id`, or None."""
         return next((device for device in self.devices if device.id == id), None)

@@ -133,10 +133,8 @@ def _full_disks(seen: Snapshot) -> Iterator[Problem]:
 
 def _pressure(seen: Snapshot) -> Iterator[Problem]:
     """Each card over its budget; with `GPU_RELIEF=always`, also each card at the level CRITICAL."""
-    for view in seen.devices:
+    for view in seen.cards if seen.governed else ():
         id, over = view.device.id, view.claimed_bytes - view.limit_bytes
-        if view.device.is_host or not seen.governed:
-            continue
         if over > 0:
             held = _largest(seen, id)
             text = (
@@ -149,9 +147,9 @@ def _pressure(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _unleased(seen: Snapshot) -> Iterator[Problem]:
-    for view in seen.devices:
+    for view in seen.cards:
         size = view.stranger_bytes or 0
-        if view.device.is_host or size < UNLEASED_BYTES:
+        if size < UNLEASED_BYTES:
             continue
         who = _programs(seen, view) or "Another program"
         text = (
@@ -285,7 +283,7 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
     It is a problem only if their moves take more than SWAPPING_PART of the time.
     """
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
-    cards = [view for view in seen.devices if not view.device.is_host]
+    cards = seen.cards
     for view in cards:
         here = [event for event in recent if event.device == view.device.id]
         left = [event for event in here if event.action in _LEFT and event.reason in _FOR_ANOTHER]
@@ -354,7 +352,7 @@ _OF_THE_CALLER = frozenset({"hopeless", "nested", "cap", "limit"})
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
     """The newest refusal of each model that was not granted room later, unless it is old or `_OF_THE_CALLER`."""
-    cards = {view.device.id: view.limit_bytes for view in seen.devices if not view.device.is_host}
+    cards = {view.device.id: view.limit_bytes for view in seen.cards}
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
         if event.action == "refused":

@@ -241,6 +241,11 @@ class Snapshot(Value):
     stays: dict[str, str] = {}
     full_disks: tuple[str, ...] = ()  # directories of the ledger and the history whose disk is full
 
+    @property
+    def cards(self) -> list[DeviceView]:
+        """The devices without host memory."""
+        return [view for view in self.devices if not view.device.is_host]
+
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""
         for section in self.sections.values():

@@ -90,7 +90,7 @@ class HostAgent:
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
         self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))
-        cards = [device for device in self.rt.probe.devices if not device.is_host]
+        cards = self.rt.probe.cards
         named = devices.startswith("sim:")
         if not cards or (self.rt.simulated and not named):
             self.rt.close()
@@ -129,9 +129,8 @@ class HostAgent:
             self.rt._set_wished(wishes.marks(found, self.host))
             is_drained = self.host in found.drained
             if is_drained != self._drained:
-                for view in self.rt.status().devices:
-                    if not view.device.is_host:
-                        self.rt.drain(view.device.id, undo=not is_drained, timeout=0.0)
+                for view in self.rt.status().cards:
+                    self.rt.drain(view.device.id, undo=not is_drained, timeout=0.0)
                 self._drained = is_drained
             self._revision = found.revision
             return found

@@ -127,7 +127,7 @@ class FarRuntime:
 
     def require_cards(self, names: Iterable[str]) -> None:
         """Raises UnknownDevice if the host has no card of one of the `names`."""
-        cards = [view.device.id for view in self.status().devices if not view.device.is_host]
+        cards = [view.device.id for view in self.status().cards]
         for name in names:
             if name not in cards:
                 raise UnknownDevice(name, tuple(f"{card} of {self.host}" for card in cards))

@@ -531,7 +531,7 @@ def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
     index = session.settings.inference_gpu_index
     if resident.spec.devices or index is None:
         return resident.spec.devices
-    cards = [device for device in session.probe.devices if not device.is_host]
+    cards = session.probe.cards
     return tuple(card.id for card in cards if card.index == index)
 
 
@@ -576,7 +576,7 @@ def _load_ungoverned(
 ) -> None:
     """Loads the model onto the first allowed card. `anchor` and `progress` are as in `obtain`."""
     allowed = allowed_devices(session, resident)
-    cards = [device.id for device in session.probe.devices if not device.is_host]
+    cards = [device.id for device in session.probe.cards]
     share = Share(
         next(id for id in cards if not allowed or id in allowed), resident.footprint().bytes
     )

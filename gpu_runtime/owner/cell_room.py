@@ -54,7 +54,7 @@ class CellRoom:
         self._is_first = True  # whether the last cell ran for the first time in this kernel
         self._replaced: dict[str, Bytes] = {}  # what was known before the last cell, by key
         self._leased_bytes = 0  # bytes that blocks of code had leased before this cell
-        cards = [session.probe.place(card.id) for card in session.probe.devices if not card.is_host]
+        cards = [session.probe.place(card.id) for card in session.probe.cards]
         self.runs = Runs(sees_peaks=not cards[0].counted)
         self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
 

@@ -62,7 +62,7 @@ def directory(session: Session) -> Path:
     if session.settings.gpu_park_encrypt:
         if importlib.util.find_spec("cryptography") is None:
             raise GpuError(NO_CIPHER)
-        cards = [device.id for device in session.probe.devices if not device.is_host]
+        cards = [device.id for device in session.probe.cards]
         if any(session.probe.place(card).counted for card in cards):
             raise GpuError(SIMULATED)
     path = Path(os.path.expanduser(named))

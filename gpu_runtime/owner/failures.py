@@ -196,7 +196,7 @@ def _with_figures(session: Session, error: BaseException, **about: Any) -> OutOf
 def full_cards(session: Session, error: BaseException) -> set[str]:
     """The card that the message of `error` or of its cause names; all cards if none is named."""
     probe = session.probe
-    cards = [device.id for device in probe.devices if not device.is_host]
+    cards = [device.id for device in probe.cards]
     for cause in filter(None, (error, error.__cause__)):
         found = re.search(r"GPU (\d+) has|(simgpu:\d+) out of memory", str(cause))
         full = (found[2] or f"cuda:{found[1]}") if found else ""

@@ -433,7 +433,7 @@ def is_module(source: Any) -> bool:
 def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[str, ...]:
     """The devices as a tuple. Raises UnknownDevice for a device that this process does not see."""
     wanted = (devices,) if isinstance(devices, str) else tuple(devices)
-    known = tuple(device.id for device in session.probe.devices if not device.is_host)
+    known = tuple(device.id for device in session.probe.cards)
     for device in wanted:
         if device not in known:
             raise UnknownDevice(device, known)

@@ -109,7 +109,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
         if (ticket.verb, ticket.owner, ticket.name) != ("use", target.owner, target.name):
             continue
         lease = book.lease(target.owner, target.name)
-        cards = [device for device in session.probe.devices if not device.is_host]
+        cards = session.probe.cards
         if len(cards) > 1 and (lease is None or lease.kind != KERNEL):
             return ""  # a model may get room on another card
         for device, size in ((share.device, share.bytes) for share in ticket.need):

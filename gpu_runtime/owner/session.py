@@ -547,7 +547,7 @@ class Session:
                 self.monitor.start()  # raises RuntimeError if the system starts no more threads
                 self.activity.watchers.add(self.cell_began)
             self.monitor_started = True
-        budget = sum(self.limits[device.id] for device in self.probe.devices if not device.is_host)
+        budget = sum(self.limits[card.id] for card in self.probe.cards)
         log.info(
             "GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB
         )

@@ -174,9 +174,8 @@ class Sizing:
         leases). If `own` is true, the model runs in an engine, which always makes its own context.
         """
         cards: list[Device] = []
-        for device in self.probe.devices:
-            is_card = not device.simulated and not device.is_host
-            if is_card and (not places or device.id in places):
+        for device in self.probe.cards:
+            if not device.simulated and (not places or device.id in places):
                 cards.append(device)
         if not cards:
             return 0

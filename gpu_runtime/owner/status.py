@@ -213,7 +213,7 @@ def health(found: Snapshot) -> Health:
 
     Without a problem, the message describes the fullest card.
     """
-    cards = [view for view in found.devices if not view.device.is_host]
+    cards = found.cards
     fullest = max(cards, key=lambda view: view.pressure)
     used = [view.measured_bytes for view in cards]
     total = sum(view.device.total_bytes for view in cards)
@@ -465,8 +465,7 @@ def fragmentation(session: Session) -> DataFrame:
     """
     book, _ = session.look()
     sections = {session.me: Section(session.owner)} | requests.proven_sections(session, book)
-    views = snapshot(session).devices
-    cards = {view.device.id: view for view in views if not view.device.is_host}
+    cards = {view.device.id: view for view in snapshot(session).cards}
     known: dict[tuple[str, str], AllocatorMap | None] = {
         (id, share.device): None
         for id, section in sections.items()

@@ -674,7 +674,7 @@ def _fill(host: Bar) -> str:
 
 
 def _host_notes(snapshot: Snapshot) -> str:
-    cards = views.cards(snapshot)
+    cards = snapshot.cards
     notes = [counted(len(cards), "card")]
     if snapshot.simulated:
         notes.append("simulated")

@@ -237,22 +237,17 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
     )
 
 
-def cards(snapshot: Snapshot) -> list[DeviceView]:
-    """The devices of the `snapshot` without the host."""
-    return [view for view in snapshot.devices if not view.device.is_host]
-
-
 def worst_level(snapshot: Snapshot) -> Level:
     """The highest pressure level of any card in the `snapshot`, or UNKNOWN without cards."""
-    return max((view.level for view in cards(snapshot)), key=_LEVELS.index, default=Level.UNKNOWN)
+    return max((view.level for view in snapshot.cards), key=_LEVELS.index, default=Level.UNKNOWN)
 
 
 def device_title(snapshot: Snapshot) -> str:
     """The cards of the `snapshot`, such as `1 simulated GPU`, `8 × NVIDIA H100` or `no GPU`."""
-    count = len(cards(snapshot))
+    count = len(snapshot.cards)
     if not count:
         return "no GPU"
-    names = {view.device.name for view in cards(snapshot)}
+    names = {view.device.name for view in snapshot.cards}
     if not snapshot.simulated and len(names) == 1 and "" not in names:
         return f"{count} × {clean(*names)}"
     return counted(count, "simulated GPU" if snapshot.simulated else "GPU")
@@ -426,7 +421,7 @@ def strangers(snapshot: Snapshot) -> list[Stranger]:
     known = {stranger.device for stranger in snapshot.strangers}
     unknown = (
         Stranger(view.device.id, 0, size)
-        for view in cards(snapshot)
+        for view in snapshot.cards
         if view.device.id not in known and (size := strangers_bytes(view))
     )
     return [*snapshot.strangers, *unknown]

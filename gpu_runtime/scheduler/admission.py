@@ -237,7 +237,7 @@ def _as_it_was(
         rules = replace(world.rules, cap=replace(cap, bytes_per_device=None))
         world = replace(world, rules=rules)
         yield book, world
-    cards = {device.id for device in world.devices if not device.is_host}
+    cards = {device.id for device in world.cards}
     yield filled_to_size(book, world, cards)
     yield filled_to_size(book, world, {*cards, HOST})
 
@@ -808,7 +808,7 @@ def _with_layout(request: Request, world: World, never: Container[str]) -> Reque
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
-    cards = [device.id for device in world.devices if not device.is_host and device.id not in never]
+    cards = [device.id for device in world.cards if device.id not in never]
     alone = may_use_one_card(rules) and any(
         not rules.devices or id in rules.devices for id in cards
     )

@@ -334,9 +334,9 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
     """
     beyond: dict[str, int | None] = {}
     freed = freed_since(book, world)
-    for device in world.devices:
+    for device in world.cards:
         # Unified memory is the machine's RAM: any program may use it, so it is not counted here.
-        if device.simulated or device.is_host or device.unified:
+        if device.simulated or device.unified:
             continue
         sample = sample_of(device, book, world)
         if sample is None or sample.free_bytes is None:
@@ -436,9 +436,9 @@ def torch_bounds(
 
     claims = book.claims()
     found = {}
-    for device in world.devices:
+    for device in world.cards:
         leased = ours.get(device.id, 0)
-        if device.is_host or device.simulated or not leased or device.id in unbounded:
+        if device.simulated or not leased or device.id in unbounded:
             continue
         others = claims.get(device.id, 0) - leased - section.residue.get(device.id, 0)
         free = device.total_bytes - others - beyond_torch.get(device.id, 0)
@@ -457,7 +457,7 @@ def _enforced(book: Book, owner: str, world: World) -> dict[str, int]:
     cap = world.rules.cap
     if cap is None or not cap.enforce or cap.bytes_per_device is None:
         return {}
-    allowed = {device.id: cap.bytes_per_device for device in world.devices if not device.is_host}
+    allowed = {device.id: cap.bytes_per_device for device in world.cards}
     for id, section in book.sections.items():
         if id == owner or section.owner.user != cap.user:
             continue

@@ -152,7 +152,7 @@ def _left_beside(book: Book, world: World, counts: Callable[[Lease], bool]) -> d
     if cap is None or cap.bytes_per_device is None:
         return {}
     most = cap.bytes_per_device
-    free = {device.id: most for device in world.devices if not device.is_host}
+    free = {device.id: most for device in world.cards}
     for lease in filter(counts, _theirs(book, cap)):
         for share in lease.claims():
             if share.device != HOST:

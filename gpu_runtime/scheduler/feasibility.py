@@ -240,9 +240,7 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
     stuck = stuck_leases(book, request, world)
     rules, limits = request.placement, limits_of(book, world)
     refusals: dict[str, Refuse] = {}
-    for card in world.devices:
-        if card.is_host:
-            continue
+    for card in world.cards:
         limit = limits[card.id]
         size = claim(request.footprint, rules, limit)
         most = rules.card_bytes.get(card.id, 0) if rules.card_bytes else limit
@@ -399,7 +397,7 @@ def without_card_bytes(book: Book, lease: Lease) -> Book:
 
 def _cards(request: Request, world: World) -> list[str]:
     allowed = request.placement.devices
-    cards = [device.id for device in world.devices if not device.is_host]
+    cards = [device.id for device in world.cards]
     return [card for card in cards if card in allowed] if allowed else cards
 
 

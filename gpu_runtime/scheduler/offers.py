@@ -84,7 +84,7 @@ def room_of(
 
     `name` is the model, and `owner` the id of the owner that would hold the model.
     """
-    cards = [device.id for device in world.devices if not device.is_host]
+    cards = [device.id for device in world.cards]
     free, limits = room(book, world), limits_of(book, world)
     idle: dict[tuple[int, int], dict[str, int]] = {}
     own = None

@@ -683,7 +683,7 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
     if argument.completes == "variables":
         return registered.current.variables()
     if argument.completes == "devices":
-        return [view.device.id for view in runtime().status().devices if not view.device.is_host]
+        return [view.device.id for view in runtime().status().cards]
     return {
         "verbs": [verb.name for verb in verbs.verbs(verbs.MAGIC)],
         "importances": list(IMPORTANCE),

@@ -157,8 +157,7 @@ def notices_html(snapshot: Snapshot) -> str:
     or if its processes run several versions.
     """
     parts = [] if snapshot.governed else [f'<div class="alarm">{esc(GOVERNOR_OFF)}</div>']
-    has_card = any(not view.device.is_host for view in snapshot.devices)
-    if not has_card:
+    if not snapshot.cards:
         parts.append(
             '<div class="hint">No GPU was found on this machine. To try the console with simulated '
             "devices: <code>GPU_DEVICES=sim:2x24GiB</code></div>"
@@ -762,7 +761,7 @@ class WhatIfTab(Tab):
         if self.model.options != options:
             value = self.model.value if self.model.value in options else NO_MODEL
             self.model.param.update(options=options, value=value)
-        cards = [view.device.id for view in snapshot.devices if not view.device.is_host]
+        cards = [view.device.id for view in snapshot.cards]
         choices = [ANY, *cards]
         if self.cards.options != choices:
             value = self.cards.value if self.cards.value in choices else ANY

@@ -116,7 +116,7 @@ def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, Wor
 def ways_out(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
     """Yields every set of leases whose eviction makes enough room on some card."""
     models, free = list(page.leases()), room(page, there)
-    cards = [device.id for device in there.devices if not device.is_host]
+    cards = [device.id for device in there.cards]
     for count in range(1, len(models) + 1):
         for gone in itertools.combinations(models, count):
             for card in cards:

@@ -53,7 +53,7 @@ class Bench:
         self.size = size
         host = f"sim:{6 * size},host:{6 * size}"
         self.probe: Probe = open_probe("cuda" if self.real else host)
-        self.card = next(device.id for device in self.probe.devices if not device.is_host)
+        self.card = next(device.id for device in self.probe.cards)
         self.torch = self.probe.place(self.card).torch
         self.backend = open_backend("torch", self.probe)
 

@@ -32,7 +32,7 @@ def logits(module):
 def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(tmp_path):
     """The logits are bit-equal to those on one card, also after moves to the host and to the swapped cards."""
     probe = open_probe("cuda")
-    one, two = [device.id for device in probe.devices if not device.is_host][:2]
+    one, two = [card.id for card in probe.cards][:2]
     backend = open_backend("transformers", probe)
     spec = ModelSpec(
         "llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m", size="256 MiB"))
@@ -63,7 +63,7 @@ from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.devices.probe import open_probe
 probe = open_probe("cuda")
-card = [device.id for device in probe.devices if not device.is_host][{last}]
+card = [card.id for card in probe.cards][{last}]
 assert not torch.cuda.is_initialized()
 backend = open_backend("torch", probe)
 backend.load(ModelSpec("net", "torch"), (Share(card, 0),), lambda: torch.nn.Linear(8, 8).eval())

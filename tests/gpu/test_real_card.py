@@ -40,7 +40,7 @@ def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
         f"cuda:{i}": str(torch.cuda.get_device_properties(i).uuid)
         for i in range(torch.cuda.device_count())
     }
-    cards = [device for device in probe.devices if not device.is_host]
+    cards = probe.cards
     assert {probe.place(c.id).torch: c.uuid.removeprefix("GPU-") for c in cards} == mine
     sample = probe.samples(0.0)["cuda:0"]
     assert sample.free_bytes is None or 0 < sample.free_bytes <= probe.devices[0].total_bytes

@@ -76,7 +76,7 @@ def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(
 def test_visible_devices_choose_among_eight_cards(host, driver, visible, seen):
     driver.set(count=8)
     kernel = host.kernel(devices="auto", CUDA_VISIBLE_DEVICES=visible)
-    cards = "[d.id for d in rt.probe.devices if not d.is_host and not d.simulated]"
+    cards = "[d.id for d in rt.probe.cards if not d.simulated]"
     assert kernel.evaluate(cards) == seen
 
 

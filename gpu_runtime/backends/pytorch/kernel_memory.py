@@ -251,7 +251,7 @@ class KernelBackend(Backend):
         """The handle of the memory that the kernel's own code holds; `keys` and `shares` are those of
         `GovernedModels`.
         """
-        cards = [self.probe.place(device.id) for device in self.probe.devices if not device.is_host]
+        cards = [self.probe.place(device.id) for device in self.probe.cards]
         own = cards[:1] if cards[0].counted else cards
         return KernelMemory(own, stillness, GovernedModels(keys, shares))
 

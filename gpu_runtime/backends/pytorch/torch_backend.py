@@ -261,8 +261,7 @@ class TorchBackend(Backend):
         A factory builds the module without data; if it fails, the result is one piece. Without
         `model` and with a single card, the result is empty, and nothing is built.
         """
-        cards = sum(not device.is_host for device in self.probe.devices)
-        if not model and cards < 2:
+        if not model and len(self.probe.cards) < 2:
             return ()
         module = model.module if model else origin
         if not isinstance(module, nn.Module):

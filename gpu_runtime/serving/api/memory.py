@@ -67,7 +67,7 @@ class Preload(BaseModel):
 
 def stats(snapshot: Snapshot) -> Json:
     """The answer to `GET /memory/stats`, from `snapshot`."""
-    cards = [view for view in snapshot.devices if not view.device.is_host]
+    cards = snapshot.cards
     host = [view for view in snapshot.devices if view.device.is_host]
     models = [lease for lease in snapshot.leases() if lease.kind == "model"]
     fullest = max(cards, key=lambda view: view.pressure, default=None)

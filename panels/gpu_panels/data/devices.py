@@ -550,8 +550,8 @@ def room_after(snapshot: Snapshot, kept: Mapping[str, Kept]) -> dict[str, int]:
     """
     return {
         view.device.id: view.room_bytes - sum(size for _, size in kept[view.device.id])
-        for view in snapshot.devices
-        if view.room_bytes is not None and not view.device.is_host and view.drained is None
+        for view in snapshot.cards
+        if view.room_bytes is not None and view.drained is None
     }
 
 

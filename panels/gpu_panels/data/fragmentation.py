@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
+from gpu_runtime.facts import AllocatorMap, Snapshot
 from gpu_runtime.rendering import allocator_map
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.safe_text import clean
@@ -62,9 +62,7 @@ class ProcessMemory(NamedTuple):
 
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
     """Each process of `snapshot` with memory on a card, once for each card, the most inactive bytes first."""
-    cards: dict[str, DeviceView] = {
-        view.device.id: view for view in snapshot.devices if not view.device.is_host
-    }
+    cards = {view.device.id: view for view in snapshot.cards}
     found: dict[tuple[str, str], AllocatorMap | None] = {}
     for section in snapshot.sections.values():
         for lease in section.leases:

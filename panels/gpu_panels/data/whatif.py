@@ -189,7 +189,7 @@ def preload_target(subject: str, snapshot: Snapshot) -> str:
 
 def host_choices(snapshot: Snapshot) -> tuple[int, int, int]:
     """The sizes for a replay, in bytes: the largest card, the present host memory for models, and twice this memory."""
-    cards = [view.limit_bytes for view in snapshot.devices if not view.device.is_host]
+    cards = [view.limit_bytes for view in snapshot.cards]
     host = sum(view.limit_bytes for view in snapshot.devices if view.device.is_host)
     return max(cards, default=0), host, 2 * host
 

@@ -21,7 +21,7 @@ from gpu_runtime.facts import (
     Ticket,
     lease_state,
 )
-from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, cards, device_name, fill, strangers_bytes
+from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, device_name, fill, strangers_bytes
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import GIB, MIB, show_bytes
 
@@ -102,7 +102,7 @@ def cards_text(snapshot: Snapshot, most: int = MOST_CARDS) -> str:
 
     More than `most` cards are added up.
     """
-    views = cards(snapshot)
+    views = snapshot.cards
     if not views:
         return "no GPU"
     if len(views) > most:
@@ -159,7 +159,7 @@ def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[st
     ]
     found = sorted(sections, key=_largest_first)
     shown_groups = [_group(section, snapshot, kernels.get(section.owner.pid)) for section in found]
-    unleased = sum(strangers_bytes(view) for view in cards(snapshot))
+    unleased = sum(strangers_bytes(view) for view in snapshot.cards)
     if unleased:
         shown_groups.append(_strangers(snapshot, unleased))
     return shown_groups
