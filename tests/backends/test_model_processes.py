@@ -19,6 +19,7 @@ from gpu_runtime.backends.processes.model_processes import ModelProcess, Process
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
 from gpu_runtime.errors import LoadFailed, NotResident, StillInUse
 from gpu_runtime.facts import HOST, ModelSpec, Share
+from gpu_runtime.web.connections import raise_file_limit
 from tests.clock import PATIENCE, scaled, until
 
 DEVICES = "sim:1x24GiB,host:48GiB"
@@ -83,6 +84,19 @@ def test_a_process_that_the_driver_keeps_from_ending_is_not_waited_for(tmp_path,
         blocked.setattr(os, "killpg", lambda *_: None)
         assert child.end() == -signal.SIGKILL and not child.ended
     assert child.end() == -signal.SIGKILL and child.ended
+
+
+def test_a_program_starts_although_its_owner_has_more_than_1023_descriptors(tmp_path):
+    """A server with a thousand connections could start no engine: the guard ended with an error, and the engine too."""
+    raise_file_limit()
+    with contextlib.ExitStack() as held:
+        while held.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        child, line = engine.guarded(["true"], tmp_path / "log", {**os.environ}, ())
+        held.enter_context(line)
+        assert line.fileno() > 1023
+        child.wait()
+        assert child.end() == 0, child.tail()
 
 
 def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):

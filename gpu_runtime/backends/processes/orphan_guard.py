@@ -91,8 +91,10 @@ def main(line: int, owner: int, patience: float, command: list[str]) -> int:
     if pid == 0:
         _become(command, line, guard)
     running = os.pidfd_open(pid)
-    ready, _, _ = select.select([line, ended, running], [], [])
-    if running in ready:
+    poll = select.poll()  # `select` takes no descriptor above 1,023, and the owner may have more
+    for descriptor in (line, ended, running):
+        poll.register(descriptor, select.POLLIN)
+    if running in dict(poll.poll()):
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         end_all(0.0, None)
     else:
