@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import samples
+from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.engines.chat_template import TAGS, Thoughts
-from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
+from gpu_runtime.serving.engines.registry import EchoAdapter, ProcessAdapter, adapter_for
 from gpu_runtime.serving.requests import Refused, serves
 from gpu_runtime.serving.thread_stream import in_thread, stream_from_thread
 from tests import tiny_models
-from tests.serving.harness import Harness, answer_text, harness, refusal, stream_text
+from tests.serving.harness import Harness, answer_text, chat, harness, refusal, stream_text
 from tests.serving.loops import until
 from tests.serving.test_fields import VALUES, fields_for
 
@@ -834,6 +836,30 @@ async def test_a_reader_that_stops_ends_the_work_and_waits_for_its_end(how):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+    assert ended.is_set()
+
+
+async def test_a_whole_answer_of_a_model_in_a_process_of_its_own_ends_when_its_caller_leaves(
+    monkeypatch,
+):
+    """Its process computed the answer to the end, and the model took no other call until then."""
+    begun, ended = threading.Event(), threading.Event()
+
+    async def pieces(self: Any, *call: Any) -> AsyncIterator[Any]:
+        begun.set()
+        try:
+            yield await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(EchoAdapter, "pieces", pieces)
+    there = SimpleNamespace(stream=lambda function, *args: function(None, *args))
+    adapter = ProcessAdapter(there, ModelSpec("m", "fake"))
+    call = asyncio.ensure_future(adapter.answer("chat", chat("m"), None))
+    await until(begun.is_set)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
     assert ended.is_set()
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from ...facts import ModelSpec
 from ...threads import Cancellation
 from ..requests import Json
-from ..thread_stream import Emit, emit_each, in_thread, stream_from_thread
+from ..thread_stream import Emit, emit_each, stream_from_thread
 from .base import EngineAdapter, TextAdapter, cannot
 from .openai_format import TextPiece, max_tokens_of
+
+LOOK_SECONDS = 0.1  # between two looks whether the caller of a whole answer has left
 
 
 class EchoAdapter(TextAdapter):
@@ -67,22 +68,31 @@ class ProcessAdapter:
         self._value, self._spec = value, spec
 
     async def answer(self, kind: str, body: Json, think: bool | None) -> Json:
-        call = self._spec, kind, body, think
-        [found] = await in_thread(lambda: list(self._value.stream(_whole, *call)))
+        *_, found = [item async for item in self._items(_whole, kind, body, think)]
         return found
 
-    async def stream(self, kind: str, body: Json, think: bool | None) -> AsyncIterator[Json]:
+    def stream(self, kind: str, body: Json, think: bool | None) -> AsyncGenerator[Json]:
+        return self._items(_chunks, kind, body, think)
+
+    def _items(self, function: Callable[..., Iterator[Any]], *call: Any) -> AsyncGenerator[Any]:
+        """The items of `function(value, spec, *call)`, which runs in the process of the model."""
+
         def work(emit: Emit, cancelled: Cancellation) -> None:
-            emit_each(self._value.stream(_chunks, self._spec, kind, body, think), emit, cancelled)
+            emit_each(self._value.stream(function, self._spec, *call), emit, cancelled)
 
-        async with aclosing(stream_from_thread(work)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return stream_from_thread(work)
 
 
-def _whole(value: Any, spec: ModelSpec, *call: Any) -> Iterator[Json]:
-    """Yields the whole answer to a `call` (kind, body, think). Runs in the process of the model."""
-    yield asyncio.run(adapter_for(value, spec, None).answer(*call))
+def _whole(value: Any, spec: ModelSpec, *call: Any) -> Iterator[Json | None]:
+    """Yields the whole answer to a `call` (kind, body, think). Runs in the process of the model.
+
+    Before it, yields None every LOOK_SECONDS. If the caller has left, the generator is closed there, and the work ends.
+    """
+    with asyncio.Runner() as runner:  # its end cancels the task
+        task = runner.get_loop().create_task(adapter_for(value, spec, None).answer(*call))
+        while not runner.run(asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            yield None
+        yield task.result()
 
 
 def _chunks(value: Any, spec: ModelSpec, *call: Any) -> Iterator[Json]:
