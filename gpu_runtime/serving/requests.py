@@ -46,12 +46,15 @@ class Refused(Exception):
     def __init__(
         self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, code, message)  # from these, pickle makes it in another process
         self.status = status
         self.code = code
         self.message = message
         self.retry_after = retry_after
         self.facts = facts
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def headers(self) -> dict[str, str]:

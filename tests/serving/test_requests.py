@@ -1,6 +1,7 @@
 """What a request's body may contain, and the call that is read from it."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ def refusal(kind: str, body: Any) -> Refused:
     with pytest.raises(Refused) as refused:
         read_call(kind, body)
     return refused.value
+
+
+def test_a_refusal_leaves_the_process_of_a_model_as_it_is():
+    """A host of a fleet answered a caller's mistake with the error that its refusal cannot be sent."""
+    refused = Refused(400, "not_supported", "n cannot be used", 2.0, param="n")
+    again = pickle.loads(pickle.dumps(refused))
+    assert vars(again) == vars(refused) and str(again) == "n cannot be used"
 
 
 def test_mistrals_word_for_a_forced_call_is_that_of_all_engines():
