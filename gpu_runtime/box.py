@@ -146,7 +146,7 @@ def places(prefix: str | None = None, root: str | None = None) -> Places:
     base = Path(root or "/").absolute()
     if prefix is not None and not Path(prefix).is_absolute():
         raise BadSetting("--prefix", prefix, f"an absolute path, such as {PREFIX}")
-    asked = setup.below(base, Path(prefix or PREFIX))
+    asked = setup.below(base, Path(prefix or PREFIX)).resolve()  # as the maps of processes have it
     found = _present_prefix(Places(base, asked)) or asked
     if prefix is not None and found != asked:
         raise BadSetting(
@@ -158,12 +158,14 @@ def places(prefix: str | None = None, root: str | None = None) -> Places:
 def _present_prefix(where: Places) -> Path | None:
     """The prefix that the block or the link to the command names; None without an installation."""
     found = _CURRENT.search(autoload.parts(where.block)[1])
-    if found:
-        return Path(found[1])
-    if where.command.is_symlink():
-        target = Path(os.readlink(where.command))
-        if target.is_absolute() and target.parts[-4:] == _TO_COMMAND.parts:
-            return target.parents[3]
+    return Path(found[1]).resolve() if found else _prefix_of(where.command)
+
+
+def _prefix_of(command: Path) -> Path | None:
+    """The prefix of the installation to which the link `command` leads; None for anything else."""
+    target = Path(os.readlink(command)) if command.is_symlink() else Path()
+    if target.is_absolute() and target.parts[-4:] == _TO_COMMAND.parts:
+        return target.parents[3].resolve()
     return None
 
 
@@ -301,7 +303,7 @@ def _require_possible(where: Places, targets: list[Path], ledger: Path | None, g
     if weak := weak_step(where.prefix):
         raise GpuError(f"every kernel would run what is in {where.prefix}, and {weak}")
     command = where.command
-    if os.path.lexists(command) and not _is_ours(where, command):
+    if os.path.lexists(command) and _prefix_of(command) != where.prefix:
         raise GpuError(f"{command} exists and is not of this installation; move it away first")
     autoload.parts(where.block)
     if ledger is not None:
@@ -318,10 +320,6 @@ def _require_possible(where: Places, targets: list[Path], ledger: Path | None, g
                 f"there is no group {group}, whose members share the GPUs.\n"
                 f"  Make it, and add people:  groupadd {group}; usermod -aG {group} USER"
             ) from None
-
-
-def _is_ours(where: Places, link: Path) -> bool:
-    return link.is_symlink() and Path(os.readlink(link)).is_relative_to(where.prefix)
 
 
 def _make_directories(targets: list[Path], undo: contextlib.ExitStack) -> tuple[str, ...]:
@@ -725,7 +723,7 @@ def _rows(where: Places, now: Path) -> Iterator[tuple[str, str]]:
         "kernels",
         f"{where.block} {'loads it' if is_loaded else 'does not load it:  gpu box install'}",
     )
-    is_linked = _is_ours(where, where.command)
+    is_linked = _prefix_of(where.command) == where.prefix
     yield "command", f"{where.command}{'' if is_linked else ' is missing:  gpu box install'}"
     if not made.ledger:
         yield "ledger", f"the one in {where.config}, which has no keeper here"
@@ -803,7 +801,7 @@ def _remove_rest(where: Places, made: Made) -> str:
                 f"; {ledger} was there before and stays, without its keeper.\n"
                 f"  Start it:  gpu ledger init --group {group} {ledger}"
             )
-    if _is_ours(where, where.command):
+    if _prefix_of(where.command) == where.prefix:
         where.command.unlink()
     where.current.unlink(missing_ok=True)
     for version in where.versions():

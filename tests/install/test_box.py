@@ -7,6 +7,7 @@ installs at the real paths, in a mount namespace whose root is a copy on write.
 import contextlib
 import glob
 import grp
+import mmap
 import os
 import shutil
 import subprocess
@@ -141,6 +142,30 @@ def test_install_and_remove_leave_the_machine_as_it_was(machine):
     assert machine.remove()[0] and listing(machine.root) == before
     done, because = machine.remove()
     assert done and "nothing is installed" in because
+
+
+@pytest.mark.parametrize("link", ["opt", "var/lib", "usr/local", "etc/ipython"])
+def test_a_directory_of_the_machine_may_be_a_link(machine, monkeypatch, tmp_path, link):
+    """As /opt is on some systems. The processes' maps have the real paths."""
+    monkeypatch.setenv("PIP_FIND_LINKS", str(machine.source))
+    real = machine.root / "data" / link
+    real.parent.mkdir(parents=True)
+    if (place := machine.root / link).exists():
+        place.rename(real)
+    else:
+        real.mkdir()
+        place.parent.mkdir(exist_ok=True)
+    place.symlink_to(real)
+    before = listing(machine.root)
+    machine.install()
+    old = machine.current
+    assert machine.versions() == [old.name]
+    with open(old / "in_use", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        newer = as_version(next(machine.source.glob("gpu_console-*.whl")), "9.9.9", tmp_path)
+        assert f"{old} stays while it is used" in machine.install(newer)
+    machine.install(newer)
+    assert machine.versions() == ["9.9.9"]
+    assert machine.remove()[0] and listing(machine.root) == before
 
 
 def test_the_words_of_a_command_that_fails_may_be_any_bytes():
