@@ -32,19 +32,33 @@ from typing import Any, BinaryIO
 
 from .units import MIB, show_bytes
 
+FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
 MOST_STEPS = 200  # limit of directories and links on the way, since links can form a circle
 
 
 def state_home() -> Path:
     """The directory of this user's files that survive a restart. It may not exist yet."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "gpu-console"
+    return _below_home("XDG_STATE_HOME", "~/.local/state") or fallback_home()
 
 
 def config_home() -> Path:
     """The directory of the files that this user writes for gpu-console. It may not exist."""
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(config) / "gpu-console"
+    without_home = FALLBACK / f"gpu-console-config-{os.geteuid()}"
+    return _below_home("XDG_CONFIG_HOME", "~/.config") or without_home
+
+
+def _below_home(variable: str, default: str) -> Path | None:
+    """Our directory below the one that the `variable` names, or below the `default`. None without a home.
+
+    A relative path is ignored, as the XDG specification says: each working directory would have files of its own.
+    """
+    homes = (os.environ.get(variable, ""), os.path.expanduser(default))
+    return next((Path(home) / "gpu-console" for home in homes if os.path.isabs(home)), None)
+
+
+def fallback_home() -> Path:
+    """This user's directory on a local disk for whom the home has no place. Another user could make it first."""
+    return FALLBACK / f"gpu-console-{os.geteuid()}"
 
 
 def child_environment() -> dict[str, str]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from .facts import NEVER, CellModels
-from .files import read_plain, state_home
+from .files import fallback_home, read_plain, state_home
 from .safe_text import LONGEST_PATH, printable
 
 
@@ -211,7 +211,7 @@ def is_remembered(key: str) -> bool:
     The file is in /var/tmp if the state directory is on a network file system. The check for this
     is in `ledgers/access.py`, which a kernel has not loaded yet, so both directories are searched.
     """
-    for directory in (state_home(), f"/var/tmp/gpu-console-{os.geteuid()}"):
+    for directory in (state_home(), fallback_home()):
         try:
             # Another user could have put a pipe there, and a cell would wait for it.
             known = json.loads(read_plain(Path(directory, FILE), LONGEST, os.geteuid()))

@@ -21,9 +21,8 @@ from . import autoload
 from .catalog.files import OURS
 from .errors import GpuError
 from .facts import Outcome
-from .files import config_home, state_home
+from .files import config_home, fallback_home, state_home
 from .ledgers import host_config, reader
-from .ledgers.access import FALLBACK
 from .ledgers.keeper.ledger import answers
 from .ledgers.keeper.server import LINGER_SECONDS
 from .ledgers.liveness import boot_id
@@ -108,9 +107,9 @@ def written() -> Iterator[Written]:
 
 def _states() -> list[Path]:
     """The state directories that exist, and that this user has made."""
-    fallback = FALLBACK / f"gpu-console-{os.geteuid()}"
+    fallback = fallback_home()
     found = []
-    for directory in (state_home(), fallback):
+    for directory in dict.fromkeys((state_home(), fallback)):  # without a home they are one
         try:
             # Another user could have made the fallback, also as a link. A link in the home is the user's.
             status = directory.lstat() if directory == fallback else directory.stat()

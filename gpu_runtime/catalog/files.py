@@ -85,7 +85,7 @@ class Catalog:
         """Uses GPU_CATALOG and other `settings`. The files are read when they are first needed."""
         self.settings = settings
         given = settings.gpu_catalog
-        place = Path(given).expanduser() if given else state_home() / "catalog"
+        place = Path(os.path.expanduser(given)) if given else state_home() / "catalog"
         self.place = place.absolute()
         self._one_file = self.place.suffix in _SUFFIXES and not self.place.is_dir()
         self.directory = self.place.parent if self._one_file else self.place
@@ -453,7 +453,7 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
     try:
         if name == "-":
             return "standard input", sys.stdin.buffer.read(MOST_BYTES + 1), os.getcwd()
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         with open(path, "rb") as opened:
             return name, opened.read(MOST_BYTES + 1), str(path.absolute().parent)
     except (OSError, ValueError) as error:  # a null byte in the name is a ValueError

@@ -8,7 +8,7 @@ here imports the scheduler, or uses a device or a model.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import os
 
 from ..errors import BadSetting, LedgerUnavailable
 from ..threads import import_whole
@@ -82,7 +82,7 @@ def _unknown_url(url: str, *, path: str) -> BadSetting:
 
     suggestion = ""
     if path:
-        suggestion = f"; for this path: keeper://{Path(path).expanduser().absolute()}"
+        suggestion = f"; for this path: keeper://{os.path.abspath(os.path.expanduser(path))}"
     return BadSetting(
         "GPU_LEDGER",
         masked(url),

@@ -48,7 +48,7 @@ from urllib.parse import parse_qsl, urlencode
 from ..attribution import name_of
 from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
-from ..files import make_directory, state_home, weak_step
+from ..files import fallback_home, make_directory, state_home, weak_step
 from ..units import show_bytes
 from .liveness import Life, life
 
@@ -264,7 +264,7 @@ def outsider(directory: Path) -> LedgerUnavailable | None:
         return LedgerUnavailable(
             f"the ledger {place} is shared by the group {group}, and {user} is not in it.\n"
             f"  The operator can add you:  usermod -aG {group} {user}      (then log in again)\n"
-            f"  Or keep your own:  GPU_LEDGER=keeper://{Path.home()}/gpu-ledger",
+            f"  Or keep your own:  GPU_LEDGER={default_url()}",
             path=str(place),
             group=group,
             user=user,
@@ -493,7 +493,6 @@ def _is_abandoned(boot: Path) -> bool:
 
 
 FILE_SCHEMES = ("keeper:", "sqlite:")  # version 0.2 kept the book in an SQLite file
-FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
 
 
 def directory_of(url: str, rest: str) -> Path:
@@ -511,7 +510,7 @@ def directory_of(url: str, rest: str) -> Path:
         raise BadSetting(
             "GPU_LEDGER",
             url,
-            f"an absolute path, such as keeper://{os.path.abspath(as_relative.expanduser())}",
+            f"an absolute path, such as keeper://{os.path.abspath(os.path.expanduser(as_relative))}",
         )
     if len(as_relative.parts) < 2 and not directory.exists():
         raise BadSetting(
@@ -561,7 +560,7 @@ def local_state() -> Path:
     """
     directory = state_home()
     if is_network(file_system_of(directory)):
-        return FALLBACK / f"gpu-console-{os.geteuid()}"
+        return fallback_home()
     return directory
 
 

@@ -96,7 +96,7 @@ def test_the_note_of_a_process_that_the_driver_has_parked_is_not_removed(home):
 
 def test_a_directory_of_another_user_is_left_alone(home, monkeypatch):
     """Another user can make the fallback directory in /var/tmp first."""
-    monkeypatch.setattr("gpu_runtime.uninstall.FALLBACK", home)
+    monkeypatch.setattr("gpu_runtime.files.FALLBACK", home)
     theirs = home / f"gpu-console-{os.geteuid()}"
     theirs.symlink_to(home / "elsewhere", target_is_directory=True)
     (home / "elsewhere").mkdir()

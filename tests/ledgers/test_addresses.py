@@ -1,6 +1,7 @@
 """Which values GPU_LEDGER may have, the error for every other value, and the ledger's directory."""
 
 import os
+import pwd
 import sqlite3
 import stat
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA
+from gpu_runtime.files import config_home, state_home
 from gpu_runtime.ledgers import access, open_ledger, setup
 from gpu_runtime.ledgers.access import default_url
 from gpu_runtime.ledgers.keeper.ledger import KeeperLedger
@@ -92,6 +94,20 @@ def test_another_mount_may_have_any_bytes_as_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(access, "_MOUNTS", mounts)
     assert access.file_system_of(tmp_path) == "ext4"
     assert access.file_system_of(Path(os.fsdecode(b"/media/caf\xe9/x"))) == "vfat"
+
+
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_a_user_without_a_home_has_one_ledger(home, monkeypatch):
+    """As an unknown user in a container. Each working directory had one of its own, or none."""
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, home) if home else monkeypatch.delenv(name, raising=False)
+    state = f"/var/tmp/gpu-console-{os.geteuid()}"
+    assert default_url() == f"keeper://{state}/ledger" and str(state_home()) == state
+    assert str(config_home()) == f"/var/tmp/gpu-console-config-{os.geteuid()}"
+    with pytest.raises(BadSetting, match="for this path: keeper:///"):
+        open_ledger("keeper://~/ledger")
 
 
 def test_the_default_is_in_the_state_directory(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_runtime import files
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.files import weak_step
 from gpu_runtime.ledgers import access, open_ledger
@@ -36,7 +37,7 @@ def fallback(monkeypatch):
         return real(path, mounts) if path.is_relative_to(public) else "nfs4"
 
     monkeypatch.setattr(access, "file_system_of", file_system_of)
-    monkeypatch.setattr(access, "FALLBACK", public)
+    monkeypatch.setattr(files, "FALLBACK", public)
     yield public / f"gpu-console-{os.geteuid()}"
     shutil.rmtree(public)
 
