@@ -33,6 +33,13 @@ from typing import Any, BinaryIO
 from .units import MIB, show_bytes
 
 FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
+_NETWORK = frozenset(
+    "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
+    "orangefs panfs wekafs ncpfs coda fuse.sshfs fuse.glusterfs fuse.ceph-fuse fuse.ceph fuse.s3fs fuse.rclone "
+    "fuse.gcsfuse fuse.goofys fuse.mount-s3 fuse.juicefs fuse.beegfs fuse.lustre fuse.davfs2 fuse.smbnetfs "
+    "fuse.blobfuse2".split()
+)
+_MOUNTS = Path("/proc/self/mountinfo")
 MOST_STEPS = 200  # limit of directories and links on the way, since links can form a circle
 
 
@@ -59,6 +66,52 @@ def _below_home(variable: str, default: str) -> Path | None:
 def fallback_home() -> Path:
     """This user's directory on a local disk for whom the home has no place. Another user could make it first."""
     return FALLBACK / f"gpu-console-{os.geteuid()}"
+
+
+def local_state() -> Path:
+    """The directory on a local disk for this user's files with locks. It may not exist yet.
+
+    The result is the state directory, or a directory in /var/tmp if the state directory is on a
+    network file system. Another user could make the directory in /var/tmp first. So
+    `weak_step` must check the directory before its first use.
+    """
+    directory = state_home()
+    if is_network(file_system_of(directory)):
+        return fallback_home()
+    return directory
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """The kind of file system of `path`, from the text of /proc/self/mountinfo (`mounts`).
+
+    >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
+    >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
+    ('nfs4', 'ext4')
+    >>> file_system_of(Path("/home"), mounts + "\\n3 2 0:9 / /home rw - ceph over")
+    'ceph'
+    """
+    if mounts is None:
+        path = Path(os.path.realpath(path))
+        mounts = os.fsdecode(_MOUNTS.read_bytes())
+    longest, kind = -1, "unknown"
+    # Any user may mount by FUSE. A mount point may be any bytes; Linux escapes only blank, tab, newline and backslash.
+    for line in mounts.strip("\n").split("\n"):
+        fields, _, source = line.partition(" - ")
+        mount_point = _unescaped(fields.split(" ")[4])
+        # If two mounts have the same mount point, the later one is visible.
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            longest, kind = len(mount_point), source.split()[0]
+    return kind
+
+
+def _unescaped(mount_point: str) -> str:
+    """The path `mount_point` from /proc/self/mountinfo, with its octal escapes replaced."""
+    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
+
+
+def is_network(kind: str) -> bool:
+    """Whether this `kind` of file system is a network file system, where locks prove nothing."""
+    return kind in _NETWORK
 
 
 def child_environment() -> dict[str, str]:

@@ -208,8 +208,8 @@ def cell_key(notebook: str, text: str) -> str:
 def is_remembered(key: str) -> bool:
     """Whether this user's file has the bytes that the cell with this `key` took.
 
-    The file is in /var/tmp if the state directory is on a network file system. The check for this
-    is in `ledgers/access.py`, which a kernel has not loaded yet, so both directories are searched.
+    The file is in /var/tmp if the state directory is on a network file system. Both are searched, which takes less
+    time than the check for this.
     """
     for directory in (state_home(), fallback_home()):
         try:

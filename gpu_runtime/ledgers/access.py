@@ -48,7 +48,7 @@ from urllib.parse import parse_qsl, urlencode
 from ..attribution import name_of
 from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
-from ..files import fallback_home, make_directory, state_home, weak_step
+from ..files import file_system_of, is_network, local_state, make_directory, weak_step
 from ..units import show_bytes
 from .liveness import Life, life
 
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     import sqlite3
 
 MARK = ".shared"
-_MOUNTS = Path("/proc/self/mountinfo")
 _LEVELS = 4  # a ledger's deepest directory is LEDGER/WORLD/BOOT/owners
 _REPLACED = "something else has taken its place"
 STICKY, COMMON, ONE_USERS = 0o3770, 0o2770, 0o2750  # modes of directories, see above
@@ -299,44 +298,6 @@ OLD_SECONDS = 86400.0
 _BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _DRAFT = re.compile(r"\.(new-|\d+-)[0-9a-f]{8}")
 _OWNER = re.compile(r"\d+\.\d+\.\d+")
-_NETWORK = frozenset(
-    "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
-    "orangefs panfs wekafs ncpfs coda fuse.sshfs fuse.glusterfs fuse.ceph-fuse fuse.ceph fuse.s3fs fuse.rclone "
-    "fuse.gcsfuse fuse.goofys fuse.mount-s3 fuse.juicefs fuse.beegfs fuse.lustre fuse.davfs2 fuse.smbnetfs "
-    "fuse.blobfuse2".split()
-)
-
-
-def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The kind of file system of `path`, from the text of /proc/self/mountinfo (`mounts`).
-
-    >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
-    >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
-    ('nfs4', 'ext4')
-    >>> file_system_of(Path("/home"), mounts + "\\n3 2 0:9 / /home rw - ceph over")
-    'ceph'
-    """
-    if mounts is None:
-        path = Path(os.path.realpath(path))
-        mounts = _MOUNTS.read_text(errors="surrogateescape")  # a path may be any bytes
-    longest, kind = -1, "unknown"
-    for line in mounts.splitlines():
-        fields, _, source = line.partition(" - ")
-        mount_point = _unescaped(fields.split()[4])
-        # If two mounts have the same mount point, the later one is visible.
-        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
-            longest, kind = len(mount_point), source.split()[0]
-    return kind
-
-
-def _unescaped(mount_point: str) -> str:
-    """The path `mount_point` from /proc/self/mountinfo, with its octal escapes replaced."""
-    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
-
-
-def is_network(kind: str) -> bool:
-    """Whether this `kind` of file system is a network file system, where locks prove nothing."""
-    return kind in _NETWORK
 
 
 def prepare(directory: Path) -> None:
@@ -549,19 +510,6 @@ def default_url(devices_slug: str = "") -> str:
     different sets of devices, such as simulated and real cards.
     """
     return f"keeper://{local_state() / 'ledger' / devices_slug}"
-
-
-def local_state() -> Path:
-    """The directory on a local disk for this user's files with locks. It may not exist yet.
-
-    The result is the state directory, or a directory in /var/tmp if the state directory is on a
-    network file system. Another user could make the directory in /var/tmp first. So
-    `files.weak_step` must check the directory before its first use.
-    """
-    directory = state_home()
-    if is_network(file_system_of(directory)):
-        return fallback_home()
-    return directory
 
 
 def shared_url(ledger: str, slug: str) -> str:

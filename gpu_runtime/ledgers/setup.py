@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
-from ..files import make_directory, replace_file
+from ..files import file_system_of, is_network, make_directory, replace_file
 from . import host_config
 from .access import (
     COMMON,
@@ -33,9 +33,7 @@ from .access import (
     Access,
     access_to,
     cannot_write,
-    file_system_of,
     group_name,
-    is_network,
     owners_in,
     owners_of_version_0_2,
 )

@@ -25,8 +25,7 @@ from ..attribution import name_of
 from ..devices import drivers
 from ..errors import Busy, GpuError, ProbeFailed
 from ..facts import HOST, KERNEL, Lease, Outcome, Share, Value, where
-from ..files import child_environment, make_directory, replace_file, weak_step
-from ..ledgers.access import local_state
+from ..files import child_environment, local_state, make_directory, replace_file, weak_step
 from ..ledgers.liveness import began, boot_id
 from ..safe_text import LONGEST_NAME, printable, quoted
 from ..threads import uninterrupted

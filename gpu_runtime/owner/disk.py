@@ -23,7 +23,6 @@ from ..backends.base import NotStill
 from ..devices.process_memory import trim_heap
 from ..errors import BadSetting, DoesNotFit, GpuError, LedgerUnavailable, StillInUse
 from ..facts import DISK_SECONDS_PER_BYTE, HOST, KERNEL, Book, Lease, World
-from ..ledgers.access import file_system_of, is_network
 from ..units import GIB, MIB, show_bytes, show_seconds
 from .resident import Place, Resident
 from .session import Session, log
@@ -73,8 +72,8 @@ def directory(session: Session) -> Path:
             why = f"a directory that only you and root can replace; {weak}"
         else:
             files.make_directory(path)
-            kind = file_system_of(path)
-            if not (is_network(kind) or kind in _IN_RAM):
+            kind = files.file_system_of(path)
+            if not (files.is_network(kind) or kind in _IN_RAM):
                 return path
             why = f"a directory on a local disk; this one is on {kind}"
     except OSError as error:

@@ -21,7 +21,8 @@ from ..backends.torch_release import why_torch_moves_nothing
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed, first_line
 from ..facts import DeviceView, Value
-from ..ledgers import access, host_config
+from ..files import file_system_of
+from ..ledgers import host_config
 from ..ledgers.access import access_to
 from ..scheduler.capacity import views
 from ..scheduler.caps import drained
@@ -234,7 +235,7 @@ def _ledger(session: Session) -> Rows:
     if directory is not None:
         group = access_to(directory).group
         private = "nobody: it is private to this user"
-        rows.append(("file system", access.file_system_of(directory)))
+        rows.append(("file system", file_system_of(directory)))
         rows.append(("shared by", private if group is None else f"group {group}"))
     dead = ledger.dead(book)
     lost = ledger.unknown(book)

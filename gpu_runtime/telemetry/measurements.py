@@ -27,8 +27,8 @@ from msgspec.structs import replace
 from .. import threads
 from ..arguments import FIELDS
 from ..facts import Evidence, Measurement, ModelSpec, Value
-from ..files import lock_within, make_directory, read_plain, replace_file, stamp
-from ..ledgers.access import access_to, local_state, state_in
+from ..files import local_state, lock_within, make_directory, read_plain, replace_file, stamp
+from ..ledgers.access import access_to, state_in
 from ..notebook import FILE, LONGEST
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_runtime import files
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA
 from gpu_runtime.files import config_home, state_home
@@ -78,7 +79,9 @@ def test_each_ledger_has_a_service_of_its_own():
 
 def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
     """Home directories on NFS are common. The default ledger must work there, too."""
-    monkeypatch.setattr(access, "file_system_of", lambda path: "nfs4")
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text("1 0 0:9 / / rw - nfs4 srv rw\n")
+    monkeypatch.setattr(files, "_MOUNTS", mounts)
     with pytest.raises(LedgerUnavailable, match=r"network file system \(nfs4\)"):
         open_ledger(f"keeper://{tmp_path}/ledger")
     assert not (tmp_path / "ledger").exists()
@@ -86,14 +89,16 @@ def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
 
 
 def test_another_mount_may_have_any_bytes_as_its_name(tmp_path, monkeypatch):
-    """Such as a disk with a name in Latin 1. No ledger could be opened while it was mounted."""
+    """Such as a disk with a name in Latin 1, or what a user mounts by FUSE. No ledger could be opened meanwhile."""
     mounts = tmp_path / "mountinfo"
     mounts.write_bytes(
         b"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / /media/caf\xe9 rw - vfat b rw\n"
+        b"3 1 0:8 / /home/eve/a\r\x0cb\xc2\xa0c\xe2\x80\xa8d\\040e rw - fuse.sshfs b rw\n"
     )
-    monkeypatch.setattr(access, "_MOUNTS", mounts)
-    assert access.file_system_of(tmp_path) == "ext4"
-    assert access.file_system_of(Path(os.fsdecode(b"/media/caf\xe9/x"))) == "vfat"
+    monkeypatch.setattr(files, "_MOUNTS", mounts)
+    assert files.file_system_of(tmp_path) == "ext4"
+    assert files.file_system_of(Path(os.fsdecode(b"/media/caf\xe9/x"))) == "vfat"
+    assert files.file_system_of(Path("/home/eve/a\r\x0cb\xa0c\u2028d e/x")) == "fuse.sshfs"
 
 
 @pytest.mark.parametrize("home", [None, "relative"])

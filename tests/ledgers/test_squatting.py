@@ -16,9 +16,9 @@ import pytest
 
 from gpu_runtime import files
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.files import weak_step
+from gpu_runtime.files import local_state, weak_step
 from gpu_runtime.ledgers import access, open_ledger
-from gpu_runtime.ledgers.access import default_url, local_state, require_private
+from gpu_runtime.ledgers.access import default_url, require_private
 from tests.impostor import NOBODY
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -31,12 +31,12 @@ def fallback(monkeypatch):
     """
     public = Path(tempfile.mkdtemp(prefix="gpu-", dir="/tmp"))
     public.chmod(0o1777)
-    real = access.file_system_of
+    real = files.file_system_of
 
     def file_system_of(path: Path, mounts: str | None = None) -> str:
         return real(path, mounts) if path.is_relative_to(public) else "nfs4"
 
-    monkeypatch.setattr(access, "file_system_of", file_system_of)
+    monkeypatch.setattr(files, "file_system_of", file_system_of)
     monkeypatch.setattr(files, "FALLBACK", public)
     yield public / f"gpu-console-{os.geteuid()}"
     shutil.rmtree(public)

@@ -28,8 +28,7 @@ from ...devices.probe import Probe
 from ...errors import BadSetting, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
-from ...files import make_directory, weak_step
-from ...ledgers.access import local_state
+from ...files import local_state, make_directory, weak_step
 from ...tcp_sockets import Listener, listeners, of_another_user, socket_inodes
 from ..base import Progress
 from ..processes import engine
