@@ -1,8 +1,9 @@
 """Tells people of problems, by webhooks and by mail: once when a problem begins, and once when it ends.
 
 The destinations are in one file, a line each. `gpu console`, `gpu serve` and `gpu exporter` read it; of a user's
-processes one tells. What was told, acknowledged and silenced is in a state file of this user, so that a new process
-tells nothing again. Each destination has its own thread: one that is slow, dead or refuses delays nobody else.
+processes on a machine one tells. What was told, acknowledged and silenced is in a state file of this user, so that a new
+process tells nothing again. It is on a local disk, since machines with one home have problems of their own. Each
+destination has its own thread: one that is slow, dead or refuses delays nobody else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 from . import access_keys, threads
 from .errors import BadDocument, GpuError
 from .facts import Problem, ProblemKind, Snapshot, Value, problems
-from .files import config_home, locked, make_directory, replace_file, state_home
+from .files import config_home, local_state, locked, make_directory, replace_file
 from .safe_text import printable
 
 log = logging.getLogger("gpu_runtime")
@@ -200,13 +201,13 @@ def _clock(when: float, now: float) -> str:
 
 
 def _state_file() -> Path:
-    return state_home() / "alerts.json"
+    return local_state() / "alerts.json"
 
 
 def _change(change: Callable[[State], State]) -> None:
     """Replaces the state by `change(state)`, while no other process changes it. Raises OSError."""
     make_directory(_state_file().parent)
-    with locked(state_home() / "alerts.lock"):
+    with locked(local_state() / "alerts.lock"):
         replace_file(_state_file(), msgspec.json.encode(change(read_state())))
 
 
@@ -335,8 +336,8 @@ class Teller:
         """Tells for ever, as soon as no other process of this user does."""
         while True:
             try:
-                make_directory(state_home())
-                with locked(state_home() / "alerts.teller"):
+                make_directory(local_state())
+                with locked(local_state() / "alerts.teller"):
                     while True:
                         self.round()
                         time.sleep(ROUND_SECONDS)

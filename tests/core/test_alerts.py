@@ -11,7 +11,7 @@ from email import message_from_bytes
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import GpuError, alerts, cli, verbs
+from gpu_runtime import GpuError, alerts, cli, files, verbs
 from gpu_runtime.alerts import SETTLE_SECONDS, Destination, Teller
 from gpu_runtime.errors import BadDocument
 from gpu_runtime.facts import problems
@@ -104,6 +104,15 @@ def test_a_process_that_starts_again_tells_nothing_twice(file):
     assert Story(file).after(60, FULL) == [BEGIN]
     assert Story(file).after(60, FULL) == []
     assert Story(file).after(60, CALM) == [END], "also of a problem that ended while nobody looked"
+
+
+def test_machines_with_one_home_tell_of_their_own_problems(file, tmp_path, monkeypatch):
+    """The first one would hold the lock of the home, and say of the others' problems that they have ended."""
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
+    files._MOUNTS.write_text("1 0 0:9 / / rw - nfs4 srv rw\n")
+    for machine in ("one", "two"):
+        monkeypatch.setattr(files, "FALLBACK", tmp_path / machine)
+        assert Story(file).after(20, FULL) == [("ops@example.org", "begins", NAME)]
 
 
 def test_what_cannot_be_read_has_neither_begun_nor_ended(file, caplog):
