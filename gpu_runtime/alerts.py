@@ -1,8 +1,8 @@
 """Tells people of problems, by webhooks and by mail: once when a problem begins, and once when it ends.
 
 The destinations are in one file, a line each. `gpu console`, `gpu serve` and `gpu exporter` read it; of a user's
-processes on a machine one tells. What was told, acknowledged and silenced is in a state file of this user, so that a new
-process tells nothing again. It is on a local disk, since machines with one home have problems of their own. Each
+processes on a machine one tells. What was told, acknowledged and silenced is in a state file of this user, so that a
+new process tells nothing again. It is on a local disk, since machines with one home have problems of their own. Each
 destination has its own thread: one that is slow, dead or refuses delays nobody else.
 """
 

@@ -9,7 +9,7 @@ little memory. Only regular files are read. Their size is checked before, and th
 after. Every error is one sentence with the path.
 
 The log files of engines that run as processes are in this user's state directory. The name of a log
-contains the model, the id of the process that started the engine, and a number.
+contains the model, the process that started the engine, and a number.
 """
 
 from __future__ import annotations
@@ -112,6 +112,11 @@ def _unescaped(mount_point: str) -> str:
 def is_network(kind: str) -> bool:
     """Whether this `kind` of file system is a network file system, where locks prove nothing."""
     return kind in _NETWORK
+
+
+def own_process() -> str:
+    """This process's name in a directory that machines and containers share, which may have equal process numbers."""
+    return f"{os.uname().nodename}-{os.getpid()}"
 
 
 def child_environment() -> dict[str, str]:
@@ -455,7 +460,7 @@ def new_log(name: str) -> Path:
     known = sorted(directory.glob("*.log"), key=_modified_ns)
     for old in known[: -KEPT_LOGS + 1]:
         old.unlink(missing_ok=True)
-    log = directory / f"{_file_name(name)}-{os.getpid()}-{next(_numbers)}.log"
+    log = directory / f"{_stem(name)}-{next(_numbers)}.log"
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     os.close(os.open(log, flags, 0o600))
     return log
@@ -463,7 +468,7 @@ def new_log(name: str) -> Path:
 
 def newest_log(name: str) -> Path | None:
     """The log of the engine that this process started last for the model `name`, or None."""
-    own = re.compile(rf"{re.escape(_file_name(name))}-{os.getpid()}-(\d+)\.log")
+    own = re.compile(rf"{re.escape(_stem(name))}-(\d+)\.log")
     logs = {
         int(found[1]): path
         for path in _directory().glob("*.log")
@@ -489,8 +494,9 @@ def _directory() -> Path:
     return state_home() / "engines"
 
 
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name)[:60]
+def _stem(name: str) -> str:
+    model = re.sub(r"[^\w.-]+", "_", name)[:60]
+    return f"{model}-{own_process()}"
 
 
 def _modified_ns(path: Path) -> int:

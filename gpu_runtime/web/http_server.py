@@ -31,7 +31,7 @@ from tornado.websocket import WebSocketClosedError
 from .. import alerts
 from ..attribution import own_name
 from ..errors import GpuError
-from ..files import make_directory, state_home, weak_step
+from ..files import make_directory, own_process, state_home, weak_step
 from ..settings import Settings, masked
 from .auth import AccessRules, Visitor
 
@@ -187,7 +187,7 @@ def printable_address(address: str) -> tuple[str, Path | None]:
     """
     if sys.stdout.isatty():
         return address, None
-    file = state_home() / f"url-{os.getpid()}.txt"
+    file = state_home() / f"url-{own_process()}.txt"
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     page = address.partition("?token=")[0]
     try:

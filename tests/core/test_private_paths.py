@@ -1,10 +1,12 @@
 """The directories and files that are made for this user, whatever the umask of the process is."""
 
+import itertools
 import json
 import os
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from gpu_runtime.files import (
     read_limited,
     weak_step,
 )
+from gpu_runtime.web import http_server
 from tests.clock import PATIENCE
 
 
@@ -94,6 +97,17 @@ def test_with_a_umask_of_000_nothing_of_ours_can_be_changed_by_others(tmp_path):
     open_to_all = [path for path in made if path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)]
     assert len(made) > 10 and not open_to_all
     assert not weak_step(tmp_path / ".local/state/gpu-console")
+
+
+def test_machines_with_one_home_have_files_of_their_own(tmp_path, monkeypatch):
+    """Process numbers are equal on two machines, and in two containers. The later one emptied the other's log."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    here = {files.new_log("m"), http_server.printable_address("http://h?token=t")[1]}
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="two"))
+    monkeypatch.setattr(files, "_numbers", itertools.count(1))
+    there = {files.new_log("m"), http_server.printable_address("http://h?token=t")[1]}
+    assert here.isdisjoint(there) and all(path.exists() for path in (*here, *there))
 
 
 # -- files that anybody may have written are read up to their limits -------------------------------
