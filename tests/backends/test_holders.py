@@ -54,6 +54,7 @@ CASES = {
     "two names": "x = torch.ones(10); y = x",
     "view elsewhere": "x = torch.ones(10); y = x[2:]",
     "view": "base = torch.ones(10); x = base[2:]",
+    "complex views": "x = [torch.full((10,), 2 + 3j)]; x += [x[0].real, x[0].conj()]",
     "list": "x = [torch.ones(10), {'a': torch.ones(20)}]",
     "partly shared": "y = torch.ones(10); x = [y, torch.ones(20)]",
     "cycle": "x = [torch.ones(10)]; x.append(x)",

@@ -511,6 +511,32 @@ def test_exported_memory_stays_until_its_last_user_is_gone(export):
     assert why(x) == ""
 
 
+COMPLEX: dict[str, Callable[[torch.Tensor], object]] = {
+    "real": lambda z: z.real,
+    "both": lambda z: (z.real, z.imag[3:]),
+    "conjugate": torch.conj,
+    "as real": torch.view_as_real,
+    "as complex": lambda z: torch.view_as_complex(z.real.clone().reshape(-1, 2)),
+    "of a part": lambda z: z[5:].real,
+    "of a part with a name": lambda z: (part := z[5:], part.real, part.imag),
+    "with a graph": lambda z: z.detach().requires_grad_().real.sum(),
+}
+
+
+@pytest.mark.parametrize("view", COMPLEX)
+def test_complex_views_can_be_moved_and_hide_no_export(view):
+    """torch keeps functions that refer to what such a view was made from. In 0.3 they counted as another library."""
+    z = torch.full((MIB,), 2 + 3j)
+    views = COMPLEX[view](z)
+    assert {one.stays for one in se.search(every).found if one.bytes >= MIB} == {""} and [views]
+    for export in (np.from_dlpack, lambda z: np.from_dlpack(z[7:]), lambda z: z.real.__dlpack__()):
+        taken = export(z)
+        assert why(z) == se.ARRAY
+        del taken
+        gc.collect()
+        assert why(z) == ""
+
+
 def test_what_torch_itself_refers_to_can_be_moved():
     """Views, gradients, graphs, hooks, optimizers and compiled modules hold no addresses."""
     net = nn.Sequential(nn.Linear(1024, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 512))

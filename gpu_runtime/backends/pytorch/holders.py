@@ -36,6 +36,7 @@ from .search import (
     saved_in,
     tracked,
 )
+from .storages import behind, references_of_views
 from .torch_model import TorchModel
 
 _LEAVES = frozenset(
@@ -236,8 +237,8 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
     """The objects to which the C++ object of the `tensor` refers."""
     below: list[Any] = [*gradient(tensor), *graph(tensor)]
     try:
-        if tensor._base is not None:
-            below.append(tensor._base)
+        if tensor._is_view():
+            below += [tensor._base] * (1 + behind(tensor).references)
         for part in plain_tensors(tensor):
             if part is tensor:
                 below.append(part.untyped_storage())
@@ -369,7 +370,7 @@ def _running_frames() -> Iterator[int]:
 def _is_held(objects: list[Any]) -> bool:
     """Whether anything but listed Python objects holds one of `objects`."""
     tensors = [tensor for tensor in objects if isinstance(tensor, Tensor)]
-    views_of = Counter(id(tensor._base) for tensor in tensors if tensor._is_view())
+    views_of = references_of_views(tensors)
     in_cpp = any(tensor._use_count() > 1 + views_of[id(tensor)] for tensor in tensors)
     return in_cpp or any(count > 0 for count in hidden_references(objects).values())
 

@@ -641,10 +641,7 @@ class KernelBackend(Backend):
         if not isinstance(value, torch.Tensor):
             return value
         away = guarded.get(value.untyped_storage()._cdata)
-        if away is None:
-            return value
-        place = (value.storage_offset(), value.size(), value.stride())
-        return torch.empty(0, dtype=value.dtype).set_(self._content(away), *place)
+        return value if away is None else st.view(value, self._content(away))
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
         """The offloaded bytes of each card. Each tensor returns to the card where it was."""

@@ -29,6 +29,7 @@ from ...threads import outside_modes
 from ...tracked_objects import instances, readable, subclasses
 from ...units import MIB
 from . import old_torch
+from .storages import behind
 from .swap import has_lazy_copy, readable_class
 
 Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
@@ -139,9 +140,7 @@ def search(
     scripted, frozen = set(map(id, seen.scripted)), set(map(id, seen.frozen))
     entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
     exported = frozenset(
-        entry.storage._cdata
-        for entry in entries
-        if any(_is_exported(tensor, references, scripted) for tensor in entry.tensors)
+        entry.storage._cdata for entry in entries if _is_exported(entry, references, scripted)
     )
     compiled = frozenset(
         entry.storage._cdata
@@ -330,7 +329,7 @@ def _with_hidden(
                 return
             if type(tensor) in _PLAIN:
                 if tensor._is_view():
-                    known[id(tensor._base)] += 1
+                    known[id(tensor._base)] += 1 + behind(tensor).references
                 if not tensor.requires_grad:
                     continue
             hidden += gradient(tensor)
@@ -341,23 +340,40 @@ def _with_hidden(
         seen.update(map(id, pending))
 
 
-def _is_exported(tensor: Tensor, references: Mapping[int, int], scripted: Collection[int]) -> bool:
-    """Whether something unknown in C++ refers to `tensor`, such as a DLPack capsule.
-
-    Its taker stores the address: NumPy, JAX, a library that uses torch's C functions for DLPack. A
-    tensor has one reference from all of Python, or none. `references` are those that were found in C++, and
-    `scripted` the tensors of TorchScript modules, which refer to them without their address.
-    """
-    others = tensor._use_count() - old_torch.owned_by_python(tensor)
-    return others > 0 and others > references[id(tensor)] and id(tensor) not in scripted
-
-
 class _Entry(NamedTuple):
     """A storage with its device and tensors, while the search runs."""
 
     storage: torch.UntypedStorage
     device: str
     tensors: list[Tensor]
+
+
+def _is_exported(entry: _Entry, references: Mapping[int, int], scripted: Collection[int]) -> bool:
+    """Whether something unknown in C++ refers to a tensor of `entry`, such as a DLPack capsule.
+
+    Its taker stores the address: NumPy, JAX, a library that uses torch's C functions for DLPack. A
+    tensor has one reference from all of Python, or none. `references` are those that were found in C++, and
+    `scripted` the tensors of TorchScript modules, which refer to them without their address.
+    """
+    more: dict[int, int] = {}  # by the id of a tensor: the references that are not known
+    for tensor in entry.tensors:
+        others = tensor._use_count() - old_torch.owned_by_python(tensor)
+        if others > 0 and others > references[id(tensor)] and id(tensor) not in scripted:
+            if not _is_plain_view(tensor):
+                return True
+            more[id(tensor)] = others - references[id(tensor)]
+    if not more:
+        return False
+    # They may be those of complex views to the tensors from which these views were made.
+    known = {id(tensor): tensor for tensor in entry.tensors}
+    made = [tensor for key, tensor in known.items() if key not in more and _is_plain_view(tensor)]
+    if sum(more.values()) != sum([behind(view).tensors for view in made]):
+        return True
+    return torch._C._storage_Use_Count(entry.storage._cdata) != 1 + len(known)
+
+
+def _is_plain_view(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor._is_view()
 
 
 def _storages(

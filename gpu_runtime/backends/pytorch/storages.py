@@ -71,7 +71,7 @@ class Group(NamedTuple):
         """Whether an object other than `slots` refers to the storage, such as a view or a live graph."""
         # A tensor has one reference from all of Python, and one from each view of it. A graph that
         # needs a leaf refers to the tensor itself.
-        known = Counter(id(slot.tensor._base) for slot in self.slots if slot.tensor._is_view())
+        known = references_of_views(slot.tensor for slot in self.slots)
         tensors = self.tensors
         if any(tensor._use_count() > 1 + known[id(tensor)] for tensor in tensors):
             return True
@@ -142,6 +142,44 @@ def grouped(found: Iterable[TensorSlot]) -> list[Group]:
         _, members = by_storage.setdefault(storage._cdata, (storage, []))
         members.append(slot)
     return [Group(storage, tuple(members)) for storage, members in by_storage.values()]
+
+
+def references_of_views(tensors: Iterable[Tensor]) -> Counter[int]:
+    """By the id of a tensor: the references to it from the views of it among `tensors`."""
+    known: Counter[int] = Counter()
+    for tensor in tensors:
+        if tensor._is_view():
+            known[id(tensor._base)] += 1 + behind(tensor).references
+    return known
+
+
+class Behind(NamedTuple):
+    """What torch's C++ code keeps so that it can make a complex view again."""
+
+    references: int = 0  # more references to the base than the one that each view has
+    tensors: int = 0  # made on the way from the base to the view; each is referred to at least once
+
+
+def behind(view: Tensor) -> Behind:
+    """What torch keeps for `view`: functions that refer to its base, or to a tensor on the way, if it is complex.
+
+    So the view is made again from a base without memory, and what refers to this base is counted.
+    """
+    base: Any = view._base
+    if not (view.dtype.is_complex or base.dtype.is_complex):
+        return Behind()
+    size = base.untyped_storage().nbytes()
+    with torch.inference_mode(False), torch.no_grad():
+        other = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+        like = torch.empty(0, dtype=base.dtype, device="meta")
+        like.set_(other, base.storage_offset(), base.size(), base.stride())
+        again = view._view_func_unsafe(like)  # type: ignore[attr-defined]
+    views = (
+        torch._C._storage_Use_Count(other._cdata) - 2
+    )  # without `like`, and the storage's Python object
+    references = like._use_count() - 1 - views
+    del again
+    return Behind(references) if views == 1 else Behind(0, views - 1)
 
 
 def nbytes(groups: Iterable[Group]) -> int:
@@ -400,7 +438,8 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
     """Calls for `at_once` that make each tensor of `groups` a view of its new storage in `targets`."""
     calls: list[Callable[[], Any]] = []
     for group, target in zip(groups, targets, strict=True):
-        calls += [_rebinding(slot.tensor, _view(slot.tensor, target)) for slot in group.slots]
+        storage = target.untyped_storage()
+        calls += [_rebinding(slot.tensor, view(slot.tensor, storage)) for slot in group.slots]
     return calls
 
 
@@ -458,15 +497,15 @@ def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
     return partial(torch._C._swap_tensor_impl, tensor, other.requires_grad_(tensor.requires_grad))
 
 
-def _view(tensor: Tensor, target: Tensor) -> Tensor:
-    """A view of the storage of `target`, shaped like `tensor`."""
+def view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """A view of `storage`, which has the bytes of the storage of `tensor`, with the values of `tensor`."""
     # An inference tensor that is rebound to a normal tensor would fail at its first use.
     with torch.inference_mode(tensor.is_inference()):
-        view = torch.empty(0, dtype=tensor.dtype, device=target.device)
-        view.set_(target.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        found = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
-            view = view.conj()
-        return torch._neg_view(view) if tensor.is_neg() else view
+            found = found.conj()
+        return torch._neg_view(found) if tensor.is_neg() else found
 
 
 def let_go(error: BaseException) -> None:
