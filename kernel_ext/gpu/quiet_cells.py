@@ -219,9 +219,12 @@ class _Statements:
         return self._is_small(node) and self._is_tensor(node)
 
     def _is_tensor(self, node: ast.expr) -> bool:
+        """Whether `node` is a tensor with all its values in one storage. A sparse or a nested one has others."""
         value = self._names.get(node.id) if isinstance(node, ast.Name) else None
         torch = self._torch
-        return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        return torch._C._has_storage(value) and not (value.is_nested or value.is_quantized)
 
     def _is_formatted(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.JoinedStr):

@@ -66,7 +66,11 @@ def user(shell):
         "mine": type("Mine", (torch.nn.Module,), {"state_dict": lambda self: {}})(),
         "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0), "losses": [0.5, 0.25],
         "path": Path("x.pt"), "finalized": WithFinalizer(), "data": object(),
+        "sparse": torch.eye(3).to_sparse(), "packed": torch.ones(4).to_mkldnn(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "inside": [],
     }  # fmt: skip
+    torch.func.vmap(lambda part: shell.user_ns["inside"].append(part) or part)(torch.ones(2, 2))
+    shell.user_ns["inside"] = shell.user_ns["inside"][0]
     return shell.user_ns
 
 
@@ -98,6 +102,7 @@ def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, 
     "print(data)", "print(x.add_(1))", "print(x.max(0))", "print(x.max(dim=0))", "print(**data)",
     "print(round(x, ndigits=2))", "gc.collect(generation=2)", "torch.cuda.empty_cache(data)",
     "print(x.sum())", "print(x.data)", "print(x, file=data)", "print(*losses)", "torch.save(x + 1, 'x.pt')",
+    "print(sparse)", "print(packed.max())", "print(nested.shape)", "print(inside.max())",
     "torch.save(mine.state_dict(), 'm.pt')", "torch.save(x, data)", "torch.load('x.pt')", "!ls",
     "%gpu unpark\ndel x",
 ])  # fmt: skip

@@ -149,6 +149,17 @@ def test_a_parked_tensor_has_a_stand_in_that_can_be_printed(late):
         assert stand_in(one).device.type == "cpu"
 
 
+def test_the_stand_in_of_a_conjugate_has_its_values(late):
+    """torch conjugates without a change of the bytes. In 0.3 the stand-in had the values of the bytes."""
+    rt, kernel = late
+    one = torch.full((MIB,), 2 + 3j, device="simgpu:0")
+    conjugate = one.conj()
+    cell(kernel)
+    rt.park()
+    with kernel.readable() as stand_in:
+        assert stand_in(conjugate)[0].item() == 2 - 3j
+
+
 def test_what_is_deleted_while_it_is_parked_is_free(late):
     rt, kernel = late
     zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
