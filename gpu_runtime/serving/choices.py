@@ -387,9 +387,9 @@ class Choices:
     ) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in the order in which they are tried, and the `call` itself.
 
-        If the call names a task and sets no time budget, the returned call has the task's budget. Raises Refused with
-        404 for an unknown model, naming those for which `may_name` is true, and with 504 if the budget is too short for
-        all models. Some calls with too short budgets are tried, see `Costs.is_trial`.
+        If the call names a task, the returned call has the task's budget and time to stay warm, unless it sets its
+        own. Raises Refused with 404 for an unknown model, naming those for which `may_name` is true, and with 504 if
+        the budget is too short for all models. Some calls with too short budgets are tried, see `Costs.is_trial`.
         """
         try:
             return self._expected(call, may_name, lambda model: self._costs.expect(model, call))
@@ -402,12 +402,16 @@ class Choices:
         self, call: Call, may_name: Callable[[str], bool], cost: Callable[[str], Cost]
     ) -> tuple[tuple[Choice, ...], Call]:
         """The result of `of`, with the measured `cost` of the call with each model."""
-        task = self.task(call.model, may_name)
-        if task is not None:
+        if call.model.startswith(TASK_PREFIX):
+            name = call.model.removeprefix(TASK_PREFIX)
+            task = self._config().tasks.get(name)
+            if task is None:
+                raise self._unknown(call.model, may_name)
             budget = task.budget_s if call.budget is None else call.budget
-            call = replace(call, budget=budget)
+            stay_warm = task.keep_alive_s if call.stay_warm is None else call.stay_warm
+            call = replace(call, budget=budget, stay_warm=stay_warm)
             found = candidates(
-                call.model.removeprefix(TASK_PREFIX),
+                name,
                 task,
                 warm=self._rt.here,
                 known=self._known,
@@ -427,15 +431,6 @@ class Choices:
         if not fitting:
             raise too_short(call.model, choices, call.budget, warm, cost)
         return fitting, call
-
-    def task(self, name: str, may_name: Callable[[str], bool] = lambda name: True) -> Task | None:
-        """The task of a `name` in the form `task:NAME`; None for another form. Raises Refused (404) for no task."""
-        if not name.startswith(TASK_PREFIX):
-            return None
-        task = self._config().tasks.get(name.removeprefix(TASK_PREFIX))
-        if task is None:
-            raise self._unknown(name, may_name)
-        return task
 
     def doubts(self, config: ServingConfig) -> Iterator[str]:
         """Yields a sentence for each name in `config` that no call can use now, and for each hidden model."""

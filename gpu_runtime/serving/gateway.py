@@ -424,15 +424,9 @@ class Gateway:
         return self._http_clients[proxies]
 
     def _keep_warm(self, call: Call, spec: ModelSpec) -> None:
-        task = self._choices.task(call.model)
-        wish = call.stay_warm
-        if wish is None and task is not None:
-            wish = task.keep_alive_s
-        seconds = wish
-        if seconds is None:
-            usual = STAY_WARM_SECONDS.get(spec.model_type, DEFAULT_SECONDS)
-            seconds = spec.keep_alive or usual
-        self.keep_warm.keep(spec.name, seconds, wished=wish is not None)
+        usual = spec.keep_alive or STAY_WARM_SECONDS.get(spec.model_type, DEFAULT_SECONDS)
+        seconds = usual if call.stay_warm is None else call.stay_warm
+        self.keep_warm.keep(spec.name, seconds, wished=call.stay_warm is not None)
 
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):  # the use of the model reports the error
@@ -566,10 +560,14 @@ class Streamed:
             await self.aclose()
 
     async def _next(self) -> Json:
-        if self._deadline is None:
-            return await anext(self._events)
-        async with asyncio.timeout_at(self._deadline):
-            return await anext(self._events)
+        try:
+            async with asyncio.timeout_at(self._deadline) as limit:
+                return await anext(self._events)
+        except TimeoutError:
+            if limit.expired():
+                text = "the answer broke off: its budget is spent"
+                raise Refused(504, "budget_spent", text) from None
+            raise
 
     async def aclose(self) -> None:
         """Ends the stream and releases everything that it holds."""
@@ -630,8 +628,6 @@ def add_origin(reply: Reply) -> None:
 
 
 def _error_event(error: BaseException) -> Json:
-    if isinstance(error, TimeoutError):
-        error = Refused(504, "budget_spent", "the answer broke off: its budget is spent")
     if isinstance(error, Refused):
         return error.body()
     return Refused(500, "broken_off", f"the answer broke off: {first_line(error)}").body()

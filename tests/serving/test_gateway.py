@@ -14,6 +14,7 @@ from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, N
 from gpu_runtime.facts import IMPORTANCE, Evidence, ModelSpec
 from gpu_runtime.owner import maintenance
 from gpu_runtime.serving import queue
+from gpu_runtime.serving.breaker import PLAIN_TEXT
 from gpu_runtime.serving.choices import ModelFacts
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.requests import Refused
@@ -506,7 +507,21 @@ async def test_a_budget_that_is_spent_ends_the_call():
         # One second is enough for the first event even on a busy machine.
         reply = await k.chat("a", x_budget=1.0, stream=True)
         assert [event async for event in reply.events][-1]["error"]["code"] == "budget_spent"
+        assert f"a: {PLAIN_TEXT}" not in k.log, "no call is made to find whose fault it is"
         assert (await k.chat("task:quick", x_budget=600)).model == "a"
+
+
+async def test_a_task_that_is_removed_during_its_call_loses_no_answer():
+    """The time to stay warm was read at the end of the call, which then was a 404."""
+    end = asyncio.Event()
+    config = ServingConfig(tasks={"classify": Task(("a",), keep_alive_s=20)})
+    async with harness(config, a=4, scripts={"a": [end]}) as k:
+        call = asyncio.ensure_future(k.chat("task:classify"))
+        await until(lambda: k.log)
+        k.gateway._tasks.content = ServingConfig
+        end.set()
+        assert answer_text(await call) == "one two three"
+        assert k.gateway.warm_seconds("a") == 20
 
 
 async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
