@@ -220,6 +220,11 @@ def status_of(error: BaseException) -> int:
     return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 503)
 
 
+def refusal_of(error: BaseException) -> Refused:
+    """The refusal with which a request is answered that raised this `error` of the package."""
+    return Refused(status_of(error), type(error).__name__, " ".join(str(error).split()))
+
+
 class Blame(enum.Enum):
     """The cause of an error."""
 

@@ -38,13 +38,18 @@ _EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 class Refused(Exception):
     """Raised when a call gets no answer.
 
-    `status` is the HTTP status, `code` a word for programs, and `message` is for people. After `retry_after` seconds a
-    retry may succeed; None: it would be refused too. `facts` has the figures of the message. Its entry `param` names
-    the field of the body that is wrong.
+    `status` is the HTTP status, `code` a word for programs (None: there is none), and `message` is for people. After
+    `retry_after` seconds a retry may succeed; None: it would be refused too. `facts` has the figures of the message.
+    Its entry `param` names the field of the body that is wrong.
     """
 
     def __init__(
-        self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any
+        self,
+        status: int,
+        code: str | None,
+        message: str,
+        retry_after: float | None = None,
+        **facts: Any,
     ) -> None:
         super().__init__(status, code, message)  # from these, pickle makes it in another process
         self.status = status

@@ -43,6 +43,7 @@ from .api.app import application
 from .gateway import Gateway
 from .metrics import Metrics, MetricsHandler
 from .records import served
+from .requests import Refused
 from .store import Store
 from .store import default_file as default_store
 from .tasks import default_file, read_serving_config
@@ -274,6 +275,10 @@ class Asgi(RequestHandler):
 
     def on_connection_close(self) -> None:
         self._disconnected.set()
+
+    def write_error(self, status_code: int, **_: Any) -> None:
+        """The answer of Tornado itself: to an unknown method, or after an error of the application."""
+        self.finish(Refused(status_code, None, self._reason).body())
 
     async def _answer(self) -> None:
         # If the application fails, Tornado logs the error and answers 500, or closes a connection with a begun answer.

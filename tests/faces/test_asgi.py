@@ -154,6 +154,7 @@ def test_a_failing_application_is_a_server_error_without_details(caplog):
         with pytest.raises(HTTPClientError) as failed:
             await client.fetch(url)
         assert failed.value.code == 500 and b"of its own" not in failed.value.response.body
+        assert b'"error": {"message": "Internal Server Error"' in failed.value.response.body
 
     serving(app, talk)
 

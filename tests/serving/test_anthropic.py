@@ -192,6 +192,7 @@ def test_errors_are_in_the_format_of_anthropic(http):
         assert answer.status_code == status
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
         assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == kind
+    assert http.get("/v1/messages").json()["error"]["type"] == "api_error"
 
 
 def test_the_tokens_of_a_conversation_are_counted(http):

@@ -270,6 +270,9 @@ def test_errors_are_in_the_format_of_ollama(http):
         answer: Any = http.post(path, json=body)
         assert answer.status_code == status and isinstance(answer.json()["error"], str)
     assert "catalogue" in http.request("DELETE", "/api/delete").json()["error"]
+    for method, path, status in (("POST", "/api/blobs/a", 404), ("GET", "/api/chat", 405)):
+        answer = http.request(method, path)
+        assert answer.status_code == status and isinstance(answer.json()["error"], str)
 
 
 def test_an_answer_has_its_durations_in_nanoseconds(http):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -180,7 +182,21 @@ async def test_every_route_reads_json_strictly(name):
                 token = f"Authorization: Bearer {OPERATORS}\r\n"
                 status, answer = await server.ask(method.upper(), plain, token, BODIES[name])
                 assert status == 400, (method, path, answer[-300:])
+                packed = f"{token}Content-Encoding: gzip\r\n"
+                status, answer = await server.ask(
+                    method.upper(), plain, packed, gzip.compress(b"{}")
+                )
+                assert status == 415 and b"the body is compressed (gzip)" in answer, (method, path)
         assert tried > 8
+
+
+async def test_a_method_that_no_route_has_is_refused_as_json():
+    async with served(wabc=1) as server:
+        status, answer = await server.ask(
+            "TRACE", "/v1/models", f"Authorization: Bearer {OPERATORS}\r\n"
+        )
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert (status, error["message"]) == (405, "Method Not Allowed")
 
 
 async def test_a_key_in_the_query_stands_in_no_log(caplog):

@@ -27,7 +27,7 @@ from ...errors import GpuError
 from ...files import newest_log, part_of
 from ...safe_text import listed, nearest, quoted
 from ...version import VERSION
-from ..breaker import status_of
+from ..breaker import refusal_of
 from ..metrics import Metrics
 from ..records import MOST_DAYS, request_id, traceparent
 from ..requests import Json, Refused
@@ -200,7 +200,7 @@ class _RequireVisitor:
             send = _with_request_id(scope, send)
         if scope["type"] == "http" and scope.get("state", {}).get("visitor") is None:
             text = "this application has no gate, so no request is admitted"
-            body = _error(text, "invalid_request_error")
+            body = Refused(401, None, text).body()
             answer = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
             return await answer(scope, receive, send)
         if scope.get("method") == "HEAD":  # the server leaves out the body
@@ -247,23 +247,22 @@ async def _known_query(request: Request) -> None:
 KNOWN_QUERY = Depends(_known_query)
 
 
-async def _refused(request: Request, refused: Any) -> Response:
+async def _refused(request: Request, refused: Any, **more: Any) -> Response:
     path = request.scope["path"]
     body = next((body for begin, body in _ERRORS if path.startswith(begin)), Refused.body)
-    return JSONResponse(body(refused), refused.status, headers=refused.headers)
+    return JSONResponse({**body(refused), **more}, refused.status, headers=refused.headers)
 
 
 async def _failed(request: Request, error: Any) -> Response:
-    body = _error(" ".join(str(error).split()), type(error).__name__)
-    return JSONResponse(body, status_of(error))
+    return await _refused(request, refusal_of(error))
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """The response for an HTTP `error`, in the format of all errors of this server."""
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    """The response for an HTTP `error`, in the format of all errors of its path."""
     text = _no_route(request) if error.detail == "Not Found" else str(error.detail)
-    body = {**_error(text, kind), "detail": error.detail}
-    return JSONResponse(body, error.status_code, headers=error.headers)
+    answer = await _refused(request, Refused(error.status_code, None, text), detail=error.detail)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _no_route(request: Request) -> str:
@@ -278,7 +277,3 @@ def _no_route(request: Request) -> str:
                 "/v1, the base URL of Anthropic's and Ollama's clients does not"
             )
     return f"there is no {path[:64]}; GET /docs shows all paths"
-
-
-def _error(message: str, kind: str) -> Json:
-    return {"error": {"message": message, "type": kind, "code": None, "param": None}}

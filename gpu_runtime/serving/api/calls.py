@@ -19,8 +19,12 @@ class StrictRequest(Request):
     """A request whose JSON is read strictly. FastAPI's own reader accepts NaN and lone surrogates."""
 
     async def json(self) -> Any:
-        """The body. Raises Refused (400) if it is no JSON."""
+        """The body. Raises Refused (400) if it is no JSON, and (415) if it is compressed."""
         if not hasattr(self, "_json"):
+            encoding = self.headers.get("content-encoding", "")
+            if encoding.lower() not in ("", "identity"):
+                text = f"the body is compressed ({encoding[:60]}); send it as plain JSON"
+                raise Refused(415, "bad_body", text)
             try:
                 self._json = json_body.parsed(await self.body())
             except ValueError as error:

@@ -100,18 +100,18 @@ def router(gateway: Any) -> APIRouter:
         return {"models": [_running(gateway(), row, leases.get(row["id"])) for row in warm]}
 
     @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
-    async def post_show(request: Request, actor: str = CALLS) -> Any:
+    async def post_show(request: Request, actor: str = CALLS) -> Json:
         """The description of one model."""
         body = await request.json()
         given = body if isinstance(body, Mapping) else {}
         name = given.get("model") or given.get("name")  # older clients send `name`
         if not name:
-            return JSONResponse({"error": "model is required"}, 400)
+            raise Refused(400, "bad_field", "model is required", param="model")
         rows = {row["id"]: row for row in await in_thread(lambda: gateway().models(actor))}
         row = rows.get(name) or rows.get(str(name).removesuffix(LATEST))
-        if row:
-            return _shown(row, await in_thread(lambda: gateway().facts(row["id"])))
-        return JSONResponse({"error": f"model {str(name)[:64]!r} not found"}, 404)
+        if row is None:
+            raise _not_found(str(name))
+        return _shown(row, await in_thread(lambda: gateway().facts(row["id"])))
 
     for path, translate, part, finish in (
         ("/chat", chat_of, _chat_part, whole),
@@ -189,17 +189,21 @@ async def _loaded(request: Request, gateway: Any, actor: str, body: Json, part: 
     facts = {row["id"]: row["x_gpu"] for row in gateway.models(actor)}
     name = facts.get(str(body["model"]), {}).get("alias_of", str(body["model"]))
     if "warm" not in facts.get(name, {}):
-        raise Refused(404, "model_not_found", f"model {name[:64]!r} not found", param="model")
+        raise _not_found(name)
     if facts[name]["warm"]:
         gateway.keep_warm.evict_soon(name)
     return {**end, "done_reason": "unload"}
 
 
+def _not_found(name: str) -> Refused:
+    return Refused(404, "model_not_found", f"model {name[:64]!r} not found", param="model")
+
+
 def _add_refusal(routes: APIRouter, name: str) -> None:
-    async def refuse(actor: str = CALLS) -> JSONResponse:
+    async def refuse(actor: str = CALLS) -> Json:
         """Refuses the call, because only the operator adds models to this server's catalogue."""
         text = f"{name} is not possible here: the operator adds models to the catalogue (gpu apply)"
-        return JSONResponse({"error": text}, 400)
+        raise Refused(400, "not_supported", text)
 
     methods = ["DELETE"] if name == "delete" else ["POST"]
     description: dict[int | str, Json] = {400: {"description": "always"}}

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ...errors import GpuError
-from ..breaker import status_of
+from ..breaker import refusal_of
 from ..requests import Json, Refused, Reply
 from ..store import Store
 from ..thread_stream import in_thread
@@ -238,8 +238,7 @@ class Sent(StreamingResponse):
             yield writer.refusal(refused)
             return
         except GpuError as failed:
-            text = " ".join(str(failed).split())
-            yield writer.refusal(Refused(status_of(failed), type(failed).__name__, text))
+            yield writer.refusal(refusal_of(failed))
             return
         async for part in writer.events(reply):
             yield part
