@@ -7,9 +7,6 @@ ends the thread or the kernel.
 from __future__ import annotations
 
 import logging
-import math
-import os
-import sys
 import threading
 from collections.abc import Callable
 
@@ -64,46 +61,6 @@ class Breaker:
         return f"the devices have not answered {self.failures} times in a row ({self.why})"
 
 
-class _Promptly:
-    """A `with` block in which a thread that runs Python code yields the GIL after 0.5 ms, not 5 ms.
-
-    A recall makes about sixty system calls, and each of them releases the GIL. With 5 ms, a recall
-    beside a pure-Python loop in the main thread took 400 ms. All runtimes of a process share this
-    object. If other code changes the switch interval during the block, the new interval stays.
-    """
-
-    SECONDS = 0.0005
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._usual = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self.SECONDS, self._usual))
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            ours = math.isclose(sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3)
-            if not self._inside and ours:
-                sys.setswitchinterval(self._usual)
-
-    def forget(self) -> None:
-        """Resets the object in a forked child, where the parent's threads do not exist."""
-        if self._inside:
-            sys.setswitchinterval(self._usual)
-        self._lock, self._inside = threading.Lock(), 0
-
-
-promptly = _Promptly()
-os.register_at_fork(after_in_child=promptly.forget)
-
-
 class Monitor:
     """Calls `tick` about once a second, and at each notification, until it is stopped."""
 
@@ -127,7 +84,7 @@ class Monitor:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                with promptly:
+                with threads.promptly:
                     delay = self._tick()
             except (GpuError, ProbeFailed) as error:
                 log.warning("%s", error)

@@ -37,7 +37,7 @@ from gpu_runtime import GpuError, threads
 from gpu_runtime.errors import in_one_sentence, rebuilt
 from gpu_runtime.facts import OutOfMemoryStory
 from gpu_runtime.notebook import cell_key, is_remembered, notebook_path
-from gpu_runtime.threads import outside_modes
+from gpu_runtime.threads import outside_modes, undisturbed
 from gpu_runtime.tracked_objects import frozen, instances, subclasses
 from gpu_runtime.units import MIB
 
@@ -154,7 +154,6 @@ LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel
 MOMENT_SECONDS = 2.0
 USED = "the kernel was used meanwhile"
 AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
-UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs
 DEBUG = "debug_request"  # the type of a message to the debugger
 _PARKS = re.compile(r"\b(?:park|unpark|hibernate)\b")  # the verbs that need this notebook's kernel
 
@@ -525,7 +524,7 @@ class Parking:
                 self._restore_handlers()
 
     def _exchange(self, mark: object, act: Callable[[], None], caller: int) -> str:
-        with _Undisturbed():
+        with undisturbed:
             if self._mark != mark:
                 return USED
             own = obstacles.Own(self._kernel)
@@ -602,17 +601,6 @@ def _rejecting(why: GpuError) -> GpuError:
     kind = type(why)
     rejected = type(kind.__name__, (kind, InputRejected), {"__module__": kind.__module__})
     return rebuilt(rejected, str(why), why.facts)
-
-
-class _Undisturbed:
-    """A context manager in which no other thread runs Python, unless this thread releases the GIL."""
-
-    def __enter__(self) -> None:
-        self._usual = sys.getswitchinterval()
-        sys.setswitchinterval(UNDISTURBED_SECONDS)
-
-    def __exit__(self, *_: object) -> None:
-        sys.setswitchinterval(self._usual)
 
 
 def _holds_memory() -> bool:

@@ -14,7 +14,7 @@ from gpu_runtime.ledgers.base import TICKS_A_SECOND
 from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.notebook import Activity
 from gpu_runtime.owner import maintenance, operations
-from gpu_runtime.owner.monitor import promptly
+from gpu_runtime.threads import promptly, undisturbed
 from tests.clock import until
 from tests.owner.conftest import claims, fakes, loaded, where
 
@@ -219,9 +219,22 @@ def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
     usual = sys.getswitchinterval()
     with promptly:
         with promptly:
-            assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS)
+            assert sys.getswitchinterval() == pytest.approx(promptly.seconds)
         # another runtime's monitor is at work still
-        assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS)
+        assert sys.getswitchinterval() == pytest.approx(promptly.seconds)
+    assert sys.getswitchinterval() == usual
+
+
+@pytest.mark.parametrize("first", [promptly, undisturbed])
+def test_blocks_that_overlap_leave_the_switch_interval_as_it_was(first):
+    """A monitor's round ended during an exchange: 0.5 ms stayed for ever, and threads switched ten times as often."""
+    usual = sys.getswitchinterval()
+    second = undisturbed if first is promptly else promptly
+    first.__enter__()
+    second.__enter__()
+    assert sys.getswitchinterval() == undisturbed.seconds
+    first.__exit__()
+    second.__exit__()
     assert sys.getswitchinterval() == usual
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from gpu_runtime import Runtime, threads
 from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
-from gpu_runtime.owner.monitor import promptly
 from gpu_runtime.telemetry import journal
+from gpu_runtime.threads import promptly
 from tests import soak
 from tests.clock import PATIENCE
 

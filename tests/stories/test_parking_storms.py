@@ -181,11 +181,11 @@ def hammered(url: str, wanted: int) -> dict[str, int]:
     """Parks a storage `wanted` times while a user's thread reads it; it is exchanged only while that waits."""
     import torch
     from gpu.obstacles import not_at_rest
-    from gpu.parking import _Undisturbed
 
     from gpu_runtime.backends.registry import open_backend
     from gpu_runtime.devices.probe import open_probe
     from gpu_runtime.facts import HOST, Share
+    from gpu_runtime.threads import undisturbed
     from tests.owner.kernels import Quiet
 
     torch.set_num_threads(1)
@@ -202,7 +202,7 @@ def hammered(url: str, wanted: int) -> dict[str, int]:
 
     class Guarded(Quiet):
         def change(self, mark: object, act: Callable[[], None]) -> str:
-            with _Undisturbed():
+            with undisturbed:
                 if why := not_at_rest({threading.get_ident()}):
                     return why
                 act()
