@@ -1,7 +1,4 @@
-"""Measures `gpu serve` over real HTTP on loopback.
-
-One figure is the number of calls a second of an echo engine, measured by `wrk`. The other is the extra time of a chat
-completion over HTTP, compared with calling the same llama.cpp engine directly.
+"""Measures `gpu serve` over real HTTP on loopback: the calls a second of an echo engine, by `wrk`.
 
 The server, its client and its engines share the cores. `wrk` comes with most systems (`apt install wrk`).
 """
@@ -10,27 +7,22 @@ import http.client
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
-from gpu_runtime import Runtime, samples
+from gpu_runtime import samples
 from tests.faces.served import OPERATORS, free_port
 from tests.faces.served import serving as running
 
 from .results import Row
-from .timing import alternately
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 CONNECTIONS = 32
@@ -129,54 +121,8 @@ def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]
     return {"a second": float(re.search(r"Requests/sec:\s+([\d.]+)", said)[1]), **waits}
 
 
-def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> Row:
-    """The extra time of a short answer over HTTP, compared with the engine, and the ratio of tokens a second."""
-    connection = http.client.HTTPConnection(server.address)
-    with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
-        rt.register("writer", str(file), context_length=512)
-        with rt.use("writer") as model:
-
-            def direct(count: int, stream: bool) -> None:
-                options = {"stream": stream, "max_tokens": count, "temperature": 0}
-                said = model.create_chat_completion(MESSAGES, **options)
-                deque(said if stream else (), maxlen=0)
-
-            def through(count: int, stream: bool) -> None:
-                options = {"stream": stream, "max_tokens": count, "temperature": 0}
-                answer = server.call(connection, model="writer", **options)
-                while stream and answer.readline():  # reads event by event, as a program would
-                    pass
-                answer.read()
-
-            ratio, added, alone = compared(rounds, 8, most, direct, through)
-    return Row(
-        "a chat completion of a llama.cpp model through `gpu serve`, against the same engine called directly",
-        f"{added * 1e3:.1f} ms added to {alone * 1e3:.1f} for one token; {ratio:.2f}× the tokens a second",
-        "≤ 3 ms; ≥ 0.95×", added <= 0.003 and ratio >= 0.95
-    )  # fmt: skip
-
-
-def compared(
-    rounds: int, short: int, most: int, direct: Callable[..., Any], through: Callable[..., Any]
-) -> tuple[float, float, float]:
-    """The ratio of tokens a second, the seconds added to one token, and the seconds of one token called directly.
-
-    Each round has a stream of `most` tokens each way, and `short` answers with one token.
-    """
-    ways = (direct, through)
-    alternately(1, *(partial(way, 4, True) for way in ways))
-    streams, ones = [], []
-    for _ in range(rounds):  # alternately, since the load of the machine changes
-        streams += alternately(1, *(partial(way, most, True) for way in ways))
-        ones += alternately(short, *(partial(way, 1, False) for way in ways))
-    alone, served = (statistics.median(chain(*streams[at::2])) for at in (0, 1))
-    one, one_served = (statistics.median(chain(*ones[at::2])) for at in (0, 1))
-    return alone / served, one_served - one, one
-
-
 def rows() -> Iterator[Row]:
-    """There is no row of an echo engine if `wrk` is not installed."""
-    with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
-        if shutil.which("wrk"):
+    """There is no row if `wrk` is not installed."""
+    if shutil.which("wrk"):
+        with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
             yield echo(server)
-        yield overhead(server, Path(directory, "writer.gguf"))
