@@ -1,10 +1,8 @@
 """The runtime as a researcher uses it: models that replace each other, helpful errors, and a correct book."""
 
-import ctypes
 import logging
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -319,36 +317,6 @@ def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
 # -- the stop button ------------------------------------------------------------------------------------------------
 
 
-def strike_during(seconds: float, act: Callable[[], None]) -> None:
-    """Calls `act` and interrupts it at changing instructions, for `seconds` and more than 100 times."""
-    interrupts = 0
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        began = time.monotonic()
-        while (passed := time.monotonic() - began) < seconds or interrupts <= 100:
-            assert passed < PATIENCE, f"{interrupts} interrupts in {passed:.0f} s"
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.00002 + (interrupts % 97) * 2e-6)
-                for _ in range(200):
-                    act()
-            except KeyboardInterrupt:
-                interrupts += 1
-            finally:
-                while True:
-                    try:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                        break
-                    except KeyboardInterrupt:
-                        interrupts += 1
-    finally:
-        signal.signal(signal.SIGALRM, old)
-
-
-def _enter(held: Any) -> None:
-    with held:
-        pass
-
-
 def test_an_interrupted_block_of_code_is_not_listed(runtime):
     """An interrupt skips the clean-up at a block's end: 185 of 172,600 stayed in this process's list."""
     rt = runtime(monitor=False)
@@ -361,37 +329,6 @@ def test_an_interrupted_block_of_code_is_not_listed(runtime):
     assert claims(rt) == {} and rt.leases().empty
     assert rt._session.blocks == {} and not rt._session.in_use()
     assert not rt._session.holds_memory()
-
-
-def skips_exits() -> bool:
-    """Whether an interrupt in C code that enters a `with` block ends the block without its exit.
-
-    That is a fault of Python 3.14 (python/cpython#148874): a lock then stays locked.
-    """
-    exits: list[object] = []
-
-    class Struck:
-        __enter__ = staticmethod(partial(ctypes.PyDLL(None)["raise"], int(signal.SIGUSR1)))
-        __exit__ = staticmethod(lambda *_: exits.append(_))
-
-    old = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with Struck():
-            len("")  # the interrupt takes effect after a call
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGUSR1, old)
-    return not exits
-
-
-@pytest.mark.skipif(skips_exits(), reason="an interrupt leaves locks locked: python/cpython#148874")
-def test_no_block_survives_its_end_however_often_the_stop_button_strikes(runtime):
-    rt = runtime(monitor=False)
-    strike_during(1.0, lambda: _enter(rt.lease("3GiB")))
-    rt.tick()
-    assert claims(rt) == {} and rt._session.blocks == {}
-    assert rt.status().tickets == ()
 
 
 def test_an_interrupted_wait_leaves_no_ticket(runtime):
