@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime.backends.engines import backend
 from gpu_runtime.serving.choices import Cloud
 from gpu_runtime.serving.engines.openai_http import HttpAdapter, HttpClient
 from gpu_runtime.serving.fleet_server import _Place
@@ -95,17 +96,42 @@ async def test_a_caller_that_leaves_disconnects_from_the_engine():
 async def test_a_call_waits_while_its_engine_restarts():
     """If calls failed, five quick ones would open the breaker for 30 s; a restart takes 2 s."""
     async with loopback() as there, harness(qwen=4) as k:
-        served = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model="theirs", headers={})
-        served.starting = True
+        server = SimpleNamespace(base_url=there.url, model="theirs", headers={})
+        served = SimpleNamespace(ready_server=lambda: None)
         make = lambda value, spec, http: HttpAdapter(spec.name, served, http, spec)
         k.gateway._make_adapter = make
         there.answers = [completion("hello")]
         call = asyncio.ensure_future(k.chat("qwen"))
         await until(lambda: k.gateway.queue.active() == {"qwen": 1})
         assert not there.requests
-        served.base_url, served.starting = there.url, False
+        served.ready_server = lambda: server
         assert answer_text(await call) == "hello"
         assert k.gateway.state().breakers["qwen"].failures == 0
+
+
+async def test_a_restart_that_begins_during_a_call_does_not_block_the_event_loop(monkeypatch):
+    """The state was read twice, and the second read waited for the end of the restart in the event loop."""
+
+    class Restarting(SimpleNamespace):
+        states = iter([False, True])
+
+        @property
+        def starting(self) -> bool:
+            return next(self.states, False)
+
+    sleeps: list[float] = []
+    monkeypatch.setattr(backend, "time", SimpleNamespace(sleep=sleeps.append))
+    async with loopback() as there, aclosing(HttpClient(proxies=False)) as http:
+        served = backend.Served("qwen")
+        recipe = SimpleNamespace(model=lambda order: "theirs")
+        server = Restarting(base_url=there.url, model="theirs", headers={}, request_fields={})
+        server.recipe, server.launch_order = recipe, lambda: None
+        served._engine = server
+        server.require, server.listens = lambda: None, lambda: True
+        there.answers = [completion("hello")]
+        adapter = HttpAdapter("qwen", served, http)
+        assert (await adapter.answer("completions", {"prompt": "hi"}, None))["model"] == "qwen"
+    assert not sleeps
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

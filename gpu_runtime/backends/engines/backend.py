@@ -137,6 +137,11 @@ class Server(RestartedEngine):
         return f"http://127.0.0.1:{self.order.port}/v1"
 
     @property
+    def model(self) -> str:
+        """The name of the model in requests. The server must have been started."""
+        return self.recipe.model(self.launch_order())
+
+    @property
     def headers(self) -> dict[str, str]:
         """The headers that a request must carry. Send them only while `listens` is true."""
         if self.order is None or not self.recipe.KEYED:
@@ -532,8 +537,7 @@ class Served(EngineModel[Server]):
     @property
     def model(self) -> str:
         """The name of the model in requests. Raises NotResident, EngineDied."""
-        server = self.running_server()
-        return server.recipe.model(server.launch_order())
+        return self._running_server().model
 
     @property
     def headers(self) -> dict[str, str]:
@@ -579,23 +583,28 @@ class Served(EngineModel[Server]):
         Without this check, a process of another user could receive the key. Raises NotResident,
         EngineDied.
         """
-        server = self.running_server()
+        server = self._running_server()
         if server.listens():
             return server
         why = "no process of the server listens on its port"
         text = f"the server of {self.name} cannot be reached: {why}."
         raise server.died(Kind.CRASH, text, why, pid=next(iter(server.pids), None))
 
-    def running_server(self) -> Server:
-        """The server, after a restart has ended. Raises NotResident, EngineDied.
+    def ready_server(self) -> Server | None:
+        """The server; None while it restarts. Raises NotResident, EngineDied.
 
         Its attributes `base_url` and `headers` are not checked. The caller calls `listens` for each
         new connection, before anything is sent.
         """
-        while self.starting:
-            time.sleep(POLL_SECONDS)
+        if self.starting:
+            return None
         server = self._loaded_engine("Use it inside:  with rt.use({!r}) as served:")
         server.require()
+        return server
+
+    def _running_server(self) -> Server:
+        while (server := self.ready_server()) is None:
+            time.sleep(POLL_SECONDS)
         return server
 
 

@@ -130,9 +130,10 @@ class HttpAdapter:
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
-        `handle` has `base_url`, `model` and `headers`. Optional attributes: `starting` is whether the engine restarts
-        now, `chat_template` is its template, `listens()` is whether the port of `base_url` reaches it, `more_paths` are
-        paths that engines usually lack, and `request_fields` are the fields that it reads.
+        `handle` has `base_url`, `model` and `headers`. Optional attributes: `ready_server()` has these three in its
+        place, and is None while the engine restarts, `chat_template` is its template, `listens()` is whether the port
+        of `base_url` reaches it, `more_paths` are paths that engines usually lack, and `request_fields` are the fields
+        that it reads.
         """
         self.name = name
         self._handle = handle
@@ -173,24 +174,24 @@ class HttpAdapter:
     async def _request(
         self, kind: str, body: Json, think: bool | None
     ) -> tuple[str, dict[str, str], Json]:
-        # A restart of the engine takes a short time. Calls that fail meanwhile would open the circuit breaker.
-        while getattr(self._handle, "starting", False):
-            await asyncio.sleep(POLL_SECONDS)
         handle = self._handle
+        find = getattr(handle, "ready_server", lambda: handle)
+        # A restart of the engine takes a short time. Calls that fail meanwhile would open the circuit breaker.
+        while (server := find()) is None:
+            await asyncio.sleep(POLL_SECONDS)
         path = {**PATHS, **getattr(handle, "more_paths", {})}.get(kind)
         if path is None:
             raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         fields = {name: value for name, value in body.items() if value is not None}
         if kind == "embeddings":  # engines decide by themselves whether a long text is refused
             fields.pop("truncate", None)
-        fields["model"] = handle.model
+        fields["model"] = server.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
         known = getattr(handle, "request_fields", {}).get(kind)
         if known:
             fields = read_by_server(self.name, kind, fields, known)
         # Each new connection is checked, so the address need not be.
-        server = handle.running_server() if hasattr(handle, "running_server") else handle
         return server.base_url.rstrip("/") + path, server.headers, fields
 
     def _require_listener(self) -> None:
