@@ -171,6 +171,7 @@ class _Place:
     """The server of a host, with the attributes that `HttpAdapter` reads."""
 
     chat_template = ""  # the host applies the template
+    truncates = True
     more_paths = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 
     def __init__(self, model: str, host: str, server: HostServer) -> None:

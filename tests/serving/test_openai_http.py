@@ -58,19 +58,23 @@ async def test_the_engine_gets_the_callers_trace():
         assert sent == [trace, trace, None]
 
 
-async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
-    """Other servers have no such routes, and a call is refused before they are asked."""
+async def test_a_host_of_a_fleet_has_the_routes_of_tokens_and_cuts_texts_off():
+    """Other servers have no such routes, and a call is refused before they are asked. They got no `truncate`, and a
+    host neither: in a fleet, a text that should be cut off was refused.
+    """
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         with pytest.raises(Refused, match="no route for tokenize"):
             await k.gateway.answer("tokenize", {"model": "qwen", "prompt": "a"})
         server = SimpleNamespace(url=there.url.removesuffix("/v1"), token="t")
         place = _Place("qwen", "box1", server)
-        there.answers = [{"model": "qwen", "tokens": [1], "count": 1}]
+        there.answers = [{"model": "qwen", "tokens": [1], "count": 1}, {"data": []}]
         async with aclosing(HttpClient(proxies=False)) as http:
             adapter = HttpAdapter("qwen", place, http)
             answer = await adapter.answer("tokenize", {"model": "qwen", "prompt": "a"}, None)
+            await adapter.answer("embeddings", {"input": "a", "truncate": True}, None)
         assert answer["id"], "Mistral's clients read no vectors without it"
         assert answer["tokens"] == [1] and there.requests[0][0] == "/v1/tokenize"
+        assert there.requests[1][2] == {"model": "qwen", "input": "a", "truncate": True}
 
 
 async def test_a_stream_is_passed_on_event_by_event():

@@ -132,8 +132,8 @@ class HttpAdapter:
 
         `handle` has `base_url`, `model` and `headers`. Optional attributes: `ready_server()` has these three in its
         place, and is None while the engine restarts, `chat_template` is its template, `listens()` is whether the port
-        of `base_url` reaches it, `more_paths` are paths that engines usually lack, and `request_fields` are the fields
-        that it reads.
+        of `base_url` reaches it, `more_paths` are paths that engines usually lack, `request_fields` are the fields that
+        it reads, and `truncates` is whether `truncate` is one of them.
         """
         self.name = name
         self._handle = handle
@@ -183,8 +183,10 @@ class HttpAdapter:
         if path is None:
             raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         fields = {name: value for name, value in body.items() if value is not None}
-        if kind == "embeddings":  # engines decide by themselves whether a long text is refused
-            fields.pop("truncate", None)
+        if kind == "embeddings" and not getattr(handle, "truncates", False):
+            fields.pop(
+                "truncate", None
+            )  # the engine decides by itself whether a long text is refused
         fields["model"] = server.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
