@@ -537,6 +537,27 @@ def test_complex_views_can_be_moved_and_hide_no_export(view):
         assert why(z) == ""
 
 
+KEPT: dict[str, Callable[[torch.Tensor, nn.Module], object]] = {
+    "checkpoint": lambda x, layer: checkpoint(layer, layer(x), use_reentrant=False),
+    "reentrant checkpoint": lambda x, layer: checkpoint(layer, layer(x), use_reentrant=True),
+    "vjp": lambda x, layer: torch.func.vjp(torch.sin, x)[1],
+}
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_what_torch_keeps_for_a_later_backward_is_found_and_can_be_moved(keep):
+    """Objects of C++ keep it. Checkpoints of torch 2.13 and torch.func hid it, or counted as another library."""
+    before, x, layer = keys(), torch.ones(513, 512, requires_grad=True), nn.Linear(512, 512)
+    kept = KEPT[keep](x, layer)
+    found = [one for one in se.search(every).found if one.key not in before and one.bytes >= MIB]
+    assert {one.stays for one in found} == {""}
+    assert Counter(one.bytes - MIB for one in found)[2048] == 3 - ("vjp" in keep), (
+        "x, input, result"
+    )
+    taken = np.from_dlpack(x.detach())
+    assert why(x) == se.ARRAY and kept is not None and taken is not None
+
+
 def test_what_torch_itself_refers_to_can_be_moved():
     """Views, gradients, graphs, hooks, optimizers and compiled modules hold no addresses."""
     net = nn.Sequential(nn.Linear(1024, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 512))

@@ -30,6 +30,7 @@ from .search import (
     gradient,
     graph,
     hidden_references,
+    in_saved,
     packed_classes,
     plain_tensors,
     saved_by,
@@ -226,6 +227,7 @@ class _Walk:
 # The objects of torch's C++ code whose content Python cannot list, by class.
 _IN_CPP: dict[type, Callable[[Any], list[Any]]] = {
     torch._C.Future: lambda future: [future.value()] if future.done() else [],
+    torch._C._autograd.SavedTensor: in_saved,  # type: ignore[attr-defined]
     torch._C.ScriptList: list,
     torch._C.ScriptDict: lambda table: [part for item in table.items() for part in item],
     torch._C.ScriptFunction: constants_of,

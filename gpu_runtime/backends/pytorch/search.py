@@ -41,6 +41,7 @@ OVERLAPS = "another storage lies in the same memory"
 UNREADABLE = "torch refuses to give its address"
 COMPILED = "compiled code holds it (MKL-DNN, packed or frozen weights)"
 
+_functorch = torch._C._functorch
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _WITHOUT_BYTES = frozenset(("FakeTensor", "FunctionalTensor"))
 # Modules whose weights torch has packed for the CPU: module, class.
@@ -135,7 +136,7 @@ def search(
     limit = limit or Limit()
     seen = tracked(limit)
     nodes: set[Any] = set()
-    references: Counter[int] = Counter()
+    references = Counter(map(id, seen.checkpointed))
     everything = list(_with_hidden(seen.tensors, nodes, references, limit))
     scripted, frozen = set(map(id, seen.scripted)), set(map(id, seen.frozen))
     entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
@@ -183,17 +184,18 @@ class Tracked(NamedTuple):
     streams: list[torch.Stream]
     scripted: list[Tensor]  # the parameters and buffers of TorchScript modules, also in `tensors`
     frozen: list[Tensor]  # the tensors that TorchScript has as constants, also in `tensors`
+    checkpointed: list[Tensor]  # the inputs that checkpoints have saved, also in `tensors`
     packed: list[nn.Module]  # modules whose weights are packed
     whole: bool  # False: the limit was reached before the search, and nothing was listed
 
 
 def tracked(limit: Limit) -> Tracked:
-    """The objects that the garbage collector tracks, and those of TorchScript modules."""
+    """The objects that the garbage collector tracks, and those of TorchScript modules and checkpoints."""
     kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
-    scripted, packed = _scripted_classes(), packed_classes()
-    interesting = kinds | streams | {torch.UntypedStorage} | scripted | packed
+    scripted, packed, frames = _scripted_classes(), packed_classes(), _frames_of_checkpoints()
+    interesting = kinds | streams | {torch.UntypedStorage} | scripted | packed | frames
     interesting.add(torch._C.ScriptFunction)
-    found = Tracked([], [], [], [], [], [], not limit.over)
+    found = Tracked([], [], [], [], [], [], [], not limit.over)
     if limit.over:
         return found
     for instance in instances(interesting):
@@ -206,13 +208,30 @@ def tracked(limit: Limit) -> Tracked:
             found.packed.append(instance)
         elif kind is torch.UntypedStorage:
             found.bare.append(instance)
+        elif kind in frames:
+            saved = vars(instance).get("saved_args", ())
+            found.checkpointed.extend(chain.from_iterable(map(in_saved, saved)))
         else:
             if kind in scripted:
                 found.scripted.extend(itertools.chain(instance.parameters(), instance.buffers()))
             found.frozen.extend(constants_of(instance))
     found.tensors.extend(found.scripted)
     found.tensors.extend(found.frozen)
+    known = set(map(id, found.tensors))
+    found.tensors.extend(tensor for tensor in found.checkpointed if id(tensor) not in known)
     return found
+
+
+def _frames_of_checkpoints() -> set[type]:
+    """The class of the objects that keep the inputs of a checkpoint, in objects of C++ (torch 2.13 and later)."""
+    kind = getattr(sys.modules.get("torch.utils.checkpoint"), "_CheckpointFrame", None)
+    return {kind} if kind is not None else set()
+
+
+def in_saved(saved: Any) -> list[Tensor]:
+    """The tensor that a Python object of torch's class SavedTensor refers to."""
+    data = getattr(saved, "data", None) if isinstance(saved, _SavedTensor) else None
+    return [data] if isinstance(data, Tensor) else []
 
 
 # By the ids of TorchScript modules and functions that have no tensors as constants. Their own
@@ -328,6 +347,8 @@ def _with_hidden(
             if not number % 1024 and limit.over:
                 return
             if type(tensor) in _PLAIN:
+                if _functorch.is_functorch_wrapped_tensor(tensor):
+                    hidden.append(_functorch.get_unwrapped(tensor))
                 if tensor._is_view():
                     known[id(tensor._base)] += 1 + behind(tensor).references
                 if not tensor.requires_grad:
