@@ -109,10 +109,10 @@ class _Statements:
     def allows(self, node: ast.stmt) -> bool:
         """Whether the statement `node` needs only the bytes in host memory."""
         if isinstance(node, ast.Delete):
-            return all(map(self._is_variable, node.targets))
+            known = (isinstance(name, ast.Name) and name.id in self._names for name in node.targets)
+            return all(known) and all(map(self._may_end, node.targets))
         if isinstance(node, ast.Assign):
-            bound = all(isinstance(target, ast.Name) for target in node.targets)
-            return bound and isinstance(node.value, ast.Constant)
+            return isinstance(node.value, ast.Constant) and all(map(self._may_end, node.targets))
         if isinstance(node, ast.Import):  # only what was imported before, so no code runs
             return all(
                 alias.name in ("gc", "torch") and alias.name in sys.modules for alias in node.names
@@ -123,11 +123,9 @@ class _Statements:
             and self._may_call(node.value)
         )
 
-    def _is_variable(self, node: ast.expr) -> bool:
-        """Whether `node` is a variable whose deletion calls no method `__del__` of the value itself."""
-        if not isinstance(node, ast.Name) or node.id not in self._names:
-            return False
-        return not hasattr(type(self._names[node.id]), "__del__")
+    def _may_end(self, node: ast.expr) -> bool:
+        """Whether `node` is a name, and its value, if any, has no method `__del__`, which its end would call."""
+        return isinstance(node, ast.Name) and not hasattr(type(self._names.get(node.id)), "__del__")
 
     def _may_call(self, call: ast.Call) -> bool:
         function = self._function(call.func)
@@ -138,7 +136,8 @@ class _Statements:
         if function is gc.collect or (torch and function is torch.cuda.empty_cache):
             return not (call.args or options)
         if function is _PRINT:
-            return all(map(self._is_small, call.args)) and all(map(_is_text, options))
+            shows = all(map(self._is_small, call.args)) and all(map(_is_text, options))
+            return shows and not obstacles.is_users(type(sys.stdout))
         if torch and function is torch.save and function.__module__ == "torch.serialization":
             self.saves = True
             return (

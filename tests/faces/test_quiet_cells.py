@@ -4,6 +4,7 @@ user's is never among them.
 
 import ast
 import gc
+import io
 import logging
 import threading
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, 
 
 @pytest.mark.parametrize("code", [
     "del unknown",
-    "del finalized",  # its method may read anything
+    "del finalized", "x = finalized = None",  # its method may read anything
     "del x[0]", "del model.weight", "x = x + 1", "x += 1", "x[0] = 1", "a, b = 1, 2", "import numpy",
     "print(data)", "print(x.add_(1))", "print(x.max(0))", "print(x.max(dim=0))", "print(**data)",
     "print(round(x, ndigits=2))", "gc.collect(generation=2)", "torch.cuda.empty_cache(data)",
@@ -115,6 +116,16 @@ def test_a_long_list_is_not_printed_in_ram(shell, user):
         user["many"] = [0.5] * length
         assert (quiet_cells.in_ram(shell, {"code": "print(many)"}) is not None) is quick
     assert quiet_cells.in_ram(shell, {"code": "print(x, p)"}).printed == {"x", "p"}
+
+
+def test_what_the_user_put_in_the_place_of_the_output_gets_the_memory_before_a_print(
+    shell, user, monkeypatch
+):
+    monkeypatch.setattr(
+        "sys.stdout", type("Tee", (io.StringIO,), {"write": lambda self, text: 0})()
+    )
+    assert quiet_cells.in_ram(shell, {"code": "print(3)"}) is None
+    assert quiet_cells.in_ram(shell, {"code": "del x"}) is not None
 
 
 def test_a_name_of_the_users_that_hides_a_function_needs_the_card(shell, user):
