@@ -261,8 +261,6 @@ HOP_BY_HOP = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"up
 class Asgi(RequestHandler):
     """Answers HTTP requests with the application `app`. Websockets are not passed to `app`."""
 
-    SUPPORTED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-
     def initialize(self, app: App, write_seconds: float = WRITE_SECONDS) -> None:
         """`app` is the ASGI application. A client that takes no data for `write_seconds` is disconnected."""
         self._write_seconds = write_seconds

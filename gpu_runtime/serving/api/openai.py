@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -160,13 +161,11 @@ class OpenAIWriter(Writer):
         return f"data: {json.dumps({'error': error})}\n\n".encode()
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        assert reply.events is not None
         try:
-            assert reply.events is not None
             async for chunk in reply.events:
                 yield b"data: %b\n\n" % msgspec.json.encode(chunk)
             yield b"data: [DONE]\n\n"
-        except Refused as refused:
-            yield self.refusal(refused)
         finally:
             await reply.aclose()
 
@@ -383,28 +382,25 @@ KEPT_SECONDS = 3600.0  # how long a result is kept
 _STORED = ("id", "endpoint", "created", "client", "status", "ended", "result", "error")
 
 
+@dataclass(eq=False)
 class Job:
     """A call that runs in the background. Its id cannot be guessed; any visitor who knows it may fetch the result."""
 
-    def __init__(self, endpoint: str, wall: float, client: str = "") -> None:
-        """A job for this `endpoint`, created at `wall` (epoch seconds) by the visitor `client`."""
-        self.client = client
-        self.id = f"job-{uuid.uuid4().hex}"
-        self.endpoint = endpoint
-        self.created = wall
-        self.status = "running"  # also in the queue; later: succeeded, failed or cancelled
-        self.ended = 0.0
-        self.result: Any = None
-        self.error: Json | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.was_fetched = False  # the ended job, since this server started
+    endpoint: str
+    created: float  # epoch seconds, as is `ended`
+    client: str = ""  # the visitor who started it
+    id: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex}")
+    status: str = "running"  # also in the queue; later: succeeded, failed or cancelled
+    ended: float = 0.0
+    result: Any = None
+    error: Json | None = None
+    task: asyncio.Task[None] | None = None
+    was_fetched: bool = False  # the ended job, since this server started
 
     @staticmethod
     def of(row: Json, wall: float) -> Job:
         """The job that an earlier server stored as `row`. If it had not ended, it counts as failed at `wall`."""
-        job = Job(row["endpoint"], row["created"], row["client"])
-        for name in _STORED:
-            setattr(job, name, row[name])
+        job = Job(**{name: row[name] for name in _STORED})
         if not job.ended:
             job.fail(wall, "the server ended while this job ran", "ended")
         return job
