@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,10 +10,13 @@ import pytest
 
 from gpu_runtime.serving import queue
 from gpu_runtime.serving.api import memory
+from gpu_runtime.serving.engines.openai_format import TextPiece
+from gpu_runtime.serving.engines.registry import EchoAdapter
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.thread_stream import in_thread_until
-from tests.serving.harness import answer_text, harness, stream_text
-from tests.serving.loops import until
+from gpu_runtime.serving.thread_stream import in_thread_until, stream_from_thread
+from tests.serving.app_client import Exchange
+from tests.serving.harness import answer_text, chat, harness, stream_text
+from tests.serving.loops import settle, until
 
 
 async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
@@ -34,6 +37,33 @@ async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
             await asyncio.sleep(3600)  # the connection accepts no more data
 
         await sent({"type": "http"}, receive, send)
+        assert k.gateway.state().running == {}
+
+
+async def test_a_model_is_released_only_when_the_work_for_a_client_that_left_has_ended():
+    """The wait for the thread was cancelled too. So the next call ran beside the one that had not ended."""
+    go = threading.Event()
+
+    class Computing(EchoAdapter):
+        def pieces(self, *call: Any) -> AsyncGenerator[Any]:
+            def work(emit: Any, cancelled: threading.Event) -> None:
+                for word in ("one", "two"):
+                    emit(TextPiece(word))
+                go.wait()
+
+            return stream_from_thread(work)
+
+    make_adapter = lambda value, spec, http: Computing(value, spec)
+    async with harness(qwen=4, make_adapter=make_adapter) as k:
+        exchange = Exchange(k.rt, k.gateway, "/v1/chat/completions", chat("qwen", stream=True))
+        await until(lambda: b"two" in exchange.sent)
+        exchange.left.set()
+        await settle()
+        try:
+            assert (k.gateway.state().running, k.pins()) == ({"qwen": 1}, {"qwen": 1})
+        finally:
+            go.set()
+        await exchange.done
         assert k.gateway.state().running == {}
 
 

@@ -7,6 +7,7 @@ The caller fetches the result later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -243,8 +244,13 @@ class Sent(StreamingResponse):
             yield part
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Sends the answer. If the client leaves, it is cancelled once, and the end of the engine's work is awaited.
+
+        Starlette would cancel it again and again, so that the model was released while a thread still computed.
+        """
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(Refused):  # the client has left
+                await unless_gone(Request(scope, receive), self.stream_response(send))
         finally:
             self._work.cancel()
             await asyncio.wait({self._work})
