@@ -67,7 +67,19 @@ async def stream_from_thread(work: Callable[[Emit, Cancellation], None]) -> Asyn
     finally:
         cancelled.set()
         error = None  # else a cycle: error -> traceback -> this frame -> error
-        await ended.wait()
+        await _whole_wait(ended)
+
+
+async def _whole_wait(event: asyncio.Event) -> None:
+    """Waits for `event`. If this task is cancelled meanwhile, that takes effect when the event is set."""
+    was_cancelled = False
+    while not event.is_set():
+        try:
+            await event.wait()
+        except asyncio.CancelledError:
+            was_cancelled = True
+    if was_cancelled:
+        raise asyncio.CancelledError
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:

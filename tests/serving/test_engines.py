@@ -26,7 +26,7 @@ from gpu_runtime.serving.requests import Refused, serves
 from gpu_runtime.serving.thread_stream import in_thread, stream_from_thread
 from tests import tiny_models
 from tests.serving.harness import Harness, answer_text, chat, harness, refusal, stream_text
-from tests.serving.loops import until
+from tests.serving.loops import settle, until
 from tests.serving.test_fields import VALUES, fields_for
 
 pytestmark = pytest.mark.thorough
@@ -811,29 +811,41 @@ async def test_values_arrive_in_order_and_the_error_last():
     assert values == list(range(100))
 
 
-@pytest.mark.parametrize("how", ["closed", "cancelled"])
+@pytest.mark.parametrize("how", ["closed", "cancelled", "cancelled twice"])
 async def test_a_reader_that_stops_ends_the_work_and_waits_for_its_end(how):
-    """An engine that still computes cannot take the next call. A disconnected client cancels the reading task."""
+    """An engine that still computes cannot take the next call. A disconnected client cancels the reading task, maybe
+    after its budget has.
+    """
     began, ended = threading.Event(), threading.Event()
 
     def work(emit, cancelled):
         emit(1)
         began.set()
         cancelled.wait()
+        go.wait()
         ended.set()
 
     async def read():
         async for _ in stream:
             pass
 
+    go = threading.Event()
+
     stream = stream_from_thread(work)
     if how == "closed":
+        go.set()
         assert await anext(stream) == 1
         await stream.aclose()
     else:
         task = asyncio.ensure_future(read())
         await until(began.is_set)
-        task.cancel()
+        for _ in how.split():
+            task.cancel()
+            await settle()
+        try:
+            assert not task.done(), "it waits"
+        finally:
+            go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
     assert ended.is_set()
