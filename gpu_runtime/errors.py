@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import re
+import shlex
 from typing import Any
 
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, listed, nearest, printable, quoted
@@ -151,7 +152,7 @@ class UnknownModel(GpuError, LookupError):
         `advice` is the last line, with a command to type: by default, one that registers `name`.
         """
         short = printable(name, MOST_QUOTED)
-        usual = f"Register it:  %gpu load {short} PATH      or  rt.register({quoted(name)}, PATH)"
+        usual = f"Register it:  %gpu load {shlex.quote(short)} PATH      or  rt.register({quoted(name)}, PATH)"
         if name.endswith(".ipynb"):
             usual = f"For a notebook type evict, park, restore or why. Its models:  NAME@{short}"
         elif "@" in name:
@@ -314,7 +315,7 @@ class ModelDisabled(GpuError):
         """`name` is the name of the model."""
         super().__init__(
             f"{name} is disabled in the catalogue (enabled: false), so it is not loaded.\n"
-            f"  Enable it:  gpu inspect {name} > FILE, write enabled: true, gpu apply -f FILE",
+            f"  Enable it:  gpu inspect {shlex.quote(name)} > FILE, write enabled: true, gpu apply -f FILE",
             name=name,
         )
 
@@ -341,7 +342,7 @@ class NotLoaded(GpuError):
         """`name` is the name of the model."""
         super().__init__(
             f"{name} is in the catalogue, but no process has loaded it; a command cannot hold a model.\n"
-            f"  In a notebook:  %gpu load {name}",
+            f"  In a notebook:  %gpu load {shlex.quote(name)}",
             name=name,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -380,7 +381,7 @@ def preset(name: str) -> dict[str, str]:
 def register(rt: Any, args: argparse.Namespace) -> Outcome:
     """Registers the model in `args` with `rt`, and returns the outcome."""
     spec = rt.register(args.name, args.source, **given(args, *TYPED))
-    because = f"{spec}; load it with  %gpu preload {spec.name}"
+    because = f"{spec}; load it with  %gpu preload {shlex.quote(spec.name)}"
     return Outcome(verb="register", name=spec.name, done=True, because=because)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -302,7 +303,7 @@ def require_loadable(spec: ModelSpec) -> None:
     if not because:
         return
     install = missing(spec.backend).partition("\n")[2]
-    hint = install or f"  What it would take:  %gpu plan {spec.name}"
+    hint = install or f"  What it would take:  %gpu plan {shlex.quote(spec.name)}"
     raise LoadFailed(
         f"{spec.name} cannot be loaded: {because}.\n{hint}",
         name=spec.name,

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -278,7 +279,8 @@ def _require_foreign(session: Session, target: Target) -> None:
         if section.lease(KERNEL):
             hint = f"%gpu park {pid}"
         else:
-            hint = f"%gpu evict {section.leases[0].name}@{pid}"
+            address = shlex.quote(f"{section.leases[0].name}@{pid}")
+            hint = f"%gpu evict {address}"
         raise GpuError(
             f"{section.owner.label} has leases, so it moves its memory by itself.\n"
             f"  Ask for it:  {hint}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import gc
+import shlex
 import sys
 import threading
 import time
@@ -309,7 +310,7 @@ def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> 
     shares = [share for share in resident.lease.shares if share.device != HOST]
     held = sum(share.bytes for share in shares) if size is None else size
     device = device or _devices(share.device for share in shares)
-    return Holder(name, MODEL, device, held, held, what=f"%gpu evict {name}")
+    return Holder(name, MODEL, device, held, held, what=f"%gpu evict {shlex.quote(name)}")
 
 
 def _models(

@@ -122,7 +122,7 @@ def _revise(session: Session, resident: Resident, given: Given) -> None:
         raise AlreadyRegistered(
             name,
             f"{name} {_LOADED}.\n"
-            f"  Forget it first:  %gpu forget {name}      or choose another name.",
+            f"  Forget it first:  %gpu forget {shlex.quote(name)}      or choose another name.",
         )
     try:
         resident.backend = session.backend(spec.backend)

@@ -6,6 +6,7 @@ A verb on a model of another owner becomes a request to the model's owner.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import Iterable
 from functools import partial
@@ -279,7 +280,8 @@ def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:
     because = verdict.because.rstrip(".") + "."
     owner = session.ledger.read().owner(target.owner)
     if verdict.kind == "kept" and owner is not None:
-        because += f"\n  Unpin it:  %gpu unpin {target.name}@{owner.pid}"
+        address = shlex.quote(f"{target.name}@{owner.pid}")
+        because += f"\n  Unpin it:  %gpu unpin {address}"
     if verdict.kind in ("in use", "kept"):
         because += hint_if_stopped(session, target.owner)
         return StillInUse(because, name=target.name, lease=str(target), owner=target.owner)
@@ -400,7 +402,7 @@ def cards_named(session: Session, name: str, wanted: str | Iterable[str]) -> tup
     words = wanted if isinstance(wanted, str) else ",".join(wanted)
     for word in relief.parse_cards(words) or (str(wanted),):
         if word == HOST:
-            hint = f"a card; to move it to RAM:  %gpu evict {name}"
+            hint = f"a card;  %gpu evict {shlex.quote(name)}  moves it to RAM"
             raise BadSetting("device", word, hint)
         found.append(_card(session, word).id)
     return tuple(dict.fromkeys(found))
@@ -470,7 +472,7 @@ def move_own(
             where = resident.place.value
             return book, NotResident(
                 f"{name} is {where}, so there is nothing to move.\n"
-                f"  Load it first:  %gpu preload {name}",
+                f"  Load it first:  %gpu preload {shlex.quote(name)}",
                 name=name,
                 where=where,
             )
@@ -516,8 +518,8 @@ def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
     lease = idle[0]
     owner = book.owner(lease.owner)
     at = f"@{owner.pid}" if owner and owner.id != me else ""
-    size = show_bytes(lease.bytes)
-    return f"\n  Make room first:  %gpu evict {lease.name}{at}      ({size}, idle)"
+    size, address = show_bytes(lease.bytes), shlex.quote(f"{lease.name}{at}")
+    return f"\n  Make room first:  %gpu evict {address}      ({size}, idle)"
 
 
 # -- drain: closes a card. No new lease is put there, and idle models leave it

@@ -480,7 +480,8 @@ def find_kernel(session: Session, who: str, leased: bool = True) -> LeaseId:
             process=who,
         )
     if any(lease.kind == "model" and lease.name == who for lease in book.leases()):
-        those = f"To move it to RAM:  %gpu evict {who}      and back:  %gpu restore {who}"
+        name = shlex.quote(who)
+        those = f"To move it to RAM:  %gpu evict {name}      and back:  %gpu restore {name}"
         raise GpuError(f"{who} is a model, and not a notebook.\n  {those}", process=who)
     those = instead(who, "Kernels with memory of their own", kernels)
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)

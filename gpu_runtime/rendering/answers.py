@@ -7,6 +7,7 @@ answer is its text, with the same words: a notebook's file keeps both.
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -197,7 +198,7 @@ def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
     if registered:
         return (
             f"Nothing is loaded. Registered here: {', '.join(registered)}. Load one:  "
-            f"{prompt} preload {registered[0]}"
+            f"{prompt} preload {shlex.quote(registered[0])}"
         )
     if prompt == "%gpu":
         torch = "Tensors of plain torch code appear here by themselves. Load a model:"

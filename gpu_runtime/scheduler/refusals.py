@@ -5,6 +5,7 @@ Pure: facts in, an error with its sentence out.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -85,7 +86,8 @@ def _is_block(name: str) -> bool:
 
 def _plan_argument(name: str, verdict: Refuse) -> str:
     """The argument of `%gpu plan`: the model's name, or the size of a block of code."""
-    return show_bytes(verdict.need_bytes).replace(" ", "") if _is_block(name) else name
+    size = show_bytes(verdict.need_bytes).replace(" ", "")
+    return size if _is_block(name) else shlex.quote(name)
 
 
 def _hint(name: str, verdict: Refuse, plan: str) -> str:
@@ -96,7 +98,7 @@ def _hint(name: str, verdict: Refuse, plan: str) -> str:
             return "Free what this notebook itself holds:  %gpu who      or end the cell, and wait"
         return f"Leave the block of {first_holder} first: the two do not fit at the same time."
     if verdict.kind == "kept":
-        return f"Unpin it:  %gpu unpin {first_holder}"
+        return f"Unpin it:  %gpu unpin {shlex.quote(first_holder)}"
     if verdict.kind == "drained":
         return f"End the drain:  gpu drain {verdict.device} --undo"
     if verdict.kind == "precious":
@@ -193,9 +195,8 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
             **facts,
         )
     if why == "kept":
-        return StillInUse(
-            f"{title} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}", **facts
-        )
+        hint = f"Unpin it first:  %gpu unpin {shlex.quote(lease.name)}"
+        return StillInUse(f"{title} is pinned to its device.\n  {hint}", **facts)
     return StillInUse(f"{title} cannot leave now: it is {why}. Try again.", **facts)
 
 
