@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises an error with the `message`, which becomes one line of the command's output."""
-        raise _NotUnderstood(f"{usage_error(message)}. Usage: {self.usage}")
+        raise _NotUnderstood(f"{usage_error(message).rstrip('.')}. Usage: {self.usage}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

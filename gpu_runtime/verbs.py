@@ -876,6 +876,8 @@ def help_text(name: str | None, place: str) -> str:
 
 def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
     """Adds these `arguments` to `parser`, and returns the `parser`."""
+    # Else `-3GiB` is an unknown option, and the error says that the size is missing.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     for part in arguments:
         parser.add_argument(*part.flags, **part.options)
     return parser

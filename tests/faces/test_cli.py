@@ -150,7 +150,8 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
     ("ledger share --group g /x", 2, "invalid choice: 'share'"),
     ("console --port 70000", 2, "'70000' is not a port"),
     ("--frobnicate", 2, "unrecognized arguments: --frobnicate"),
-    ("evict qwen --timeout soon", 2, "'soon' is not a duration"),
+    ("evict qwen --timeout soon", 2, "Write it like 30, '10m' or '2h'. Usage: gpu evict"),
+    ("plan -3GiB", 1, "'-3GiB' is not a size"),
 ])  # fmt: skip
 def test_a_failure_is_one_line_on_standard_error(gpu, words, code, message):
     """The exit code is 1 for a failure, and 2 for a command line that cannot be understood."""

@@ -383,7 +383,7 @@ def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
 
 
 @pytest.mark.parametrize(("line", "kind"), [
-    ("100GiB", errors.DoesNotFit), ("lots", errors.BadSize), ("-3", errors.BadSize),
+    ("100GiB", errors.DoesNotFit), ("lots", errors.BadSize), ("-3", errors.BadSize), ("-3GiB", errors.BadSize),
     ("--model nobody", errors.UnknownModel), ("evict qwen", UsageError),
     ("1GiB --importance vital", UsageError),
 ])  # fmt: skip
