@@ -49,6 +49,7 @@ from ..facts import (
     Ticket,
     Wait,
     World,
+    away_word,
     held_on_cards,
     is_engine,
     lease_title,
@@ -181,8 +182,9 @@ def evict_lease(
         drops = drop and resident.lease.droppable
         step = release.evict(session, resident, because, drop=drops, by=requests.person(session))
     if step is None:
+        place = away_word(resident.lease).replace("parked", "in RAM") or "not loaded"
         where = resident.lease.where if resident.place is Place.AWAY else "disk"
-        return Outcome("evict", title, True, f"{title} is on no device", where=where)
+        return Outcome("evict", title, True, f"{title} is {place}", where=where)
     freed = sum(share.bytes for share in step.source)
     where, moved = "disk", "was unloaded"
     if resident.handle is not None:  # else it was unloaded, or is an engine that did not sleep
@@ -557,7 +559,8 @@ def drain(
     left = [lease for lease in before if lease.id not in still_there]
     freed = sum(lease.bytes_on(device.id) for lease in left)
     said = "is drained already" if was_drained else "is drained: it takes no new lease"
-    sentences = [f"{device.id} {said}", *_reasons(session, staying)]
+    gone = [f"{show_bytes(freed)} left it"] if freed else []
+    sentences = [f"{device.id} {said}", *gone, *_reasons(session, staying)]
     return Outcome("drain", device.id, True, ". ".join(sentences), freed, device.id)
 
 

@@ -228,7 +228,7 @@ def _known_result(
         return Grant(free, (), f"{name} has no copy in RAM")
     if asked.verb == "evict":
         if lease is None:
-            return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
+            return Grant(Lease(section.owner.id, name), (), f"{name} is not loaded")
         stays = lease.on_host and lease.phase is Phase.SETTLED
         if stays and not (DISK in asked.places and lease.droppable):
             place = away_word(lease).replace("parked", "in RAM")

@@ -62,7 +62,7 @@ SHOWN = {
     "defrag": "defrag: ",
     "free": "free: 0 B came free",
     "move qwen sim:0": "move qwen: qwen is on sim:0 already",
-    "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new lease",
+    "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new lease. 14.0 GiB left it",
     "drain sim:0 --undo": "sim:0 was not drained",
     "doctor": "last refusals",
     "config": "SETTING",

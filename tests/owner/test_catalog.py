@@ -73,7 +73,7 @@ def test_every_verb_knows_a_catalogued_model_before_it_is_loaded(shelf):
     assert rt.plan("qwen3:8b").footprint.bytes == 14 * GIB and rt.plan("qwen3:8b").granted
     rt.models()
     assert rt.specs() == () and rt.status().sections == {}, "reading registers no model"
-    assert rt.why("qwen3:8b") == () and rt.evict("org/llama").because == "org/llama is on no device"
+    assert rt.why("qwen3:8b") == () and rt.evict("org/llama").because == "org/llama is not loaded"
     assert rt.pin("org/llama").done and rt.preload("org/llama").done
     assert claims(rt) == {"sim:0": 10 * GIB}
 

@@ -23,7 +23,7 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     done = rt.drain("sim:0")
     assert done.done
     assert done.bytes == 8 * 2**30
-    assert done.because == "sim:0 is drained: it takes no new lease"
+    assert done.because == "sim:0 is drained: it takes no new lease. 8.0 GiB left it"
     assert places(rt) == {"a": "host", "b": "host"}
     assert rt.preload("a").where == "sim:1"
     assert rt.status().devices[0].drained.by == rt.status().owner.user

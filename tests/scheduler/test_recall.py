@@ -182,7 +182,7 @@ def test_a_copy_of_some_bytes_is_no_room_for_the_others(host, leaves):
 
 
 def test_evicting_what_is_gone_is_granted_and_an_owner_that_is_gone_cannot_act():
-    assert asking(two(), "evict")[1] == Grant(Lease("1.1.0", "qwen"), (), "qwen is on no device")
+    assert asking(two(), "evict")[1] == Grant(Lease("1.1.0", "qwen"), (), "qwen is not loaded")
     assert asking(two(lease("qwen", host=8)), "evict")[1].because == "qwen is in RAM"
     page = two(lease("qwen", sim0=8))
     page, _ = asking(page, "evict")
