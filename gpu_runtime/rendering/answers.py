@@ -426,7 +426,7 @@ def config(rows: Sequence[Any]) -> Part:
         for row in rows
     ]
     kinds = ("", "", "g-wrap", "g-soft g-wrap")
-    return page(table(("setting", "value", "set by", "meaning"), cells, kinds, 200))
+    return page(table(("setting", "value", "set by", "meaning"), cells, kinds, 1000))
 
 
 def preset(settings: Mapping[str, str]) -> Part:
@@ -472,7 +472,7 @@ def _class_that_shows(base: Any, paint: Paint) -> type:
 
 def for_people(frame: Any) -> Part:
     """The table as aligned text under the names of its columns, and in the notebook's own style of tables."""
-    columns, rows, more = _rows(frame)
+    columns, rows, more = rows_of(frame)
     numbers = [place for place, name in enumerate(columns) if text.is_number(name)]
     align = ["" if text.is_number(name) else ' style="text-align:left"' for name in columns]
     lines = text.table(rows, columns, numbers) if rows else ["(no rows)"]
@@ -489,14 +489,14 @@ def for_people(frame: Any) -> Part:
     return Part("\n".join(lines), f'<table class="dataframe">{body}</table>')
 
 
-def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
-    """The names of the columns, the cells of the shown rows, and the number of the other rows."""
+def rows_of(frame: Any, most: int = MOST_SHOWN) -> tuple[list[str], list[list[str]], int]:
+    """The names of the columns, the cells of at most `most` rows, and the number of the other rows."""
     is_of_allocators = "reserved_bytes" in frame.columns
     columns = [name for name in frame.columns if not (is_of_allocators and name in _NOT_SHOWN)]
-    more = max(0, len(frame) - MOST_SHOWN)
+    more = max(0, len(frame) - most)
     records = frame.to_dict("records")
     if more:
-        half = MOST_SHOWN // 2
+        half = most // 2
         records = [*records[:half], *records[-half:]]
     owners = frame.attrs.get("owners")
     rows = [[text.cell(name, record[name], owners) for name in columns] for record in records]
@@ -530,7 +530,7 @@ def _who_rows(frame: Any) -> list[list[str]]:
         [
             record["name"],
             record["kind"],
-            record["device"] if several else "",
+            views.device_name(record["device"]) if several else "",
             show_bytes(int(record["bytes"])),
             # What becomes free if only this name is deleted. Parked memory is in RAM.
             show_bytes(alone) + (" of RAM" if alone and record["device"] == HOST else ""),
@@ -589,7 +589,10 @@ NO_CELL_WAITS = "No cell waits that uses a model. Run All, then look again:  %gp
 
 def schedule(found: Schedule) -> Part:
     """The models that waiting cells use, each with its place and state."""
-    rows = [(model.name, model.cell, model.where, _state(model)) for model in found.models]
+    rows = [
+        (model.name, model.cell, views.device_name(model.where), _state(model))
+        for model in found.models
+    ]
     shown = table(SCHEDULE, rows, ("g-wrap",) * 4, 100) if rows else line(NO_CELL_WAITS)
     notes = ["Look-ahead is off (GPU_PREFETCH=never)."] if found.mode == "never" else []
     if found.loaded_ahead:

@@ -160,11 +160,9 @@ def is_frame(value: Any) -> bool:
 
 def frame_text(frame: Any) -> str:
     """The DataFrame `frame` as an aligned table for people."""
-    columns, owners = list(frame.columns), frame.attrs.get("owners")
+    columns, rows, _ = answers.rows_of(frame, len(frame))
     numbers = [n for n, name in enumerate(columns) if text.is_number(name)]
     headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
-    records = frame.to_dict("records")
-    rows = [[text.cell(name, record[name], owners) for name in columns] for record in records]
     return "\n".join(text.table(rows, headers, numbers))
 
 

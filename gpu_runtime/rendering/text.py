@@ -118,19 +118,22 @@ def table(
     right: Sequence[int] = (),
     longest: int = LONGEST,
 ) -> list[str]:
-    """The `rows` as aligned lines under `headers`, without empty columns; those of `right` are right-aligned."""
-    cells = [[shorten(clean(cell), longest) for cell in row] for row in rows]
-    columns = [n for n in range(len(headers)) if any(row[n] for row in cells)]
-    widths = {n: max(width(row[n]) for row in (headers, *cells)) for n in columns}
+    """The `rows` as aligned lines under `headers`, without empty columns; those of `right` are right-aligned.
 
-    def padded(row: Sequence[str], n: int) -> str:
-        padding = " " * (widths[n] - width(row[n]))
-        return padding + row[n] if n in right else row[n] + padding
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(padded(row, n) for n in columns).rstrip()
-
-    return [line(headers), *map(line, cells)]
+    A text above `longest` characters is shortened, unless another one of its column would then look the same.
+    """
+    columns = []
+    for n, texts in enumerate(zip(*rows, strict=True)):
+        whole = list(map(clean, texts))
+        short = [shorten(text, longest) for text in whole]
+        cells = [headers[n], *(short if len(set(short)) == len(set(whole)) else whole)]
+        if any(whole):
+            widest = max(map(width, cells))
+            paddings = [" " * (widest - width(cell)) for cell in cells]
+            pairs = zip(paddings, cells, strict=True)
+            columns.append([pad + cell if n in right else cell + pad for pad, cell in pairs])
+    lines = [headers] if not columns else zip(*columns, strict=True)
+    return ["  ".join(line).rstrip() for line in lines]
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
@@ -178,6 +181,8 @@ def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> st
         return clean(known) if known else f"pid {str(value).partition('.')[0]}"
     if isinstance(value, bool) or type(value).__name__ == "bool":  # also NumPy's bool
         return "yes" if value else ""
+    if column in ("device", "where"):
+        return " + ".join(map(views.device_name, str(value).split(" + ")))
     return str(value)
 
 

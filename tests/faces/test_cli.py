@@ -127,7 +127,7 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
         "NAME", "BACKEND", "WHERE", "BYTES", "IDLE", "USES", "IMPORTANCE", "OWNER",
     ]  # fmt: skip
     where = {line.split()[0]: line[header.index("WHERE") :].split()[0] for line in lines}
-    assert where == {"llama": "host", "qwen": "sim:0", "phi:4b": "disk", "org/far": "disk"}
+    assert where == {"llama": "RAM", "qwen": "sim:0", "phi:4b": "disk", "org/far": "disk"}
     assert "14.0 GiB" in out
 
 

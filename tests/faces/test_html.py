@@ -171,7 +171,7 @@ def test_each_model_has_its_first_use_its_place_and_its_state():
         "MODEL  FIRST USE  WHERE  STATE", "a      cell 4     sim:0  used by the running cell",
         "b      cell 5     sim:0  loaded ahead", "c      cell 5     disk   being loaded ahead",
         "d      cell 6     sim:0  on its device",
-        "e      cell 7     host   not loaded ahead: sim:0 has 4.0 GiB free",
+        "e      cell 7     RAM    not loaded ahead: sim:0 has 4.0 GiB free",
         "f      cell 8     disk   not loaded yet", "Loaded ahead so far: 5; 3 used, 1 not used.",
     ]  # fmt: skip
 

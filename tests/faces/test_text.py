@@ -112,6 +112,20 @@ def test_unknown_is_never_shown_as_zero():
     assert text.cell("celsius", None) == "" and text.cell("free_bytes", 0) == "0 B"
 
 
+def test_a_table_calls_the_hosts_memory_ram_as_the_other_texts_do():
+    """The DataFrame keeps `host`, which code compares."""
+    found = [text.cell("where", place) for place in ("host", "cuda:0 + host", "cuda:0,1", "disk")]
+    assert found == ["RAM", "cuda:0 + RAM", "cuda:0,1", "disk"]
+    assert text.cell("device", "host") == "RAM" and text.cell("model", "host") == "host"
+
+
+def test_names_that_would_look_the_same_are_not_shortened():
+    """Paths and names of one family often differ in the middle alone."""
+    first, second = (f"{'a' * 25}{n}{'z' * 30}" for n in range(2))
+    assert text.table([[first], [second]], ["NAME"])[1:] == [first, second]
+    assert len(text.table([[first], [first]], ["NAME"])[1]) == text.LONGEST
+
+
 def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
     expected = """\
 gemma fits once 1 other is evicted · simulated

@@ -162,13 +162,13 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     label = VERBS[proposal.verb]
     held_by = f"Held by {process}."
     is_away = proposal.where in (HOST, DISK)
-    away = f"It is {_at(proposal.where)} now. " if is_away else ""
-    there = "once it is on a card" if is_away else _at(proposal.where)
+    away = f"It is {at(proposal.where)} now. " if is_away else ""
+    there = "once it is on a card" if is_away else at(proposal.where)
     effects = {
         "move": f"Its {size} move from {device_name(proposal.where)} to {proposal.device}. Only free memory is used: "
         "no other model is evicted.",
         "pin": f"{away}It keeps its {size} {there}: no other model can evict it until it is unpinned.",
-        "unpin": f"After that its {size} {_at(proposal.where)} are available again: it is evicted when other models "
+        "unpin": f"After that its {size} {at(proposal.where)} are available again: it is evicted when other models "
         "need the memory.",
     }
     if proposal.verb in effects:
@@ -255,7 +255,7 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
         leaves = "its file on the disk" if lease is not None and lease.on_disk else "RAM"
         after = f"It leaves {leaves} too. Its next use loads it again from its source."
     pinned = "It is pinned. It is unpinned first." if proposal.verb == "unpin_evict" else ""
-    lines = (f"This frees {size} {_at(place)}.", pinned, _use(lease, process, snapshot), after)
+    lines = (f"This frees {size} {at(place)}.", pinned, _use(lease, process, snapshot), after)
     confirm = f"{verb}, freeing {size}"
     return Question(f"{verb} {name}?", tuple(filter(None, lines)), confirm, grave=True)
 
@@ -275,7 +275,7 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
     duration = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
     in_use = lease is not None and lease.pins
     lines = (
-        f"This frees {size} {_at(proposal.where)}.",
+        f"This frees {size} {at(proposal.where)}.",
         f"{process} runs a cell and is not parked." if in_use else _use(lease, process, snapshot),
         f"All its tensors move to RAM. They return before its next cell{duration}.",
     )
@@ -320,10 +320,10 @@ def _whereabouts(proposal: Proposal) -> str:
         return "It is not loaded, and its size is not known here."
     if proposal.where == "disk":
         return f"It is not loaded ({size})."
-    return f"It is {_at(proposal.where)} ({size})."
+    return f"It is {at(proposal.where)} ({size})."
 
 
-def _at(place: str) -> str:
+def at(place: str) -> str:
     """The `place` of a lease as the end of a sentence: `on sim:0`, `on disk` or `in RAM`."""
     return "in RAM" if place == HOST else f"on {place}"
 
@@ -418,7 +418,7 @@ def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
         return f"{name} is in use now, by {process}."
     moves = (*LEAVES, "move", "restore", "preload", "park", "unpark")
     if verb in moves and lease.where != proposal.where:
-        return f"{name} is {_at(lease.where)} now, not {_at(proposal.where)}."
+        return f"{name} is {at(lease.where)} now, not {at(proposal.where)}."
     if verb in moves and verb != "preload" and lease.phase is not Phase.SETTLED:
         return f"{name} is already {lease.phase}."
     if verb in ("pin", "unpin") and lease.keep == (verb == "pin"):

@@ -50,7 +50,7 @@ from gpu_runtime.units import GIB, MIB, counted, show_bytes
 
 from ..palette import SHARED, LeaseStyle, label_of
 from .cells import Button, if_awake, lasting, notebook_name, process_name, short, why_no_answer
-from .confirmations import is_idle, is_idle_notebook, ticket_title
+from .confirmations import at, is_idle, is_idle_notebook, ticket_title
 from .rows import buttons as usual_buttons
 from .timeline import MARKED, devices_of, spans_of
 
@@ -197,7 +197,7 @@ def lease_tooltip(
     """Lines about the `lease`: its bytes, of which `size` are in this stretch, its process, use and importance."""
     moving = f", {kind}" if kind in ("arriving", "leaving") else ""
     is_part = size != lease.bytes and not moving
-    whole = f" of {show_bytes(lease.bytes)} on {lease.where}" if is_part else ""
+    whole = f" of {show_bytes(lease.bytes)} {at(lease.where)}" if is_part else ""
     if lease.in_parts and not moving:
         whole = f": {place_label(lease)}"
     lines = [

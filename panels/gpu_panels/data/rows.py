@@ -810,7 +810,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
     return (
         Cell(clean(record["name"]), kind="strong"),
         Cell(record["kind"]),
-        Cell(record["device"]),
+        Cell(device_name(record["device"])),
         Cell(show_bytes(size), size),
         Cell(show_bytes(alone), alone),
         Cell(clean(record["cell"]), kind="soft"),
