@@ -273,7 +273,6 @@ class Console:
             tab = self._made.get(title)
             if tab is None:
                 tab = tabs.TABS[title](self.poller, self.actions)
-                tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
                 tab.visit(self._address)
                 self._address = {}
@@ -307,8 +306,6 @@ class Console:
 
     def _theme_changed(self, _: Any) -> None:
         self.status_bar.dark = self.page.dark_theme
-        for tab in self._made.values():
-            tab.dark(self.page.dark_theme)
 
 
 ALARM = """[role=alert] { border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .14); padding: 8px 14px;

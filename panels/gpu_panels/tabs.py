@@ -127,9 +127,6 @@ class Tab:
         if self.poller.result.snapshot is not None:
             self.update(self.poller.result.snapshot)
 
-    def dark(self, on: bool) -> None:
-        """Switches to the dark or the light theme. Called before the first update, and at each change."""
-
 
 FINGER_PIXELS = {"minWidth": 44, "minHeight": 44}  # pixels, for a finger
 _PLAIN = {
@@ -611,8 +608,8 @@ NO_MODEL = "choose …"
 ANY, USUAL = "any card", "as registered"
 DAYS = 7.0  # of the history that is replayed
 DRY_RUN_HINT = (
-    "Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: now, "
-    "after others have left, after a wait, or never. This is a dry run: it changes nothing."
+    "Choose a model, or type a size such as <code>14 GiB</code> and press Enter, to see what would happen: "
+    "now, after others have left, after a wait, or never. This is a dry run: it changes nothing."
 )
 
 

@@ -160,11 +160,20 @@ def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(
     assert swatch["width"] >= 11, "a swatch is not squeezed"
     assert row.locator(".act").first.bounding_box()["x"] == title.bounding_box()["x"]
     assert seen.page.locator("header").first.bounding_box()["height"] <= 72
+    is_cut = """(node) => {
+        node.textContent = "2 problems; 1 waits"; node.classList.add("some"); return node.scrollWidth > node.clientWidth
+    }"""
+    assert not seen.page.locator(".words .problems").evaluate(is_cut)
     spoken = seen.page.locator("[role=status].spoken")
     assert "problem" in spoken.text_content() and "as of" not in spoken.text_content()
     button = row.locator("button", has_text="Pin")
     button.click()
-    seen.page.locator("[role=dialog] button", has_text="Cancel").wait_for()
+    cancel = seen.page.locator("[role=dialog] button", has_text="Cancel")
+    cancel.wait_for()
+    question = cancel.evaluate(
+        "(node) => node.getRootNode().getElementById(node.getAttribute('aria-describedby')).textContent"
+    )
+    assert "It keeps its 14.0 GiB on sim:0" in question, "a screen reader reads it with the button"
     seen.page.keyboard.press("Escape")
     until(lambda: button.evaluate("(node) => node.getRootNode().activeElement === node"))
 

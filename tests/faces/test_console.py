@@ -116,7 +116,6 @@ class CountingTab(Tab):
 
     title = "Counted"
     made = updates = 0
-    themes: list[bool] = []
 
     def __init__(self, poller, actions):
         super().__init__(poller, actions)
@@ -125,9 +124,6 @@ class CountingTab(Tab):
 
     def update(self, snapshot):
         type(self).updates += 1
-
-    def dark(self, on):
-        self.themes.append(on)
 
 
 class FailingTab(CountingTab):
@@ -143,7 +139,6 @@ class FailingTab(CountingTab):
 def two_tabs(poller, monkeypatch):
     """A console with an empty tab in front and a CountingTab behind it."""
     CountingTab.made = CountingTab.updates = 0
-    CountingTab.themes = []
     only_tabs(monkeypatch, "Models", "Counted")
     kinds = {"Counted": CountingTab, "Models": EmptyTab}
     monkeypatch.setattr(tabs, "TABS", kinds)
@@ -175,12 +170,6 @@ def test_a_tab_is_made_when_it_is_first_opened_and_updated_with_news_while_in_fr
     poll_again(poller)
     two_tabs.tick()
     assert (CountingTab.made, CountingTab.updates) == (1, 1), "it is not in front"
-
-
-def test_a_tab_gets_the_theme_when_it_is_made_and_at_each_change(two_tabs):
-    two_tabs._tabs.active = 1
-    two_tabs.page.dark_theme = True
-    assert CountingTab.themes == [False, True]
 
 
 def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does_not(poller):

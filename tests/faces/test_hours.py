@@ -43,7 +43,7 @@ def test_a_bar_has_the_states_as_parts_of_the_fullest_time():
 
 
 def test_the_calendar_has_the_idle_hours_of_each_day(utc):
-    """Idle, and idle while another waited, of all cards; the hour with the most is the darkest."""
+    """Idle, and idle while another waited, of all cards; the hour with the most has the strongest colour."""
     records = [bar(1, idle_gib_h=1.0, in_use_gib_h=9.0), bar(2, blocking_gib_h=4.0)]
     records[1]["time"] = records[1]["time"].replace(hour=13)
     drawn = calendar(records)

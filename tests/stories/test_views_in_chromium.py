@@ -94,6 +94,9 @@ SHOWN = {
 }
 
 
+DARK = "rgb(18, 18, 18)"
+
+
 @pytest.mark.parametrize("tab", SHOWN)
 def test_each_view_is_drawn_in_both_themes(pages, tab):
     with pages.at(tab) as page:
@@ -102,6 +105,9 @@ def test_each_view_is_drawn_in_both_themes(pages, tab):
         light = page.evaluate(background)
         page.get_by_label("Toggle theme").click()
         page.wait_for_function(f"(light) => ({background})() !== light", arg=light)
+        scheme = "() => getComputedStyle(document.documentElement).colorScheme"
+        page.wait_for_function(f"() => ['light', 'dark'].includes(({scheme})())")
+        assert page.evaluate(scheme) == ("dark" if page.evaluate(background) == DARK else "light")
         page.get_by_text(SHOWN[tab]).first.wait_for()
 
 

@@ -104,7 +104,7 @@ def calendar(records: Sequence[Record]) -> str:
             cells.append(f'<td title="{title}" style="{_HOUR};{colour}"></td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
-        f'<div class="soft">Held idle, by day and hour; the darkest hour has {most:.1f} GiB-hours</div>'
+        f'<div class="soft">Held idle, by day and hour; the strongest colour is {most:.1f} GiB-hours</div>'
         f'<table style="{_CALENDAR}"><tr><td style="width:4em"></td>{heads}</tr>{"".join(rows)}</table>'
     )
 

@@ -3,10 +3,12 @@
 export function render({model, el}) {
   const root = document.createElement("div")
   root.className = "confirmation"
+  const lines = document.createElement("div")
+  lines.id = "lines"
   for (const line of model.lines) {
     const paragraph = document.createElement("p")
     paragraph.textContent = line
-    root.append(paragraph)
+    lines.append(paragraph)
   }
   const answers = document.createElement("div")
   answers.className = "answers"
@@ -20,7 +22,8 @@ export function render({model, el}) {
   }
   const cancel = addButton("Cancel", "no", "cancel")
   addButton(model.confirm, model.grave ? "yes grave" : "yes", "confirm")
-  root.append(answers)
+  cancel.setAttribute("aria-describedby", "lines")  // a screen reader reads the text, as Cancel has the focus
+  root.append(lines, answers)
   // The dialog takes the focus for itself while it opens, so Cancel takes it back a few times.
   for (const wait of [0, 60, 150, 300, 600]) {
     setTimeout(() => { if (!root.contains(root.getRootNode().activeElement)) cancel.focus() }, wait)

@@ -112,9 +112,14 @@ export function render({model, view}) {
     words.innerHTML = model.words  // the code that made it has escaped all names
   }
 
+  // The browser draws scroll bars and the calendar of a time field for this scheme.
+  const showScheme = () => { document.documentElement.style.colorScheme = model.dark ? "dark" : "light" }
+
   if (model.chooses) {
     document.documentElement.dataset.gpuConsole = "served"
     model.on("address", () => showAddress(model.address))
+    model.on("dark", showScheme)
+    showScheme()
   }
   draw()
   showAge()
