@@ -9,8 +9,11 @@ is made (`scheduler/`, `owner/`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     HOST,
@@ -19,11 +22,13 @@ from gpu_runtime.facts import (
     THIS_PROCESS,
     Device,
     DeviceView,
+    Drop,
     Event,
     Lease,
     Leaver,
     Level,
     Load,
+    Move,
     Owner,
     Part,
     Phase,
@@ -211,30 +216,64 @@ def strangers_bytes(view: DeviceView) -> int:
     return max(0, (view.measured_bytes or 0) - view.claimed_bytes)
 
 
-def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
-    """The bars as they would be after the `steps`, only for devices that the steps change."""
-    before = bars(snapshot)
-    after: dict[str, list[BarSegment]] = {bar.device.id: list(bar.segments) for bar in before}
-    changed: set[str] = set()
+def bars_after(snapshot: Snapshot, steps: Sequence[Step]) -> tuple[Bar, ...]:
+    """The bars as they would be after the `steps`, only for devices that the steps change. What moved is last."""
+    changed, moved = touched(steps), {step.lease for step in steps}
+    found = []
+    for bar in bars(after(snapshot, steps)):
+        if bar.device.id in changed:
+            stayed = [part for part in bar.segments if part.lease not in moved]
+            came = [part._replace(kind="settled") for part in bar.segments if part.lease in moved]
+            found.append(bar._replace(segments=(*stayed, *came)))
+    return tuple(found)
+
+
+def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
+    """The `snapshot` after the `steps`. What they load or move to a card is arriving; a move to host memory is done."""
+    sections = dict(snapshot.sections)
     for step in steps:
-        for share in getattr(step, "source", ()):
-            changed.add(share.device)
-            left, kept = share.bytes, []
-            for part in after.get(share.device, ()):
-                taken = min(left, part.bytes) if part.lease == step.lease else 0
-                left -= taken
-                kept.append(part._replace(bytes=part.bytes - taken))
-            after[share.device] = [part for part in kept if part.bytes > 0]
-        for share in getattr(step, "shares", ()):
-            changed.add(share.device)
-            owner_id, _, name = step.lease.partition("/")
-            segment = BarSegment(snapshot.title(owner_id, name), share.bytes, lease=step.lease)
-            after.setdefault(share.device, []).append(segment)
-    return tuple(
-        bar._replace(segments=tuple(after[bar.device.id]))
-        for bar in before
-        if bar.device.id in changed
-    )
+        owner_id, _, name = step.lease.partition("/")
+        section = sections.get(owner_id) or Section(snapshot.owner)
+        lease = section.lease(name) or Lease(owner_id, name)
+        others = tuple(other for other in section.leases if other.name != name)
+        moved = _after_step(lease, step)
+        sections[owner_id] = replace(section, leases=(*others, moved) if moved else others)
+    change = Counter[str]()
+    for section in sections.values():
+        change.update(section.claims())
+    for section in snapshot.sections.values():
+        change.subtract(section.claims())
+    devices = []
+    for view in snapshot.devices:  # figures that are unknown stay unknown
+        more = change[view.device.id]
+        used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
+        room = None if view.room_bytes is None else view.room_bytes - more
+        claimed = view.claimed_bytes + more
+        devices.append(replace(view, claimed_bytes=claimed, measured_bytes=used, room_bytes=room))
+    return replace(snapshot, sections=sections, devices=tuple(devices))
+
+
+def _after_step(lease: Lease, step: Step) -> Lease | None:
+    if isinstance(step, Drop):
+        return None
+    if isinstance(step, Shed):
+        return lease.shed()
+    is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
+    if is_to_host:
+        after = lease.after(step.shares)
+        return replace(lease, shares=after, target=(), filled=(), phase=Phase.SETTLED)
+    if lease.in_parts:
+        return replace(lease, target=step.shares, phase=Phase.ARRIVING)
+    return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)
+
+
+def touched(steps: Iterable[Step]) -> list[str]:
+    """The devices that `steps` change, in the order of the steps."""
+    devices = []
+    for step in steps:
+        shares = (*getattr(step, "source", ()), *getattr(step, "shares", ()))
+        devices += [share.device for share in shares]
+    return list(dict.fromkeys(devices))
 
 
 def worst_level(snapshot: Snapshot) -> Level:

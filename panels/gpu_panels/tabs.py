@@ -32,7 +32,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.files import newest_log, part_of
 from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import GOVERNOR_OFF, counters, versions
+from gpu_runtime.rendering.views import GOVERNOR_OFF, after, counters, touched, versions
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import parse_room
 
@@ -655,18 +655,18 @@ def replayed(rt: Any, snapshot: Snapshot) -> str:
 
 def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
     """Rows, as JSON, of the devices that `steps` change. Each device has a row for now and a row for the time after."""
-    touched = whatif.touched(steps)
-    then = whatif.after(snapshot, steps)
-    now, after = device_rows(snapshot, may_act=False), device_rows(then, may_act=False)
+    changed = touched(steps)
+    seen = snapshot, after(snapshot, steps)
+    now, then = (device_rows(at_that_time, may_act=False) for at_that_time in seen)
     rows = [
         msgspec.structs.replace(
             row, id=f"{row.id} {when}", title=f"{row.title} {when}", busy="", celsius="", watts=""
         )
-        for pair in zip(now.rows, after.rows, strict=True)
+        for pair in zip(now.rows, then.rows, strict=True)
         for when, row in zip(("now", "after"), pair, strict=True)
-        if row.id in touched
+        if row.id in changed
     ]
-    has_card = any(device != HOST for device in touched)
+    has_card = any(device != HOST for device in changed)
     ticks = now.ticks if has_card else ()  # the ticks belong to the axis of the cards
     return as_json(Rows(ticks, tuple(rows)))
 

@@ -5,7 +5,7 @@ from gpu_panels.data.rows import models
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, Move, Phase, Share
-from gpu_runtime.rendering import answers, render
+from gpu_runtime.rendering import answers, render, views
 from gpu_runtime.serving.api import memory
 from gpu_runtime.units import GIB
 
@@ -57,7 +57,9 @@ def test_what_if_shows_the_part_that_would_leave():
     whole = samples.snapshot(replace(BIG, shares=(Share("sim:0", 40 * GIB),)), gib=40.0)
     out = Move(BIG.id, (Share("sim:0", 3 * GIB),), (Share(HOST, 3 * GIB),))
     plan = replace(samples.fits, steps=(out,), name="new", victims=(BIG.id,))
-    then = whatif.after(whole, plan.steps)
+    then = views.after(whole, plan.steps)
     [lease] = then.leases()
     assert lease.shares == (Share("sim:0", 37 * GIB), Share(HOST, 3 * GIB))
+    sizes = [bar.used_bytes for bar in views.bars_after(whole, plan.steps)]
+    assert sizes == [37 * GIB, 3 * GIB]
     assert "big (3.0 GiB of 40.0 GiB)" in whatif.evicted(plan, whole)[0]

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 from gpu_panels.data import devices, whatif
-from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
+from gpu_panels.data.whatif import PlanAnswer, answer, details, evicted, model_choices
 from gpu_panels.tabs import ANY, NO_MODEL, USUAL, PlanWish, WhatIfTab, replayed, request_plan
 from msgspec.structs import replace
 
@@ -24,6 +24,7 @@ from gpu_runtime.facts import (
     Shed,
 )
 from gpu_runtime.rendering import answers, views
+from gpu_runtime.rendering.views import after
 from gpu_runtime.units import GIB
 
 from . import samples
@@ -124,7 +125,7 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
     found = words(answer(PlanAnswer(samples.refused), samples.busy))
     assert found.startswith("✗ Never, as things are · gemma does not fit, even after a wait")
     assert "would be evicted" not in found
-    assert whatif.touched(samples.refused.steps) == []
+    assert views.touched(samples.refused.steps) == []
     plan = Plan(False, (), (), "<script>alert(1)</script>", name="<b>x</b>")
     shown = [face(PlanAnswer(plan), samples.busy) for face in (answer, details)]
     assert "<script" not in "".join(shown)

@@ -1,25 +1,18 @@
-"""The contents of the tab What if: the snapshot after the steps of a plan, and a description of the plan. Pure."""
+"""The contents of the tab What if: a description of a plan. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
-
 from gpu_runtime.facts import (
-    HOST,
     Drop,
     Lease,
     Move,
-    Phase,
     Plan,
     PlanLevel,
-    Section,
     Shed,
     Snapshot,
-    Step,
 )
 from gpu_runtime.rendering import answers, views
 from gpu_runtime.rendering.html import esc
@@ -47,57 +40,6 @@ def model_choices(snapshot: Snapshot) -> list[str]:
     for name, owners in pids.items():
         choices += [name] if len(owners) == 1 else [f"{name}@{pid}" for pid in owners]
     return sorted(choices)
-
-
-# -- the world after the plan ----------------------------------------------------------------------
-
-
-def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
-    """The `snapshot` after the `steps`. What they load or move to a card is arriving; a move to host memory is done."""
-    sections = dict(snapshot.sections)
-    for step in steps:
-        owner_id, _, name = step.lease.partition("/")
-        section = sections.get(owner_id) or Section(snapshot.owner)
-        lease = section.lease(name) or Lease(owner_id, name)
-        others = tuple(other for other in section.leases if other.name != name)
-        moved = _after_step(lease, step)
-        sections[owner_id] = replace(section, leases=(*others, moved) if moved else others)
-    change = Counter[str]()
-    for section in sections.values():
-        change.update(section.claims())
-    for section in snapshot.sections.values():
-        change.subtract(section.claims())
-    devices = []
-    for view in snapshot.devices:  # figures that are unknown stay unknown
-        more = change[view.device.id]
-        used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
-        room = None if view.room_bytes is None else view.room_bytes - more
-        claimed = view.claimed_bytes + more
-        devices.append(replace(view, claimed_bytes=claimed, measured_bytes=used, room_bytes=room))
-    return replace(snapshot, sections=sections, devices=tuple(devices))
-
-
-def _after_step(lease: Lease, step: Step) -> Lease | None:
-    if isinstance(step, Drop):
-        return None
-    if isinstance(step, Shed):
-        return lease.shed()
-    is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
-    if is_to_host:
-        after = lease.after(step.shares)
-        return replace(lease, shares=after, target=(), filled=(), phase=Phase.SETTLED)
-    if lease.in_parts:
-        return replace(lease, target=step.shares, phase=Phase.ARRIVING)
-    return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)
-
-
-def touched(steps: Iterable[Step]) -> list[str]:
-    """The devices that `steps` change, in the order of the steps."""
-    devices = []
-    for step in steps:
-        shares = (*getattr(step, "source", ()), *getattr(step, "shares", ()))
-        devices += [share.device for share in shares]
-    return list(dict.fromkeys(devices))
 
 
 # -- in words --------------------------------------------------------------------------------------
