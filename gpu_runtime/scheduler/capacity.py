@@ -101,18 +101,6 @@ def sample_of(device: Device, book: Book, world: World) -> Sample | None:
     return mine if mine.taken_at >= theirs.taken_at else theirs
 
 
-def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]) -> int | None:
-    """Bytes in use on `device` as measured by `sample`; None if the driver gives no number.
-
-    `claimed` maps device ids to bytes. For a simulated device, the result is the claimed bytes.
-    """
-    if device.simulated:
-        return claimed.get(device.id, 0)
-    if sample is None or sample.free_bytes is None:
-        return None
-    return max(0, device.total_bytes - sample.free_bytes)
-
-
 def views(book: Book, world: World) -> tuple[DeviceView, ...]:
     """Every device of `world` with its budget, its claims in `book`, used bytes and level."""
     claims, limits = book.claims(), limits_of(book, world)
@@ -123,7 +111,9 @@ def views(book: Book, world: World) -> tuple[DeviceView, ...]:
 
 def _view(device: Device, limit: int, claimed: int, book: Book, world: World) -> DeviceView:
     sample = sample_of(device, book, world)
-    used = used_bytes(device, sample, {device.id: claimed})
+    used = claimed if device.simulated else None  # bytes in use as measured; None: unknown
+    if not device.simulated and sample is not None and sample.free_bytes is not None:
+        used = max(0, device.total_bytes - sample.free_bytes)
     full = pressure(claimed, limit, used, device.total_bytes)
     residue = sum(section.residue.get(device.id, 0) for section in book.sections.values())
     return DeviceView(

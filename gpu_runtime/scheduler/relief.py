@@ -407,13 +407,9 @@ def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
 
 def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
     why = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
-    if why == Phase.LEAVING:
-        return ""
-    if why or lease.phase is not Phase.SETTLED:
-        return why
-    if eviction_step(lease, host_room, world) is None:
+    if not why and eviction_step(lease, host_room, world) is None:
         return needs_host_room(lease)
-    return ""
+    return "" if why == Phase.LEAVING else why
 
 
 def _leases_on(leases: Iterable[Lease], cards: Container[str]) -> list[Lease]:
