@@ -146,9 +146,9 @@ def _doze(session: Session, book: Book, now: float) -> float:
             session.ledger.ring(pressed)
         seconds = _until_own_look(session, book, now)
     session.dozing = seconds > POLL_SECONDS
-    # `in_use` is checked again after the flag is set. A use that began after the first check has
-    # either seen the flag, or is found by this check.
-    if session.dozing and session.in_use():
+    # Both are checked again after the flag is set. A use that began after the first check has either
+    # seen the flag, or is found by this check; also if it has ended, with its pin still in the book.
+    if session.dozing and (session.in_use() or not quiet(session, session.ledger.read())):
         session.dozing = False
         return POLL_SECONDS
     return seconds

@@ -71,6 +71,24 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
     assert ledger.read().lease(rt._session.me, "m").pins == 0
 
 
+def test_a_use_that_begins_and_ends_before_the_sleep_is_in_the_book_as_ended(crowd, monkeypatch):
+    """Nobody published the end: for up to a minute the model was in use for all others."""
+    rt = crowd[5]
+    rt.evict("m", drop=True)
+    assert rt.tick() == LONG
+    before = maintenance._doze
+
+    def used(session, book, now):
+        monkeypatch.undo()
+        with rt.use("m"):
+            assert session.ledger.read().lease(session.me, "m").pins == 1
+        return before(session, book, now)
+
+    monkeypatch.setattr(maintenance, "_doze", used)
+    assert [rt.tick(), rt.tick(), rt.tick()] == [1.0, 1.0, LONG]
+    assert rt._session.ledger.read().lease(rt._session.me, "m").pins == 0
+
+
 def test_a_cell_is_told_at_its_start_and_wakes_the_monitor(crowd, monkeypatch, clock):
     """A cell that blocks the interpreter could not be published later. A long cell is published once."""
     rt = crowd[5]
