@@ -152,11 +152,12 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (CHUNKED + b"no size\r\n", "malformed answer"),
         (CHUNKED + b'3\r\n{"a\r\n', "broke off"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
+        ({"error": {"message": "no card is free", "code": 502}}, "no card is free"),
     ],
 )
 async def test_an_engines_failure_is_reported(answer, why):
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
-        there.answers = [answer]
+        there.answers = [answer, answer]
         with refusal(503, match=why):
             await k.chat("qwen")
         assert k.gateway.state().breakers["qwen"].failures == 1
