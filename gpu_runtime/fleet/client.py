@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -38,7 +39,7 @@ from ..units import parse_seconds
 from . import cluster
 from .agent import GROUPS, HostAgent
 from .controller import Controller
-from .hosts import FarRuntime, Hosts, attempts, on, refusal
+from .hosts import FarRuntime, Hosts, attempts, awaited, on, refusal
 from .wishes import Slot, Wishes
 
 if TYPE_CHECKING:
@@ -66,7 +67,13 @@ class Fleet:
         self._address = address
         cluster.connect(address)
         self._controller = controller()
-        cluster.answer(self._controller.ready.remote(cluster.versions()))
+        try:
+            cluster.answer(self._controller.ready.remote(cluster.versions()))
+        except (cluster.Gone, cluster.Unreachable) as error:
+            raise FleetUnavailable(
+                f"the fleet's controller does not answer ({error}).\n  See:  ray list actors",
+                why=str(error),
+            ) from None
         self._hosts = Hosts()
         # Model -> the host that has its only copy, and the time at which this entry expires.
         self._last: dict[str, tuple[str, float]] = {}
@@ -137,7 +144,7 @@ class Fleet:
                     timeout=patience, importance=importance, revision=revision,
                 )  # fmt: skip
                 try:
-                    return cluster.answer(call, None)
+                    return awaited(agent, call)
                 except cluster.Unreachable:
                     unsure[offer.host] = agent
                     raise
@@ -211,7 +218,8 @@ class Fleet:
         """The answer of the `method` of the controller. Calls again while the controller restarts."""
         while True:
             try:
-                return cluster.answer(cluster.call(getattr(self._controller, method), *args), None)
+                call = cluster.call(getattr(self._controller, method), *args)
+                return cluster.answer(call, math.inf)
             except cluster.Unreachable:
                 time.sleep(ASK_AGAIN_SECONDS)
             except cluster.Gone:
@@ -590,11 +598,11 @@ class FleetUse:
 
     def _on_a_living_host(self, send: Callable[[], Any]) -> Any:
         for attempt in range(1, MOST_HOSTS + 1):
-            if self._agent is None:
+            copy, agent = self._copy, self._agent
+            if agent is None:
                 raise NodeLost(self.name, self.host, "the block has ended")
-            copy = self._copy
             try:
-                return cluster.answer(send(), None)
+                return awaited(agent, send())
             except EngineDied:
                 if not self._retry or attempt == MOST_HOSTS:
                     raise
@@ -705,7 +713,8 @@ def join(
             why=str(error),
         ) from None
     cluster.store_host(node, host)
-    cluster.answer(controller().hosts.remote())  # the controller then knows the host
+    with contextlib.suppress(cluster.Gone, cluster.Unreachable):  # it reads the hosts later
+        cluster.answer(controller().hosts.remote())
     return Outcome("join", host, True, f"{host} has joined the fleet, with {devices}")
 
 

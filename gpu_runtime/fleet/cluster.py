@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
-import math
 import os
 import secrets
 import sys
@@ -31,6 +30,7 @@ AGENT = "agent:"  # followed by the id of the node
 WISHES = b"wishes"
 HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
 ANSWER_SECONDS = 60.0  # for an answer that needs no model
+SIGN_SECONDS = 10.0  # a process that works for so long is asked whether it still answers
 READ_SECONDS = 5.0  # a host that answers no reading for so long is left out, if another answers
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
@@ -345,14 +345,20 @@ def actor(name: str) -> Any:
 # -- answers -------------------------------------------------------------------------------------
 
 
-def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
-    """Waits up to `timeout` seconds (None: without limit) for the call `reference`, and returns its value.
+def answer(
+    reference: Any, timeout: float = ANSWER_SECONDS, ping: Callable[[], Any] | None = None
+) -> Any:
+    """Waits up to `timeout` seconds for the call `reference`, and returns its value.
 
-    Raises the error of the call itself, such as DoesNotFit, and Gone or Unreachable.
+    With `ping`, waits as long as the process answers the call `ping()` after each `timeout`: Ray does not notice
+    that a process is stopped while its node lives. Raises the error of the call itself, such as DoesNotFit, and Gone
+    or Unreachable.
     """
     errors = ray().exceptions
-    if not ended([reference], timeout):
-        raise Unreachable(f"no answer within {timeout:g} s")
+    while not ended([reference], timeout):
+        if ping is None:
+            raise Unreachable(f"no answer within {timeout:g} s")
+        answer(ping(), ANSWER_SECONDS)
     try:
         with _running() as module:
             return module.get(reference, timeout=ANSWER_SECONDS)
@@ -371,11 +377,11 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
         raise Gone(str(error).splitlines()[0]) from error
 
 
-def ended(references: Iterable[Any], seconds: float | None, count: int | None = None) -> list[Any]:
+def ended(references: Iterable[Any], seconds: float, count: int | None = None) -> list[Any]:
     """The calls among `references` that end within `seconds`. The wait ends once `count` (None: all) have."""
     pending = list(references)
     count = len(pending) if count is None else count
-    until = math.inf if seconds is None else time.monotonic() + seconds
+    until = time.monotonic() + seconds
     while True:
         left = max(0.0, until - time.monotonic())
         with _running() as module:

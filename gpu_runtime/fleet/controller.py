@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from ..errors import GpuError
+from ..errors import GpuError, NodeLost
 from ..facts import THIS_PROCESS, HostRoom, Offer, PlanLevel
 from ..scheduler.offers import largest_first, likeliest_first, may_serve, ranked
 from ..threads import start
 from . import cluster, wishes
-from .hosts import FleetAnswer, Hosts, attempts, on
+from .hosts import FleetAnswer, Hosts, attempts, awaited, on
 
 log = logging.getLogger("gpu_runtime")
 
@@ -109,12 +109,15 @@ class Controller:
         self._change(lambda old: wishes.with_slot(old, slot))
         try:
             return self._fill_slot(slot, SLOT_SECONDS)
-        except (GpuError, cluster.Gone, cluster.Unreachable):
+        except (GpuError, cluster.Gone, cluster.Unreachable) as error:
             known = [wished for wished in before.slots if wished.id == slot.id]
             self._change(lambda old: wishes.without_slot(old, slot.id))
             if known:
                 self._change(lambda old: wishes.with_slot(old, known[0]))
-            raise
+            if isinstance(error, GpuError):
+                raise
+            # To the client, Gone and Unreachable would mean this controller, and it would ask again.
+            raise NodeLost(slot.model, slot.host, str(error)) from None
 
     def delete_slot(self, id: str) -> None:
         """Removes the slot `id`, and evicts the slot's model from the slot's host."""
@@ -126,7 +129,7 @@ class Controller:
     def _fill_slot(self, slot: wishes.Slot, timeout: float) -> str:
         agent = self._hosts.agent(slot.host)
         call = on(agent, "place", "loads", slot.model, slot.devices, self._wishes.revision, timeout)
-        return cluster.answer(call, None)
+        return awaited(agent, call)
 
     def _change(self, change: Any) -> None:
         with self._lock:
@@ -237,7 +240,7 @@ class Controller:
         def load(offer: Offer) -> str:
             agent = self._hosts.agent(offer.host)
             call = on(agent, "load", "loads", name, revision, LOAD_SECONDS)
-            return cluster.answer(call, None)
+            return awaited(agent, call)
 
         return attempts(name, offers, load)
 

@@ -106,6 +106,11 @@ def on(agent: Any, method: str, group: str, *args: Any, **kwargs: Any) -> Any:
     return cluster.call(getattr(agent, method).options(concurrency_group=group), *args, **kwargs)
 
 
+def awaited(agent: Any, reference: Any) -> Any:
+    """The value of the call `reference` of the `agent`, however long it takes. Raises Unreachable if it is stopped."""
+    return cluster.answer(reference, cluster.SIGN_SECONDS, lambda: on(agent, "ready", "offers"))
+
+
 class FarRuntime:
     """The verbs of a runtime, carried out on another host: `fleet.host("box2").status()`."""
 
@@ -145,9 +150,12 @@ class FarRuntime:
         return far
 
     def _call(self, verb: str, args: Any, kwargs: Any, patience: float | None = None) -> Any:
-        """The result of the `verb`, for which this waits `patience` seconds (None: without limit). Raises NodeLost."""
+        """The result of the `verb`, for which this waits `patience` seconds (None: while it runs). Raises NodeLost."""
         try:
-            return cluster.answer(self._send(verb, args, kwargs), patience)
+            call = self._send(verb, args, kwargs)
+            if patience is not None:
+                return cluster.answer(call, patience)
+            return awaited(self._fleet._agent(self.host), call)
         except (cluster.Gone, cluster.Unreachable) as error:
             self._fleet._forget(self.host)
             self._fleet._require_host(self.host)

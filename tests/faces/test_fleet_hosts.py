@@ -92,7 +92,7 @@ def fleet(boxes, monkeypatch, clock):
             clock.advance(seconds)
         return [call for call in calls if call.ended]
 
-    def answer(call, timeout):
+    def answer(call, timeout, ping=None):
         """The result of the call."""
         if not ended([call], timeout):
             raise hosts_of_fleet.cluster.Unreachable(call.host)

@@ -1,6 +1,7 @@
 """What a person reads if there is no Ray, no token, or no cluster."""
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -55,6 +56,17 @@ class FakeRay:
         ready = [one for one in references if one <= self.now]
         return ready, [one for one in references if one > self.now]
 
+    def get(self, reference, *, timeout):
+        return reference
+
+    exceptions = SimpleNamespace(
+        **dict.fromkeys(
+            "RayTaskError ActorUnavailableError GetTimeoutError RayActorError ActorUnschedulableError "
+            "WorkerCrashedError NodeDiedError ObjectLostError OwnerDiedError".split(),
+            OSError,
+        )
+    )
+
 
 @pytest.fixture
 def ray(monkeypatch):
@@ -82,6 +94,14 @@ def test_slow_hosts_are_awaited_only_if_no_other_can_serve(ray, monkeypatch, del
     assert (tuple(got.values()), ray.now) == (found, ended)
     assert set(missing.values()) <= {"it does not answer"}
     assert {*got, *missing} == {*references}
+
+
+def test_a_call_is_awaited_as_long_as_its_process_answers_another_one(ray):
+    """Ray never ends a call of a process that is stopped while its node lives."""
+    assert cluster.answer(200.0, 10.0, lambda: ray.now + 0.1) == ray.now == 200.0
+    with pytest.raises(cluster.Unreachable, match="no answer within 60 s"):
+        cluster.answer(math.inf, 10.0, lambda: ray.now + 0.1 if ray.now < 300.0 else math.inf)
+    assert 360.0 < ray.now < 371.0
 
 
 def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(ray, monkeypatch, caplog):

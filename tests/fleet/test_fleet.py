@@ -463,6 +463,20 @@ def test_the_console_greys_the_figures_of_a_host_that_is_gone(hosts, console):
     assert (console.errors, console.elsewhere) == ([], [])
 
 
+def test_an_agent_that_is_stopped_is_noticed_although_its_node_lives(empty, hosts, monkeypatch):
+    leave_open(empty, "box2")
+    assert apply(empty, hosts, "small", copies=1) == {"small": "box2"}
+    monkeypatch.setattr(cluster, "SIGN_SECONDS", 0.2)
+    monkeypatch.setattr(cluster, "ANSWER_SECONDS", 2.0)
+    agent = hosts.agent_pid("box2")
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        with pytest.raises(NodeLost, match="box2 was lost: no answer within 2 s"):
+            empty.evict("small@box2", timeout=1)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+
+
 def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
     """A node that was declared dead ends when it runs again."""
     leave_open(empty, "box2")

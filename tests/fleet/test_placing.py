@@ -159,7 +159,7 @@ def test_a_use_that_may_have_begun_on_a_host_without_an_answer_is_ended_there(mo
     fleet._hosts._handles = {name: ((name, "1"), f"agent of {name}") for name in "abc"}
     told = []
 
-    def answer(call: tuple[str, str], timeout: float | None = 60.0) -> bool:
+    def answer(call: tuple[str, str], timeout: float = 60.0, _: Any = None) -> bool:
         if call == ("agent of a", "enter"):
             assert last == {} or timeout == client.SLICE_SECONDS
             raise Unreachable("no answer")

@@ -32,7 +32,7 @@ class World:
         self.models: list[Notes] = []  # one for each use, in order
         self.given: list[Any] = []  # the packed arguments of the calls
         self.dies_with: BaseException | None = None  # the next call ends with it
-        monkeypatch.setattr(cluster, "answer", lambda reference, timeout=None: reference())
+        monkeypatch.setattr(cluster, "answer", lambda reference, *_: reference())
         monkeypatch.setattr(cluster, "ray", lambda: SimpleNamespace(cloudpickle=pickle))
         monkeypatch.setattr(client, "on", self._on)
 
@@ -122,7 +122,7 @@ def test_a_call_that_kills_its_host_does_not_kill_all(world, monkeypatch):
     assert len(world.models) == MOST_HOSTS
 
 
-def _dies(reference: Any, timeout: Any = None) -> Any:
+def _dies(*_: Any) -> Any:
     raise cluster.Gone("its node")
 
 

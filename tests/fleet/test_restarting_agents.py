@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpu_runtime import Busy, DoesNotFit, UnknownModel
+from gpu_runtime import Busy, DoesNotFit, NodeLost, UnknownModel
 from gpu_runtime.facts import HostRoom, Offer, PlanLevel
 from gpu_runtime.fleet import client, cluster
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.controller import Controller
-from gpu_runtime.fleet.wishes import Wish, Wishes, applied, load
+from gpu_runtime.fleet.wishes import Slot, Wish, Wishes, applied, load
 
 WISHES = Wishes(models=(Wish("qwen", {}),))
 GONE = Offer("a", "qwen", PlanLevel.NEVER, cluster.GONE, answered=False)
@@ -65,6 +65,13 @@ def test_a_model_that_nobody_wished_is_unknown_although_a_host_is_silent():
         FleetOf((GONE, FULL), wishes=Wishes())._obtain("hold", "qwen", None, None)
 
 
+def raises(error: Exception) -> Any:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
 def controller_of(hosts: Any) -> Controller:
     """A controller that has stored nothing yet."""
     controller = Controller.__new__(Controller)
@@ -87,6 +94,16 @@ def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
         offers, _ = controller.choose("qwen")
         assert {offer.host: offer.answered for offer in offers} == {"a": False, "b": True}
     assert asked == [["a", "b"], ["b"]]
+
+
+@pytest.mark.parametrize("error", [cluster.Gone("a"), cluster.Unreachable("no answer")])
+def test_a_slot_on_a_host_that_is_gone_is_an_error(error, monkeypatch):
+    """The client took the error for one about the controller, and asked again without an end."""
+    controller = controller_of(SimpleNamespace(agent=raises(error)))
+    monkeypatch.setattr(cluster, "store", lambda *_: None)
+    with pytest.raises(NodeLost, match="qwen was lost on a"):
+        controller.create_slot(Slot("qwen", "a", ("cuda:0",)))
+    assert controller.wishes().slots == ()
 
 
 def test_a_copy_on_a_drained_host_is_replaced_on_another_host(monkeypatch):

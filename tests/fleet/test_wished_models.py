@@ -164,8 +164,10 @@ def test_a_wished_model_may_load_for_longer_than_it_may_wait_for_room(fleet, mon
     limits, caller_waits = [], threading.Event()
     wait, load = Stoppable.wait, FakeBackend.load
 
-    def answer(call: Callable[[], Any], limit: float | None = cluster.ANSWER_SECONDS) -> Any:
-        limits.append(limit)
+    def answer(
+        call: Callable[[], Any], limit: float = cluster.ANSWER_SECONDS, ping: Any = None
+    ) -> Any:
+        limits.append(None if ping else limit)
         return call()
 
     def waiting(self: Stoppable, seconds: float | None) -> bool:
