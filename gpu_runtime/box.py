@@ -300,6 +300,7 @@ def _require_possible(where: Places, targets: list[Path], ledger: Path | None, g
             above = above.parent
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise GpuError(f"{target} cannot be written: {above} is read-only. Nothing was changed")
+    setup.require_plain("--prefix", where.prefix)
     if weak := weak_step(where.prefix):
         raise GpuError(f"every kernel would run what is in {where.prefix}, and {weak}")
     command = where.command

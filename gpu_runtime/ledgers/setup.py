@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import grp
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
-from ..files import file_system_of, is_network, make_directory, replace_file
+from ..files import file_system_of, is_network, make_directory, read_text, replace_file
 from . import host_config
 from .access import (
     COMMON,
@@ -389,6 +390,7 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
     """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
         raise _bad(place, "an absolute path, such as /var/lib/gpu-ledger")
+    require_plain("DIR", place)
     kind = file_system_of(place)
     if is_network(kind):
         raise _bad(
@@ -402,6 +404,14 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
         )
     _require_reachable(place, gid, group)
     _require_free(place, gid, group)
+
+
+def require_plain(setting: str, path: Path) -> None:
+    """Raises BadSetting for a `path` that systemd, cron or a shell would not read as it is."""
+    if not re.fullmatch(r"[\w./@:+,=~-]+", str(path)):
+        raise BadSetting(
+            setting, str(path), "a path without blanks, quotes and signs such as % or $"
+        )
 
 
 def _require_reachable(place: Path, gid: int, group: str) -> None:
@@ -451,7 +461,7 @@ def _write_configuration(file: Path, url: str, known: host_config.Machine) -> No
     if file.exists():
         # The line is written at the top of the file, because a line below the header of a table
         # would belong to the table.
-        text = f'ledger = "{url}"\n\n{file.read_text()}'
+        text = f'ledger = "{url}"\n\n{read_text(file)}'
         if host_config.parse(text, str(file)) != replace(known, ledger=url):
             raise GpuError(
                 f"{file} could not be changed without changing its meaning.\n"
@@ -467,7 +477,7 @@ def forget(place: Path, config_file: str) -> None:
     Raises OSError.
     """
     file, url = Path(config_file), f"keeper://{place}"
-    text = file.read_text() if file.exists() else ""
+    text = read_text(file) if file.exists() else ""
     if text == TEMPLATE.format(url=url):
         file.unlink()
         return

@@ -1,9 +1,11 @@
 """Which values GPU_LEDGER may have, the error for every other value, and the ledger's directory."""
 
+import grp
 import os
 import pwd
 import sqlite3
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from gpu_runtime.ledgers import access, open_ledger, setup
 from gpu_runtime.ledgers.access import default_url
 from gpu_runtime.ledgers.keeper.ledger import KeeperLedger
 from gpu_runtime.ledgers.liveness import OwnerFile, boot_id, describe_self
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, finished
 
 from .conftest import put
 
@@ -75,6 +77,36 @@ def test_the_error_for_an_unknown_url_lists_the_known_ones(url):
 def test_each_ledger_has_a_service_of_its_own():
     names = {setup.unit_name(Path(place)) for place in ("/srv/gpu", "/srv/gpu2", "/gpu", "/srv-2")}
     assert "gpu-console-srv-gpu.service" in names and len(names) == 4
+
+
+IN_ASCII = """
+import sys
+from pathlib import Path
+from gpu_runtime.ledgers import host_config, setup
+ledger, file = Path(sys.argv[1]), sys.argv[2]
+setup._write_configuration(Path(file), f"keeper://{ledger}", host_config.read(file))
+assert host_config.read(file).ledger == f"keeper://{ledger}"
+setup.forget(ledger, file)
+"""
+
+
+def test_the_configuration_keeps_its_letters_in_every_locale(tmp_path):
+    """They were read as those of the locale, and written in UTF-8."""
+    config = tmp_path / "config.toml"
+    config.write_text("# f\xfcr \u4e2d\n[users.ann]\nkeep = false\n", encoding="utf-8")
+    before = config.read_bytes()
+    ascii = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", IN_ASCII, str(tmp_path / "ledger"), str(config)]
+    done = finished(command, env=os.environ | ascii)
+    assert (done.returncode, done.stderr, config.read_bytes()) == (0, "", before)
+
+
+@pytest.mark.parametrize("name", ["with blank", "100%", "a$b", "a'b"])
+def test_a_path_that_a_unit_or_cron_would_read_otherwise_is_refused(tmp_path, name):
+    with pytest.raises(BadSetting, match="without blanks, quotes"):
+        setup.require_suitable(
+            tmp_path / name / "ledger", grp.getgrgid(os.getegid()).gr_name, str(tmp_path / "none")
+        )
 
 
 def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
