@@ -377,10 +377,11 @@ class Hours(StateFile):
         `capacity` has the bytes of each card. What is `half_life` seconds old counts half.
         """
         query = f"""SELECT start, device, sum(byte_seconds) FROM hours
-            WHERE {_SINCE} AND user = ? AND state IN (?, ?, ?, ?) GROUP BY 1, 2"""
-        rows = self.read(query, (now - seconds, user, *OF_CARD_HOURS))
+            WHERE {_SINCE} AND start <= ? AND user = ? AND state IN (?, ?, ?, ?) GROUP BY 1, 2"""
+        # What was written while the clock was ahead would count until then.
+        rows = self.read(query, (now - seconds, now, user, *OF_CARD_HOURS))
         return sum(
-            float(size) / capacity[str(card)] / HOUR * 0.5 ** (max(0.0, now - start) / half_life)
+            float(size) / capacity[str(card)] / HOUR * 0.5 ** ((now - start) / half_life)
             for start, card, size in rows
             if capacity.get(str(card))
         )

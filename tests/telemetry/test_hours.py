@@ -214,6 +214,17 @@ def test_a_minute_is_written_when_it_has_ended_and_the_file_adds_it_up(tmp_path)
     assert file.between(wall + 1, wall + 60) == []
 
 
+def test_what_was_written_while_the_clock_was_ahead_counts_for_no_quota(tmp_path):
+    """It would have counted until the clock is there, perhaps for years."""
+    file, now = Hours(tmp_path / "hours.db"), 20_000.0 * DAY
+    used = [
+        Hour(int(at), Key("ann", "n", "m", "sim:0", IN_USE), GIB * HOUR, HOUR)
+        for at in (now - 60, now + DAY)
+    ]
+    assert file.add(used, now)
+    assert file.card_hours("ann", {"sim:0": GIB}, now, DAY) == 1.0
+
+
 @given(
     st.lists(st.integers(0, 200 * DAY // 60), min_size=1, max_size=30, unique=True),
     st.integers(0, 200 * DAY),
