@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import venv
 import zipfile
 from collections.abc import Iterable
 from functools import partial
@@ -19,28 +15,20 @@ from typing import Any
 from jupyter_client.manager import KernelManager
 
 from gpu_runtime import box
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE
 from tests.next_version import NEXT, next_version
 from tests.stories.notebooks import Notebook
 
-ROOT = Path(__file__).parents[2]
+from .conftest import CORE, empty_environment, link_libraries, needed
+
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-CORE = f"cp{PYTHON.replace('.', '')}"
-OURS = "gpu_console"
-
-
-def build_wheel(folder: Path) -> Path:
-    """A wheel of this repository."""
-    words = "-q --no-deps --no-build-isolation --no-index".split()
-    command = [sys.executable, "-m", "pip", "wheel", *words, "-w", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, timeout=scaled(120), cwd=folder)
-    return next(folder.glob(f"{OURS}-*.whl"))
+OF_KERNELS = f"cp{PYTHON.replace('.', '')}"
 
 
 def as_version(wheel: Path, version: str, folder: Path) -> Path:
     """The `wheel` with the number of another version, in `folder`. The NEXT one has its code too."""
     _, old, rest = wheel.name.split("-", 2)
-    made = folder / f"{OURS}-{version}-{rest}"
+    made = folder / f"gpu_console-{version}-{rest}"
     with zipfile.ZipFile(wheel) as before, zipfile.ZipFile(made, "w") as after:
         for name in before.namelist():
             content = before.read(name)
@@ -48,44 +36,13 @@ def as_version(wheel: Path, version: str, folder: Path) -> Path:
                 content = content.replace(old.encode(), version.encode())
             elif version == NEXT and name.endswith(".py"):
                 content = next_version(name, content.decode()).encode()
-            after.writestr(name.replace(f"{OURS}-{old}.", f"{OURS}-{version}."), content)
+            after.writestr(name.replace(f"gpu_console-{old}.", f"gpu_console-{version}."), content)
     return made
-
-
-def files_of(names: Iterable[str]) -> set[str]:
-    """The entries in `site-packages` of these distributions and of all that they require."""
-    found: set[str] = set()
-    seen: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        try:
-            one = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # for another system
-            continue
-        found |= {path.parts[0] for path in one.files or () if path.parts[0] not in ("..", "/")}
-        needs = [need for need in one.requires or () if "extra ==" not in need]
-        waiting += [re.split(r"[^\w.-]", need, maxsplit=1)[0].lower() for need in needs]
-    return found - {"__pycache__"}
-
-
-def requirements() -> list[str]:
-    """What gpu-console itself requires."""
-    needs = importlib.metadata.requires("gpu-console") or ()
-    return [re.split(r"[^\w.-]", need, maxsplit=1)[0] for need in needs if "extra ==" not in need]
 
 
 def environment(folder: Path, names: Iterable[str]) -> Path:
     """A new environment that has these distributions of the present one, as links. Returns its Python."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    site = next(folder.glob("lib/python3*/site-packages"))
-    here = Path(str(importlib.metadata.distribution("ipykernel").locate_file("")))
-    for name in files_of(names):
-        if (here / name).exists() and not (site / name).exists():
-            (site / name).symlink_to(here / name)
+    link_libraries(folder, empty_environment(folder), needed(names))
     return folder / "bin" / "python"
 
 
@@ -94,7 +51,7 @@ def made_quickly(monkeypatch: Any, cache: Path) -> None:
     add_core = box._add_core
 
     def make_environment(folder: Path, wheel: Path, links: str) -> None:
-        python = environment(folder, requirements())
+        python = environment(folder, CORE)
         with zipfile.ZipFile(wheel) as content:
             content.extractall(next(folder.glob("lib/python3*/site-packages")))
         command = folder / "bin" / "gpu"

@@ -83,7 +83,7 @@ def link_libraries(environment: Path, site: Path, names: set[str] | None = None)
 
     They are linked one by one, because .pth files must not be followed. Returns the folder of links.
     """
-    libraries = environment.with_name("libraries")
+    libraries = environment / "libraries"
     libraries.mkdir()
     here = Path(sysconfig.get_path("purelib"))
     entries = {path.name for path in here.iterdir() if "gpu_console" not in path.name}

@@ -27,16 +27,15 @@ from tests.clock import PATIENCE, finished, scaled, until
 from tests.next_version import NEXT
 
 from .boxes import (
-    CORE,
+    OF_KERNELS,
     PYTHON,
-    ROOT,
     BoxKernel,
     as_version,
-    build_wheel,
     environment,
     listing,
     made_quickly,
 )
+from .conftest import ROOT
 
 pytestmark = [
     pytest.mark.install,
@@ -45,11 +44,6 @@ pytestmark = [
 GROUP = grp.getgrgid(os.getegid()).gr_name
 OPERATORS_LINE = "c = get_config()  # the operator's\n"
 OPERATORS_CAP = "[users.ann]\nkeep = false\n"
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +303,9 @@ def test_every_kernel_has_gpu_and_nothing_else_of_the_box(machine, plain):
         assert "healthy" in kernel.run("%gpu health")
         assert kernel.run("%load_ext gpu") == ""
         assert kernel.run("%load_ext gpu") == ""
-        assert str(machine.current / CORE) in kernel.run("import gpu_runtime; gpu_runtime.__file__")
+        assert str(machine.current / OF_KERNELS) in kernel.run(
+            "import gpu_runtime; gpu_runtime.__file__"
+        )
         kernel.run(f"%%writefile m.yaml\n{CATALOGUE}")
         assert "1 new" in (said := kernel.run("%gpu apply -f m.yaml")), said
         assert "is no request of a model" in kernel.run(OWN_PROCESS)
@@ -370,7 +366,7 @@ def test_a_failure_is_one_line_in_the_log_of_a_plain_kernel(machine, what, tmp_p
     python = environment(tmp_path / "env", ["ipykernel"])
     site = next((tmp_path / "env").glob("lib/python3*/site-packages"))
     code, line = BROKEN[what]
-    place = machine.current / CORE if what == "msgspec" else site
+    place = machine.current / OF_KERNELS if what == "msgspec" else site
     package = place / what.split()[-1]
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir()
@@ -384,7 +380,7 @@ def test_a_failure_is_one_line_in_the_log_of_a_plain_kernel(machine, what, tmp_p
 
 
 @pytest.mark.parametrize(
-    "gone", ["current", f"current/{CORE}", "current/kernel.py", "current/in_use"]
+    "gone", ["current", f"current/{OF_KERNELS}", "current/kernel.py", "current/in_use"]
 )
 def test_a_kernel_starts_if_files_of_the_box_are_gone(machine, plain, gone):
     machine.install()

@@ -7,8 +7,9 @@ import pytest
 
 from tests.install.conftest import pip
 
-from .boxes import ROOT, BoxKernel, environment, requirements
-from .test_box import core, machine, wheel  # noqa: F401 - fixtures
+from .boxes import BoxKernel, environment
+from .conftest import CORE, ROOT
+from .test_box import core, machine  # noqa: F401 - fixtures
 
 PAGE = (ROOT / "docs/guides/environments.md").read_text()
 ALL_TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
@@ -55,7 +56,7 @@ def test_a_kernel_of_each_environment_does_what_the_page_says(
     machine, wheel, tmp_path, libraries, installed
 ):
     """`make matrix` runs it with other versions."""
-    needs = requirements() if installed == "own" else []
+    needs = CORE if installed == "own" else []
     python = environment(tmp_path / "env", ["ipykernel", *needs, *libraries])
     if installed == "box":
         machine.install()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from .boxes import ROOT
+from .conftest import ROOT
 
 TABLE = Path(__file__).with_name("MATRIX.md")
 SHOWN = ("torch", "jupyterlab", "ipykernel", "pandas")  # packages with a column in MATRIX.md
