@@ -196,7 +196,7 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
     """The one card that an entry names: by index, an instance's UUID, or a UUID's beginning."""
     if not entry:
         return None
-    if entry.isdigit():
+    if entry.isdecimal():
         wholes = list(groups.values())
         index = int(entry)
         return wholes[index][0] if index < len(wholes) else None

@@ -208,6 +208,7 @@ FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
     (None, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd"]), ("", []),
     ("2,0", ["GPU-cccc", "GPU-aaaa"]), ("1,9,0", ["GPU-bbbb"]), ("-1", []), ("1,1", []),
     ("GPU-dd,GPU-aaaa", ["GPU-dddd", "GPU-aaaa"]), ("GPU-,0", []),
+    ("0,²", ["GPU-aaaa"]),
 ])  # fmt: skip
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
     """The first wrong entry ends the list. A UUID that fits two cards is wrong; a card named twice hides all."""
