@@ -44,7 +44,7 @@ from . import autoload, box_kernel
 from .autoload import AUTOLOAD_FILE, BEGIN, END
 from .errors import BadSetting, GpuError, NotAllowed
 from .facts import Outcome, Value
-from .files import make_directory, replace_file, weak_step
+from .files import lock_within, make_directory, replace_file, weak_step
 from .ledgers import host_config, setup
 from .ledgers.access import group_name
 from .ledgers.keeper.ledger import KeeperPeek, answers
@@ -206,7 +206,10 @@ def install(
         return _plan(where, wheel, wanted, targets, newest)
     old_umask = os.umask(0o022)
     try:
-        with tempfile.TemporaryDirectory(prefix="gpu-box-") as downloads:
+        with (
+            tempfile.TemporaryDirectory(prefix="gpu-box-") as downloads,
+            contextlib.ExitStack() as alone,
+        ):
             if wheel is None:
                 name = "gpu-console" if newest else f"gpu-console=={VERSION}"
                 say(f"loads {name} from pip's index")
@@ -214,15 +217,37 @@ def install(
             links = str(wheel.parent) if source and Path(source).is_dir() else ""
             with contextlib.ExitStack() as undo:
                 made = _make_directories(targets, undo)
+                alone.enter_context(_alone(where))
                 work = _Work(where, wheel, links, ledger, group, undo, say)
                 version, missing = _build(work, wanted, strict=bool(pythons))
                 _switch(work, version, made)
                 undo.pop_all()
+            done = _installed(work, version, missing, sweep(where))
     except OSError as error:
         raise GpuError(f"{error.filename or where.prefix} cannot be written: {error}") from error
     finally:
         os.umask(old_umask)
-    return Outcome("box", "", True, _installed(work, version, missing, sweep(where)))
+    return Outcome("box", "", True, done)
+
+
+@contextlib.contextmanager
+def _alone(where: Places) -> Iterator[None]:
+    """A block in which no other command changes the installation. Raises GpuError, OSError.
+
+    The directory itself is locked, so no file remains.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            directory = os.open(where.prefix, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, directory)
+            lock_within(directory, 0.0)
+        except BlockingIOError:
+            raise GpuError(
+                f"another  gpu box  changes {where.prefix} now; type it again when it has ended"
+            ) from None
+        except OSError:  # it was deleted by hand, or is on a network
+            pass
+        yield
 
 
 def versions_in(text: str) -> tuple[str, ...]:
@@ -755,18 +780,19 @@ def remove(
     # It shows the Outcome, and this command may be a part of what is deleted.
     importlib.import_module("gpu_runtime.rendering.render")
     try:
-        autoload.write_block(where.block, "")
-        still = _still_used(where, made)
-        if still:
-            sweep(where)
-            return Outcome(
-                "box",
-                "",
-                False,
-                f"new kernels do not load gpu-console any more, and its files stay for those that "
-                f"run: {', '.join(map(str, still))}. Once they have ended, type again:  gpu box remove",
-            )
-        left = _remove_rest(where, made)
+        with _alone(where):
+            autoload.write_block(where.block, "")
+            still = _still_used(where, made)
+            if still:
+                sweep(where)
+                return Outcome(
+                    "box",
+                    "",
+                    False,
+                    f"new kernels do not load gpu-console any more, and its files stay for those that "
+                    f"run: {', '.join(map(str, still))}. Once they have ended, type again:  gpu box remove",
+                )
+            left = _remove_rest(where, made)
     except OSError as error:
         raise GpuError(f"{error.filename or where.prefix} cannot be removed: {error}") from error
     return Outcome("box", "", True, f"gpu-console is removed from {where.prefix}{left}")

@@ -5,6 +5,7 @@ installs at the real paths, in a mount namespace whose root is a copy on write.
 """
 
 import contextlib
+import fcntl
 import glob
 import grp
 import mmap
@@ -251,6 +252,19 @@ def test_an_upgrade_that_fails_half_way_is_undone(machine, monkeypatch, tmp_path
     after = listing(machine.root)
     changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
     assert {path for path in changed if "/ledger/" not in path} == set()
+
+
+def test_two_commands_at_once_do_not_remove_what_the_other_one_makes(machine):
+    """A directory without installed.json was taken for what an interrupted run had left."""
+    machine.prefix.mkdir(parents=True)
+    directory = os.open(machine.prefix, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        assert f"another  gpu box  changes {machine.prefix} now" in refused(machine)
+    finally:
+        os.close(directory)
+    machine.install()
+    assert machine.remove()[0]
 
 
 def test_what_stands_in_the_way_is_named(machine, monkeypatch):
