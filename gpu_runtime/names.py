@@ -6,6 +6,7 @@ The IPython extension registers its namespace in this module. A script has the v
 
 from __future__ import annotations
 
+import builtins
 import gc
 import sys
 import threading
@@ -26,6 +27,9 @@ _LIBRARIES = _RUNNERS | frozenset(
 
 _NAME = type.__dict__["__name__"]  # a class of the user's may have a `__name__` of its own
 _PLAIN = (str, bytes, int, float, type(None))
+# A class of the user's may have attributes of its own with these names.
+_ARGS: Any = BaseException.args
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # Python 3.10 has none
 
 
 class Name(NamedTuple):
@@ -125,7 +129,7 @@ def objects_of(errors: Iterable[BaseException]) -> list[Any]:
     """The objects to which `errors` and causes refer, such as the tensor of `tensor.typo`, one for each reference."""
     found: list[Any] = []
     for error in with_causes(errors):
-        found += error.args
+        found += _ARGS.__get__(error)
         if isinstance(error, AttributeError):
             found.append(error.obj)
     return found
@@ -140,7 +144,9 @@ def with_causes(errors: Iterable[BaseException]) -> list[BaseException]:
         if error is None or id(error) in found:
             continue
         found[id(error)] = error
-        pending += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+        pending += [error.__cause__, error.__context__]
+        if _GROUP and isinstance(error, _GROUP):
+            pending += _GROUP.exceptions.__get__(error)
     return list(found.values())
 
 
@@ -170,10 +176,10 @@ def clear(errors: Iterable[BaseException]) -> None:
         error.__traceback__ = _without_closures(error.__traceback__)
         if isinstance(error, AttributeError):
             error.obj = None
-        if not all(isinstance(value, _PLAIN) for value in error.args):
-            error.args = tuple(
-                value if isinstance(value, _PLAIN) else describe(value) for value in error.args
-            )
+        args = _ARGS.__get__(error)
+        plain = [value if isinstance(value, _PLAIN) else describe(value) for value in args]
+        if any(value is not one for value, one in zip(args, plain, strict=True)):
+            _ARGS.__set__(error, tuple(plain))
 
 
 def _without_closures(traceback: TracebackType | None) -> TracebackType | None:

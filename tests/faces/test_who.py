@@ -422,3 +422,21 @@ def test_the_variables_of_a_frame_that_a_debugger_has_shown_are_released():
     assert frame in names.frames_of([caught.value])
     names.clear([caught.value])
     assert held[0]() is None
+
+
+class Odd(Exception):
+    exceptions = args = "not of Python"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_an_error_of_the_users_may_have_any_attributes(group):
+    """Each `%gpu who` after such an error failed, and so did the story of an out-of-memory error."""
+    kept = ["an object"]
+    error: BaseException = Odd(kept)
+    if group:
+        if names._GROUP is None:
+            pytest.skip("Python 3.10 has no groups")
+        error = names._GROUP("two", [error, ValueError()])
+    assert kept in names.objects_of([error])
+    names.clear([error])
+    assert kept not in names.objects_of([error])
