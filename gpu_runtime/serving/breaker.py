@@ -104,7 +104,7 @@ class Breakers:
 
     def states(self) -> dict[str, BreakerState]:
         """The states of all models that were called, by name."""
-        return {model: breaker.state() for model, breaker in self._breakers.items()}
+        return {model: breaker.state() for model, breaker in list(self._breakers.items())}
 
     def _make_room(self) -> None:
         """Forgets the oldest closed breaker, or the oldest, of too many: callers can invent names of clouds' models."""

@@ -398,11 +398,13 @@ class Queue:
 
     def depth(self) -> dict[str, int]:
         """Number of calls that wait, by model."""
-        return dict(Counter(turn.waiting.model for turn in self._waiting.values()))
+        turns = list(self._waiting.values())  # in one step: a scrape reads them in another thread
+        return dict(Counter(turn.waiting.model for turn in turns))
 
     def active(self) -> dict[str, int]:
         """Number of calls that run, by model."""
-        return {model: running.active for model, running in self._models.items() if running.active}
+        models = list(self._models.items())
+        return {model: running.active for model, running in models if running.active}
 
     def calls_of(self, model: str) -> int:
         """Number of calls of this `model` that wait or run."""

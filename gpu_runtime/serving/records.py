@@ -648,7 +648,7 @@ class Usage:
         self._new[place] = [a + b for a, b in zip(known, counts, strict=True)]
 
     def _rows(self) -> list[UsageRow]:
-        return [(*place, *counts) for place, counts in self._new.items()]  # type: ignore[misc]
+        return [(*place, *counts) for place, counts in list(self._new.items())]  # type: ignore[misc]
 
     def _day(self, ago: int) -> str:
         now = datetime.fromtimestamp(self._wall(), timezone.utc)

@@ -467,7 +467,7 @@ class Jobs:
 
     def of(self, client: str) -> list[Json]:
         """The jobs of the visitor `client` as JSON, without their results. The newest job is first."""
-        rows = [job.as_json() for job in self._jobs.values() if job.client == client]
+        rows = [job.as_json() for job in self.all() if job.client == client]
         return [{k: v for k, v in row.items() if k != "result"} for row in reversed(rows)]
 
     def all(self) -> list[Job]:
