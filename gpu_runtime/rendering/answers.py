@@ -95,7 +95,7 @@ def table(
         )
     right = [n for n, kind in enumerate(kinds) if kind == "g-num"]
     lines = text.table(texts, [name.upper() for name in headers], right, longest)
-    return Part("\n".join(f"{indent}{words}" for words in lines), html.table(headers, cells))
+    return Part("\n".join(f"{indent}{words}" for words in lines), html.table(headers, cells, kinds))
 
 
 class Drawn(NamedTuple):
@@ -474,17 +474,20 @@ def for_people(frame: Any) -> Part:
     """The table as aligned text under the names of its columns, and in the notebook's own style of tables."""
     columns, rows, more = rows_of(frame)
     numbers = [place for place, name in enumerate(columns) if text.is_number(name)]
-    align = ["" if text.is_number(name) else ' style="text-align:left"' for name in columns]
+    looks = [
+        "white-space:nowrap" if text.is_number(name) else "text-align:left" for name in columns
+    ]
     lines = text.table(rows, columns, numbers) if rows else ["(no rows)"]
     cells = [
-        f"<tr>{''.join(f'<td{to}>{esc(cell)}</td>' for to, cell in zip(align, row, strict=True))}"
+        "<tr>" + "".join(table_cell("td", esc(cell), style=looks[n]) for n, cell in enumerate(row))
         for row in rows
     ]
     if more:
         words, middle = f"… {more} more rows …", MOST_SHOWN // 2
         lines.insert(1 + middle, words)
         cells.insert(middle, f'<tr><td colspan="{len(columns)}">{words}</td>')
-    head = "".join(f"<th>{esc(name)}</th>" for name in columns)
+    names = enumerate(columns)
+    head = "".join(table_cell("th", esc(name), style=looks[n]) for n, name in names)
     body = f"<thead><tr>{head}</thead>{''.join(cells)}"
     return Part("\n".join(lines), f'<table class="dataframe">{body}</table>')
 
@@ -504,6 +507,7 @@ def rows_of(frame: Any, most: int = MOST_SHOWN) -> tuple[list[str], list[list[st
 
 
 WHO = ("name", "kind", "device", "holds", "frees", "cell", "what")
+WHO_KINDS = ("g-wrap", "", "", "g-num", "g-num", "", "g-wrap")
 _PARTS = (  # key of the sums -> words
     ("graph_bytes", "in autograd graphs"),
     ("cached_bytes", "cached"),
@@ -518,8 +522,7 @@ def who(frame: Any) -> Part:
     sums = joined(*(line(sentence, soft=True) for sentence in sentences(frame.attrs)))
     if not rows:
         return page(line(_nothing(frame.attrs)), sums)
-    kinds = ["g-num" if name in ("holds", "frees") else "g-wrap" for name in WHO]
-    return page(table(WHO, rows, kinds), sums, between="\n\n")
+    return page(table(WHO, rows, WHO_KINDS), sums, between="\n\n")
 
 
 def _who_rows(frame: Any) -> list[list[str]]:

@@ -197,12 +197,15 @@ def swatch(row: views.Holding) -> str:
 # -- tables --------------------------------------------------------------------------------------
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with `headers`. Each cell of `rows` is a whole `<td>`. Empty columns are left out."""
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """A table with `headers`. Each cell of `rows` is a whole `<td>`. Empty columns are left out.
+
+    The header of a column of numbers, `g-num` in `kinds`, is aligned as its cells are.
+    """
     cells = [list(row) for row in rows]
     columns = _used_columns(cells)
     head = "".join(
-        table_cell("th", esc(headers[n]), "g-num" if headers[n] in _NUMBERS else "")
+        table_cell("th", esc(headers[n]), "g-num" if "g-num" in kinds[n : n + 1] else "")
         for n in columns
     )
     return (
@@ -228,7 +231,6 @@ def devices(rows: Iterable[tuple[str, str, str, str]]) -> str:
     )
 
 
-_NUMBERS = ("size", "holds", "frees")  # headers of columns with numbers
 _EMPTY_CELL = re.compile("<td[^>]*></td>")
 
 

@@ -35,7 +35,7 @@ def test_people_see_sizes_and_importance_by_name_and_code_sees_numbers(models):
     assert phi[:5] == ["phi", "fake", "disk", "2.0", "GiB"] and "7" in phi
     assert list(frame.bytes) == [14 * GIB, 2 * GIB] and list(frame.importance) == [5, 7]
     assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == head
-    assert "14.0 GiB" in frame._repr_html_() and len(frame._repr_html_()) < 1000
+    assert "14.0 GiB" in frame._repr_html_() and len(frame._repr_html_()) < 1200
     frame = render.with_titles("models", models.models(), models)
     assert type(frame[frame.bytes > 3 * GIB]) is pandas.DataFrame
 
