@@ -223,8 +223,8 @@ def _lines(
     yield BOLD, f"{views.device_title(snapshot)} · {now}"
     for problem in views.alarms(snapshot):
         yield RED, f"! {problem}"
-    for request in _waiting(snapshot):
-        yield ORANGE, f"! {request}"
+    for request in views.waiting(snapshot):
+        yield ORANGE, f"! {clean(request)}"
     yield "", ""
     for line in bars(
         (device.title, device.bar, f"{device.fill}  {device.pressure}  {device.remarks}")
@@ -249,15 +249,6 @@ def _lines(
     yield DIM, f"  {header}   {clean(title)}"
     for process, row in zip(processes, rows, strict=True):
         yield (REVERSE, f"> {row}") if process.id == chosen else ("", f"  {row}")
-
-
-def _waiting(snapshot: Snapshot) -> Iterator[str]:
-    """The requests that wait for room: the process, the time and the reason."""
-    for ticket in snapshot.waiting:
-        waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
-        because = f": {ticket.because}" if ticket.because else ""
-        name = "" if ticket.name == views.KERNEL else f" for {ticket.name}"
-        yield clean(f"{views.holder(snapshot, ticket.owner)} waits {waited}{name}{because}")
 
 
 def _cut(line: str, most: int) -> str:

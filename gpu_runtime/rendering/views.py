@@ -180,29 +180,28 @@ def lease_parts(snapshot: Snapshot, view: DeviceView) -> Iterator[LeasePart]:
                 yield LeasePart(section, lease, lease.shadow_beyond_target, "settled", True)
 
 
-def ended_bytes(snapshot: Snapshot, view: DeviceView) -> int:
-    """The claimed bytes on the device in `view` that belong to processes which have ended."""
-    leased = sum(part.bytes for part in lease_parts(snapshot, view))
-    residue = sum(section.residue.get(view.device.id, 0) for section in snapshot.sections.values())
-    return max(0, view.claimed_bytes - leased - residue)
-
-
 def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
     for part in lease_parts(snapshot, view):
         title = lease_title(part.lease, part.section.owner)
         label = f"copy of {title}" if part.is_copy else title
         yield BarSegment(label, part.bytes, part.kind, part.lease.id)
-    cache = sum(section.cache_on(view.device.id) for section in snapshot.sections.values())
-    if view.residue_bytes > cache:
-        yield BarSegment(STAYS, view.residue_bytes - cache, "residue")
-    if cache:
-        yield BarSegment(RESIDUE, cache, "residue")
-    ended = ended_bytes(snapshot, view)
-    if ended:
-        yield BarSegment(ENDED, ended, "ended")
-    unleased = strangers_bytes(view)
-    if unleased > 0:
-        yield BarSegment(STRANGERS, unleased, "strangers")
+    yield from beyond_leases(snapshot, view)
+
+
+def beyond_leases(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
+    """The segments of the bytes on the device in `view` that belong to no lease."""
+    device, sections = view.device.id, snapshot.sections.values()
+    leased = sum(part.bytes for part in lease_parts(snapshot, view))
+    residue = sum(section.residue.get(device, 0) for section in sections)
+    cache = sum(section.cache_on(device) for section in sections)
+    for label, size, kind in (
+        (STAYS, residue - cache, "residue"),
+        (RESIDUE, cache, "residue"),
+        (ENDED, view.claimed_bytes - leased - residue, "ended"),
+        (STRANGERS, strangers_bytes(view), "strangers"),
+    ):
+        if size > 0:
+            yield BarSegment(label, size, kind)
 
 
 def _bytes_on(shares: Iterable[Share], device: str) -> int:

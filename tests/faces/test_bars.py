@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Ghost, Lease, Phase, Share, Snapshot, Stranger
+from gpu_runtime.facts import HOST, Ghost, Lease, Phase, Share, Snapshot, Staying, Stranger
 from gpu_runtime.rendering import answers
 from gpu_runtime.rendering import views as plain
 from gpu_runtime.scheduler.capacity import views
@@ -138,6 +138,14 @@ def test_unleased_memory_names_its_processes():
     with_cache = replace(samples.busy, sections=sections, devices=(fuller, *others))
     tooltip = stretches(with_cache)["context and cache"].tooltip
     assert "300 MiB analysis.ipynb (pid 4121), bob" in tooltip
+    stays = (Staying("sim:0", "shared with NumPy", 100 * MIB),)
+    sections = samples.busy.sections | {samples.BOB.id: replace(section, staying=stays)}
+    found = stretches(replace(with_cache, sections=sections))
+    assert found["context and cache"].bytes == 200 * MIB, "as in the bar of `%gpu`"
+    assert (
+        "100 MiB analysis.ipynb (pid 4121), bob: shared with NumPy"
+        in found["cannot be parked"].tooltip
+    )
 
 
 @pytest.mark.parametrize(("room", "blind", "words"), [

@@ -43,7 +43,7 @@ def test_problems_are_on_top_in_red_then_requests_that_wait_then_the_largest_hol
     troubled = replace(samples.waiting, degraded="nvidia-smi hangs")
     shown = Top(None).screen(troubled, 200, 60, "12:00:00")
     assert shown[1].startswith("\x1b[31;1m! The monitor cannot see: nvidia-smi hangs")
-    assert " waits " in shown[2] and shown[2].startswith("\x1b[33m!")
+    assert ", waiting " in shown[2] and shown[2].startswith("\x1b[33m!")
     assert not [line for line in lines(samples.empty) if line.startswith("!")]
     assert names(Top(None)) == ["> train.ipynb", "  analysis.ipyn"]
 

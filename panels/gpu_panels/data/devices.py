@@ -38,12 +38,11 @@ from gpu_runtime.rendering.views import (
     STRANGERS,
     Bar,
     LeasePart,
+    beyond_leases,
     device_name,
-    ended_bytes,
     fill,
     from_cards,
     lease_parts,
-    strangers_bytes,
 )
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import GIB, MIB, counted, show_bytes
@@ -161,20 +160,41 @@ def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
     leases = [_lease_stretch(snapshot, part) for part in lease_parts(snapshot, view)]
     leases.sort(key=lambda stretch: (-stretch.bytes, stretch.label, stretch.kind))
     yield from gathered(leases, max(view.device.total_bytes, view.claimed_bytes, 1))
-    residue = _residue_stretch(snapshot, view)
-    if residue:
-        yield residue
-    ended = ended_bytes(snapshot, view)
-    if ended:
-        tooltip = (
-            f"{show_bytes(ended)}: held by processes that have ended; the driver does not report "
-            "it free yet"
-        )
-        yield Stretch(ENDED, ended, "ended", tooltip)
-    beyond = strangers_bytes(view)
-    if beyond > 0:
-        tooltip = _strangers_tooltip(snapshot, view, beyond)
-        yield Stretch(_strangers_label(snapshot, view, beyond), beyond, "strangers", tooltip)
+    for label, size, kind, _ in beyond_leases(snapshot, view):
+        tooltip = "\n".join([f"{show_bytes(size)} {_MEANS[label]}", *_named(snapshot, view, label)])
+        title = _strangers_label(snapshot, view, size) if label == STRANGERS else label
+        yield Stretch(title, size, kind, tooltip)
+
+
+_MEANS = {
+    STAYS: "that stays when notebooks are parked",
+    RESIDUE: "that stays when notebooks are parked: CUDA context, reserved cache, own tensors",
+    ENDED: "held by processes that have ended; the driver does not report it free yet",
+    STRANGERS: "of programs that do not use gpu-console",
+}
+
+
+def _named(snapshot: Snapshot, view: DeviceView, label: str) -> list[str]:
+    """A line for each holder of the bytes beyond all leases that have the `label`."""
+    device, sections = view.device.id, snapshot.sections.values()
+    if label == STRANGERS:
+        held = [
+            (other.bytes, clean(other.label))
+            for other in snapshot.strangers
+            if other.device == device
+        ]
+    elif label == STAYS:
+        held = [
+            (staying.bytes, f"{process_name(section)}: {clean(staying.why)}")
+            for section in sections
+            for staying in section.staying_on(device)
+        ]
+    else:  # of the ended processes nothing is known
+        caches = ((section.cache_on(device), process_name(section)) for section in sections)
+        held = [cache for cache in caches if cache[0] and label == RESIDUE]
+    held.sort(key=lambda holder: (-(holder[0] or 0), holder[1]))
+    sizes = ("size unknown" if size is None else show_bytes(size) for size, _ in held)
+    return _first([f"{size} {name}" for size, (_, name) in zip(sizes, held, strict=True)])
 
 
 def _lease_stretch(snapshot: Snapshot, part: LeasePart) -> Stretch:
@@ -255,46 +275,11 @@ def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
     return [*shown, Stretch(f"{len(few)} others", size, "others", tooltip)]
 
 
-def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
-    """The stretch of the bytes that processes hold beyond their leases. None if there are no such bytes."""
-    held = sorted(
-        (
-            (size, process_name(section), section)
-            for section in snapshot.sections.values()
-            if (size := section.residue.get(view.device.id, 0))
-        ),
-        key=lambda entry: (-entry[0], entry[1]),
-    )
-    size = sum(size for size, _, _ in held)
-    if not size:
-        return None
-    is_cache = any(section.cache_on(view.device.id) for _, _, section in held)
-    beyond = "CUDA context, reserved cache, own tensors" if is_cache else "it cannot be parked"
-    title = f"{show_bytes(size)} that stays when notebooks are parked: {beyond}"
-    named = []
-    for size_there, process, section in held:
-        whys = [f" ({clean(staying.words())})" for staying in section.staying_on(view.device.id)]
-        named.append(f"{show_bytes(size_there)} {process}{''.join(whys)}")
-    label = RESIDUE if is_cache else STAYS
-    return Stretch(label, size, "residue", "\n".join([title, *_first(named)]))
-
-
 def _strangers_label(snapshot: Snapshot, view: DeviceView, size: int) -> str:
     """The name of the one program that holds most of the `size` bytes, or `other programs`."""
     found = [stranger for stranger in snapshot.strangers if stranger.device == view.device.id]
     is_one = len(found) == 1 and (found[0].bytes or 0) >= ALMOST_ALL * size
     return short(found[0].command) if is_one and found[0].command else STRANGERS
-
-
-def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:
-    named = []
-    for stranger in snapshot.strangers:
-        if stranger.device == view.device.id:
-            held = "size unknown" if stranger.bytes is None else show_bytes(stranger.bytes)
-            named.append(f"{held} {clean(stranger.label)}")
-    return "\n".join(
-        [f"{show_bytes(size)} of programs that do not use gpu-console", *_first(named)]
-    )
 
 
 def _first(lines: Sequence[str]) -> list[str]:
