@@ -55,6 +55,7 @@ FINGER = {"@media (pointer: coarse)": FINGER_PIXELS}
 FINGER_IN_FIELD = {
     "@media (pointer: coarse)": {"minHeight": "27px !important"}
 }  # 44 with the padding of 17
+WHOLE_NAMES = {"whiteSpace": "normal", "overflowWrap": "anywhere"}  # of models, in a list
 # On a phone the tabs of the served page are at the bottom, where a thumb reaches them. Inside a notebook they stay
 # above their content: the bottom of the window is outside the cell's output.
 TABS = {
@@ -88,6 +89,7 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
             # readers. So the bar is hidden.
             "MuiLinearProgress": {"styleOverrides": {"root": {"display": "none"}}},
             "MuiIconButton": {"styleOverrides": {"root": FINGER}},
+            "MuiMenuItem": {"styleOverrides": {"root": WHOLE_NAMES}},
             "MuiOutlinedInput": {"styleOverrides": {"input": FINGER_IN_FIELD}},
         },
     }
