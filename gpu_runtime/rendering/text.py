@@ -15,7 +15,7 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
-from gpu_runtime.facts import Snapshot, importance_name
+from gpu_runtime.facts import THIS_PROCESS, Snapshot, importance_name
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..safe_text import clean
@@ -176,6 +176,8 @@ def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> st
         return datetime.fromtimestamp(value.timestamp()).strftime("%Y-%m-%d %H:%M:%S")
     if column == "importance" and isinstance(value, int):
         return importance_name(value).removeprefix("importance ")
+    if column == "owner" and value == "me":
+        return THIS_PROCESS
     if column == "owner" and _OWNER_ID.fullmatch(str(value)):
         known = (owners or {}).get(str(value))
         return clean(known) if known else f"pid {str(value).partition('.')[0]}"

@@ -112,11 +112,12 @@ def test_unknown_is_never_shown_as_zero():
     assert text.cell("celsius", None) == "" and text.cell("free_bytes", 0) == "0 B"
 
 
-def test_a_table_calls_the_hosts_memory_ram_as_the_other_texts_do():
-    """The DataFrame keeps `host`, which code compares."""
+def test_a_table_has_the_words_of_the_other_texts():
+    """The DataFrame keeps `host` and `me`, which code compares."""
     found = [text.cell("where", place) for place in ("host", "cuda:0 + host", "cuda:0,1", "disk")]
     assert found == ["RAM", "cuda:0 + RAM", "cuda:0,1", "disk"]
     assert text.cell("device", "host") == "RAM" and text.cell("model", "host") == "host"
+    assert text.cell("owner", "me") == "this process"
 
 
 def test_names_that_would_look_the_same_are_not_shortened():
