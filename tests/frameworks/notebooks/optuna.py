@@ -34,7 +34,7 @@ def objective(trial):
 
 # %%
 study = optuna.create_study(
-    storage="keeper:///study.db",
+    storage="sqlite:///study.db",
     sampler=optuna.samplers.TPESampler(seed=0),
     pruner=optuna.pruners.MedianPruner(n_startup_trials=2),
 )
