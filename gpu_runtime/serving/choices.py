@@ -445,16 +445,20 @@ class Choices:
 
     def models(self) -> list[Json]:
         """The rows of `/v1/models`: the models of this process and of the catalogue, and the tasks and aliases."""
-        specs = {spec.name: spec for spec in self._rt.specs()}
-        for name in self._rt.catalog_names():
-            with contextlib.suppress(GpuError):  # a broken entry is not listed
-                specs.setdefault(name, self._rt.spec(name))
-        rows = [self._model_row(spec) for spec in specs.values() if spec.enabled]
+        rows = [self._model_row(spec) for spec in self._specs()]
         for name, task in self._config().tasks.items():
             rows.append(self._row(TASK_PREFIX + name, {"candidates": list(task.candidates)}))
         for name, model in self._config().aliases.items():
             rows.append(self._row(name, {"alias_of": model}))
         return rows
+
+    def _specs(self) -> list[ModelSpec]:
+        """The models of this process and of the catalogue that can be called."""
+        specs = {spec.name: spec for spec in self._rt.specs()}
+        for name in self._rt.catalog_names():
+            with contextlib.suppress(GpuError):  # a broken entry is not listed
+                specs.setdefault(name, self._rt.spec(name))
+        return [spec for spec in specs.values() if spec.enabled]
 
     def _row(self, id: str, facts: Json) -> Json:
         head = {"id": id, "object": "model", "created": self._began, "owned_by": "gpu-console"}
@@ -494,7 +498,10 @@ class Choices:
         return True
 
     def _unknown(self, name: str, may_name: Callable[[str], bool]) -> Refused:
-        known = tuple(sorted(filter(may_name, [row["id"] for row in self.models()])))
+        config = self._config()
+        tasks = (TASK_PREFIX + task for task in config.tasks)
+        names = {*(spec.name for spec in self._specs()), *tasks, *config.aliases}
+        known = tuple(sorted(filter(may_name, names)))
         advice = "See them:  GET /v1/models"
         if ":" in name and not name.startswith(TASK_PREFIX):
             variable = address_variable(name.partition(":")[0])

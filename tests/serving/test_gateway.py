@@ -151,9 +151,13 @@ async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
         await asyncio.gather(c, *running.values())
 
 
-async def test_an_unknown_model_is_a_404_with_the_nearest_name():
-    """Ollama names models like `qwen:8b`. A name with a colon is a cloud only if its provider is known."""
+async def test_an_unknown_model_is_a_404_with_the_nearest_name(monkeypatch):
+    """Ollama names models like `qwen:8b`. A name with a colon is a cloud only if its provider is known.
+
+    For the names, no file of a model is read: the event loop stood still meanwhile.
+    """
     async with harness(qwen=4) as k:
+        monkeypatch.setattr(k.rt, "_source_facts", None)
         for name in ("qwem", "qwen:8b", "nobody:x", "task:qwem", "task:"):
             with refusal(404, "model_not_found"):
                 await k.chat(name)

@@ -186,7 +186,8 @@ async def _loaded(request: Request, gateway: Any, actor: str, body: Json, part: 
     if not request.scope["state"]["visitor"].may_act:
         text = f"{actor} may call models, and not unload them: that takes the operator's token"
         raise Refused(403, "may_not_act", text, param="keep_alive")
-    facts = {row["id"]: row["x_gpu"] for row in gateway.models(actor)}
+    rows = await in_thread(lambda: gateway.models(actor))
+    facts = {row["id"]: row["x_gpu"] for row in rows}
     name = facts.get(str(body["model"]), {}).get("alias_of", str(body["model"]))
     if "warm" not in facts.get(name, {}):
         raise _not_found(name)
