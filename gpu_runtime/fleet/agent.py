@@ -106,15 +106,20 @@ class HostAgent:
         start(self._watch)
 
     def ready(self) -> dict[str, Any]:
-        """The process id and the versions of this agent. Raises the error of its start, if that failed."""
+        """The process id and the versions of this agent. Raises the error of its start, as every method does."""
+        self._require_started()
+        return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
+
+    def _require_started(self) -> None:
+        """Raises the error of the start, as of an agent that Ray has started again after an upgrade of its host."""
         if self._trouble is not None:
             raise self._trouble.with_traceback(None)
-        return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
 
     # -- what this host would take -----------------------------------------------------------------
 
     def learn(self, revision: int) -> wishes.Wishes | None:
         """Reads the wishes from Ray's head, applies and returns them; None if this `revision` is known already."""
+        self._require_started()
         if revision <= self._revision:
             return None
         with self._learning:
@@ -205,6 +210,7 @@ class HostAgent:
 
     def holdings(self) -> dict[str, tuple[str, int]]:
         """The models that this agent has on a device or in host memory, each with its device and bytes."""
+        self._require_started()
         return {
             name: (lease.where, lease.bytes)
             for name, lease in self.rt.status().own_leases.items()
@@ -273,6 +279,7 @@ class HostAgent:
 
     def slots(self) -> list[tuple[str, str, int, int]]:
         """A row for each card of each model: the model, the card, the bytes on it, and the model's users."""
+        self._require_started()
         return [
             (name, share.device, share.bytes, self.holds.users(name))
             for name, lease in sorted(self.rt.status().own_leases.items())
@@ -284,6 +291,7 @@ class HostAgent:
         """The result of the runtime's method `name`, which must be in VERBS. The journal names the `person`."""
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
+        self._require_started()
         if name == "plan" and args:
             self.learn(self._revision + 1)  # reads the wishes, even if they have not changed
             self._require_wish(args[0])

@@ -13,6 +13,7 @@ import pytest
 import gpu_runtime
 from gpu_runtime import FleetUnavailable, cli
 from gpu_runtime.fleet import cluster
+from gpu_runtime.fleet.agent import HostAgent
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.drill import Drill
 
@@ -117,6 +118,17 @@ def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(ray, monkey
     delays["box1"] = 20.0
     ray.now = 0.0
     assert list(fleet.models()["host"]) == ["box1"] and ray.now == 20.0
+
+
+def test_an_agent_of_another_version_says_so_whatever_it_is_asked(monkeypatch):
+    """Ray starts an agent again that has crashed, perhaps after an upgrade of its host."""
+    monkeypatch.setattr(cluster, "versions", lambda: {"gpu-console": "0.4.0"})
+    agent = HostAgent("box1", "sim:1GiB", "memory:", {"gpu-console": "0.0.1"})
+    refused = pytest.raises(FleetUnavailable, match="other versions: gpu-console 0.0.1, not 0.4.0")
+    for act in (agent.ready, agent.holdings, agent.slots, lambda: agent.verb("status", (), {})):
+        with refused:
+            act()
+    assert "other versions" in agent.offer("qwen", 1).because
 
 
 def test_a_drill_starts_on_a_machine_where_ray_never_ran(monkeypatch, tmp_path):
