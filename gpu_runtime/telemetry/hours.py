@@ -39,11 +39,24 @@ from ..facts import DISK, HOST, KERNEL, Book, DeviceView, Lease, Phase, Section
 from ..files import make_directory
 from ..ledgers.access import access_to, state_in
 from ..units import GIB, show_seconds
-from .journal import SQLITE_CORRUPT, SQLITE_ERROR, SQLITE_NOTADB, limit_values, opened, sqlite_code
+from .journal import (
+    SQLITE_CORRUPT,
+    SQLITE_ERROR,
+    SQLITE_INTERRUPT,
+    SQLITE_NOTADB,
+    limit_steps,
+    limit_values,
+    opened,
+    sqlite_code,
+)
 
 # -- a SQLite file that outlives a boot: the history, and the account of hours
 
 log = logging.getLogger("gpu_runtime")
+
+
+MOST_STEPS = 200_000_000  # of one call; a report over three years of 100 notebooks takes 24 million
+_DAMAGES = (SQLITE_CORRUPT, SQLITE_NOTADB, SQLITE_ERROR, SQLITE_INTERRUPT)
 
 
 class StateFile:
@@ -72,7 +85,7 @@ class StateFile:
                 self._write(act)
             except sqlite3.Error as error:
                 # Else the file is damaged or is no history: another attempt would fail too.
-                if sqlite_code(error) not in (SQLITE_CORRUPT, SQLITE_NOTADB, SQLITE_ERROR):
+                if sqlite_code(error) not in _DAMAGES:
                     raise
                 self._set_aside(error)
                 self._write(act)
@@ -115,6 +128,7 @@ class StateFile:
         db = opened(self.path)
         # Another user of the ledger may have put anything into the file.
         limit_values(db, self.most_row_bytes)
+        limit_steps(db, MOST_STEPS)
         return db
 
     def _warn(self, what: str, error: Exception) -> None:

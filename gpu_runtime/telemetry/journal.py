@@ -292,6 +292,12 @@ def limit_values(db: sqlite3.Connection, most_bytes: int) -> None:
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most_bytes)
 
 
+def limit_steps(db: sqlite3.Connection, most: int) -> None:
+    """Interrupts `db` after `most` steps. A file that another user can write may have a view without an end."""
+    calls = itertools.count(1)
+    db.set_progress_handler(lambda: next(calls) > most // STEPS_AT_ONCE, STEPS_AT_ONCE)
+
+
 def opened(path: Path) -> sqlite3.Connection:
     """Opens the database `path` in a directory where other users may have made files.
 
@@ -472,12 +478,11 @@ def _fill(db: sqlite3.Connection, content: bytes) -> None:
 
 
 def _read(path: Path, model: str | None, since: float, source: str) -> list[Event]:
-    steps = itertools.count(1)
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         _fill(db, read_plain(path, MOST_BYTES, int(path.parent.name)))
         limit_values(db, MOST_BYTES)
         db.execute("PRAGMA trusted_schema=OFF")
-        db.set_progress_handler(lambda: next(steps) > MOST_STEPS // STEPS_AT_ONCE, STEPS_AT_ONCE)
+        limit_steps(db, MOST_STEPS)
         rows = _stored_events(db, model, since, source)
         return decoded(_decode, itertools.islice(rows, MOST_EVENTS))
 

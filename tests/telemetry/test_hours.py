@@ -1,5 +1,7 @@
 """The account of hours: what one look sees, what the sums are, and what the file keeps."""
 
+import contextlib
+import sqlite3
 from collections import defaultdict
 
 import pytest
@@ -255,6 +257,29 @@ def test_three_years_are_kept_and_a_damaged_file_is_set_aside(tmp_path, caplog):
     assert file.between(0, 1e12) == []
     assert file.add([Hour(60, key, 5.0, 1.0)], 60.0) and len(file.between(0, 1e12)) == 1
     assert "set aside" in caplog.text
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
+
+
+@pytest.mark.parametrize("made", [
+    f"CREATE VIEW hours AS {ENDLESS} SELECT 60 stretch, x start, 'ann' user, '' notebook, '' name, 'sim:0' device, "
+    "'idle' state, 1.0 byte_seconds, 1.0 seconds FROM n",
+    f"CREATE TRIGGER t AFTER INSERT ON hours BEGIN INSERT INTO kept {ENDLESS} SELECT x FROM n; END",
+])  # fmt: skip
+def test_no_file_of_another_user_is_read_or_written_without_an_end(tmp_path, monkeypatch, made):
+    """Each member of a shared ledger can write it, and each decision under a quota of hours reads it."""
+    monkeypatch.setattr(hours, "MOST_STEPS", 10**6)
+    file = Hours(tmp_path / "hours.db")
+    if "TRIGGER" in made:
+        file.add([], 60.0)
+    with contextlib.closing(sqlite3.connect(file.path)) as db:
+        db.execute("CREATE TABLE kept(x)")
+        db.execute(made)
+        db.commit()
+    assert file.card_hours("ann", {"sim:0": GIB}, 1e9, 1e9) == 0.0
+    key = Key("ann", "", "m", "sim:0", IN_USE)
+    assert file.add([Hour(60, key, 5.0, 1.0)], 60.0) and len(file.between(0, 1e12)) == 1
 
 
 def day():
