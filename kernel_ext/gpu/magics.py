@@ -192,8 +192,7 @@ class GpuMagics(Magics):
         from gpu_runtime.rendering import render
 
         rt = self._runtime()
-        options = {"importance": args.importance, "timeout": args.timeout}
-        options = {name: value for name, value in options.items() if value is not None}
+        options = verbs.given(args, "importance", "timeout")
         leased = args.size is not None or args.model is None
         # The stop button can interrupt at any instruction. In that case only a plain `with` is certain
         # to release the model.

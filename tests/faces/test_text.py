@@ -374,12 +374,6 @@ def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
     assert repr(shown).endswith("Nothing was done. Do it for a cell:  %%gpu 4GiB --importance low")
 
 
-def test_the_bars_after_a_plan_conserve_bytes():
-    before = sum(bar.used_bytes for bar in views.bars(samples.busy))
-    after = sum(bar.used_bytes for bar in views.bars_after(samples.busy, samples.fits.steps))
-    assert after == before + 12 * GIB
-
-
 def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     seen = samples.drained
     shown = answers.status(seen)
