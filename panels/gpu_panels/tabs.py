@@ -231,8 +231,12 @@ class TableTab(Tab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self.table = Table(self.columns, actions.propose, empty=self.empty, key=self.title.lower())
+        self.table = Table(self.columns, self._pressed, empty=self.empty, key=self.title.lower())
         self.panel = pn.Column(self.table, sizing_mode="stretch_width")
+
+    def _pressed(self, verb: str, id: str) -> None:
+        """Handles a press of the button `verb` in the row `id`."""
+        self.actions.propose(verb, id)
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
         """The rows for `snapshot`."""
@@ -297,14 +301,9 @@ class LeasesTab(TableTab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self.table = Table(self.columns, self._pressed, empty=self.empty, key="leases")
         self._row = ""  # the id of the row whose variables are shown; empty: none
         self._answers: SimpleQueue[Variables] = SimpleQueue()  # from the threads that ask
-        self.panel = pn.Column(
-            Prose(f'<div class="soft">{LEASE}</div>', margin=(4, 10)),
-            self.table,
-            sizing_mode="stretch_width",
-        )
+        self.panel.insert(0, Prose(f'<div class="soft">{LEASE}</div>', margin=(4, 10)))
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
         return leases(snapshot, lease_styles(snapshot))
