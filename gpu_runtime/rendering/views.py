@@ -434,7 +434,7 @@ def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
     return Holding(
         snapshot.title(lease.owner, lease.name),
         lease.bytes,
-        _where(lease),
+        place(lease),
         holder(snapshot, lease.owner),
         lease_state(lease, snapshot.now).text(),
         lease.kind,
@@ -465,9 +465,10 @@ def strangers(snapshot: Snapshot) -> list[Stranger]:
     return [*snapshot.strangers, *unknown]
 
 
-def _where(lease: Lease) -> str:
+def place(lease: Lease) -> str:
+    """The place of the `lease` for people; while it arrives, the devices to which it goes."""
     if lease.target and not lease.shares:
-        return " + ".join(dict.fromkeys(share.device for share in lease.target))
+        return device_name(where(lease.target))
     return place_label(lease)
 
 

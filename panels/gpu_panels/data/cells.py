@@ -24,11 +24,10 @@ from gpu_runtime.facts import (
     holder_label,
     importance_name,
     lease_state,
-    place_label,
-    where,
 )
+from gpu_runtime.rendering import views
 from gpu_runtime.rendering.text import shorten
-from gpu_runtime.rendering.views import clock, device_name, holder
+from gpu_runtime.rendering.views import clock, holder
 from gpu_runtime.safe_text import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -94,13 +93,8 @@ NO_ANSWER = (
 
 def place(lease: Lease) -> str:
     """Where `lease` is: `cuda:0`, `cuda:0,1 (TP:2)`, `RAM` or `disk`. For a lease in parts, the bytes in each place."""
-    if lease.in_parts:
-        return place_label(lease)
-    if lease.on_disk:
-        return lease.where
-    shares = lease.shares or lease.target
-    _, bracket, degree = cards_label(shares, lease.backend).partition(" (")
-    return f"{device_name(where(shares) or lease.where)}{bracket}{degree}"
+    _, bracket, degree = cards_label(lease.shares or lease.target, lease.backend).partition(" (")
+    return f"{views.place(lease)}{bracket}{degree}"
 
 
 def state_cell(lease: Lease, now: float) -> Cell:

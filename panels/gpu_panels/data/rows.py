@@ -619,7 +619,7 @@ def leases(
 ) -> tuple[Row, ...]:
     """A row for each share of each lease, for the bytes of processes beyond their leases, and for memory without."""
     rows: list[Row] = []
-    for section in sorted(snapshot.sections.values(), key=_largest_first):
+    for section in sorted(snapshot.sections.values(), key=largest_first):
         process = _process_cells(section, snapshot)
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
             rows += _share_rows(lease, section.owner, process, snapshot, styles or {})
@@ -627,8 +627,10 @@ def leases(
     return (*rows, *map(_stranger_row, strangers(snapshot)))
 
 
-def _largest_first(section: Section) -> tuple[int, str]:
-    return -sum(lease.bytes for lease in section.leases), section.owner.id
+def largest_first(section: Section) -> tuple[int, int, str]:
+    """A sort key: the process of the `section` that holds most on cards is first."""
+    on_cards = sum(lease.bytes for lease in section.leases if not lease.on_host)
+    return -on_cards, -sum(lease.bytes for lease in section.leases), section.owner.id
 
 
 def _process_cells(section: Section, snapshot: Snapshot) -> tuple[Cell, ...]:

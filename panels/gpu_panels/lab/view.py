@@ -28,7 +28,16 @@ from gpu_runtime.units import GIB, MIB, show_bytes
 from ..data.cells import Button, Row, if_awake, notebook_name, place, why_no_answer
 from ..data.confirmations import MEANS, ticket_title
 from ..data.devices import figures, level
-from ..data.rows import FirstSeen, buttons, end_wait, model_kind, pressed, problem_rows, state_of
+from ..data.rows import (
+    FirstSeen,
+    buttons,
+    end_wait,
+    largest_first,
+    model_kind,
+    pressed,
+    problem_rows,
+    state_of,
+)
 
 MOST_CARDS = 3  # cards that the status bar lists one by one, unless the user wants their sum
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
@@ -157,18 +166,12 @@ def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[st
         for section in snapshot.sections.values()
         if section.leases or any(section.residue.values())
     ]
-    found = sorted(sections, key=_largest_first)
+    found = sorted(sections, key=largest_first)
     shown_groups = [_group(section, snapshot, kernels.get(section.owner.pid)) for section in found]
     unleased = sum(strangers_bytes(view) for view in snapshot.cards)
     if unleased:
         shown_groups.append(_strangers(snapshot, unleased))
     return shown_groups
-
-
-def _largest_first(section: Section) -> tuple[int, int, str]:
-    on_cards = sum(lease.bytes for lease in section.leases if not lease.on_host)
-    total = sum(lease.bytes for lease in section.leases)
-    return -on_cards, -total, section.owner.id
 
 
 def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> dict[str, Any]:
