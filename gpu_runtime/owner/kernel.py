@@ -94,8 +94,14 @@ class Kernel:
 
     @property
     def refusal(self) -> GpuError | None:
-        """Why this thread's next cell must not run; None if the cell may run."""
-        return getattr(self._here, "refusal", None)
+        """Why this thread's next cell must not run; None if the cell may run.
+
+        The memory is away without another reason if an interrupt came before `begin`.
+        """
+        why, resident = getattr(self._here, "refusal", None), self.resident
+        if why is None and resident is not None and resident.handle.away:
+            return _refused(interrupted(), resident)
+        return why
 
     @property
     def resident(self) -> KernelResident | None:
@@ -157,8 +163,7 @@ class Kernel:
         # If the memory is on its card, the cell runs in spite of an error (an unreadable ledger,
         # say).
         if why and not (resident is None or resident.enter(pin)):
-            place = "on a disk" if resident.lease.on_disk else "in RAM"
-            self._here.refusal = did_not_run(why, resident.lease.own_bytes, place)
+            self._here.refusal = _refused(why, resident)
         elif isinstance(why, WaitEnded):
             self._here.refusal = did_not_run(why)
         del why  # see pins.py
@@ -1001,6 +1006,12 @@ def interrupted() -> WaitEnded:
     """The error of a cell whose wait the user has stopped."""
     why = "You stopped the wait. To wait again, run the cell again."
     return WaitEnded(why, name=KERNEL, by="you", because="")
+
+
+def _refused(why: Exception, resident: KernelResident) -> GpuError:
+    """The error of a cell that must not run because of `why`, while the memory of `resident` is parked."""
+    place = "on a disk" if resident.lease.on_disk else "in RAM"
+    return did_not_run(why, resident.lease.own_bytes, place)
 
 
 def did_not_run(why: Exception, parked_bytes: int = 0, place: str = "in RAM") -> GpuError:

@@ -206,32 +206,43 @@ class Parking:
 
     # -- messages and cells
 
-    @outside_modes
-    def on_message(self) -> Any:
+    def on_message(self) -> None:
         """Called before the kernel handles a message."""
+        try:  # noqa: SIM105 - an interrupt may come in Python's own `__exit__`
+            self._message_begins()
+        except KeyboardInterrupt:  # raised from a hook, it would end the kernel
+            pass
+
+    @outside_modes
+    def _message_begins(self) -> None:
         kind, content = current_message(self._kernel)
         is_quiet = kind in QUIET_MESSAGES or self._reads_nothing(kind, content)
         self._mark += 0 if is_quiet else 1
         self._here.cells_before = len(self._cells_here)
         self._restore_handlers()
+        reads = may_read(self._kernel, kind, content)
+        # Code of the user's may run before IPython calls `pre_execute`.
+        is_cell = kind in ("execute_request", "is_complete_request")
+        if is_cell and not reads and self._bytes_are_away():
+            reads = quiet_cells.runs_before_hooks(self._shell)
         try:
-            return self._hook()  # from this call on, the stop button raises KeyboardInterrupt
+            self._hook()  # from this call on, the stop button raises KeyboardInterrupt
         finally:
-            reads = may_read(self._kernel, kind, content)
-            # Code of the user's may run before IPython calls `pre_execute`.
-            is_cell = kind in ("execute_request", "is_complete_request")
-            if is_cell and not reads and self._bytes_are_away():
-                reads = quiet_cells.runs_before_hooks(self._shell)
             if not self._cells and reads:
                 self._held = self._hold()
 
-    @outside_modes
-    def after_message(self) -> Any:
+    def after_message(self) -> None:
         """Called after the kernel has handled a message."""
+        self._end_hook()  # from this call on, the stop button does nothing
+        self._message_ends()
+
+    @outside_modes
+    def _message_ends(self) -> None:
         self._held = None
+        self._here.needs_no_card = False
+        self._here.until_the_end.close()  # an interrupt may have ended `after`
         while len(self._cells_here) > self._here.cells_before:
             self._ended()  # a comm's callback failed: `post_execute` is not called then
-        return self._end_hook()
 
     async def on_debug_request(self, stream: Any, ident: Any, message: Any) -> None:
         """Handles a message to the debugger, in the thread of the control channel."""
@@ -574,8 +585,8 @@ def _bind(
         shown = stand_in(value)
         if shown is value:
             continue
+        until_the_end.callback(_restore, values, name, shown, value)  # first: an interrupt may come
         values[name] = shown
-        until_the_end.callback(_restore, values, name, shown, value)
 
 
 def _restore(values: dict[str, Any], name: str, shown: Any, value: Any) -> None:

@@ -7,7 +7,9 @@ tests/stories/test_kernel_versions.py tests real kernels of two versions.
 
 import ast
 import asyncio
+import contextlib
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +18,7 @@ from unittest.mock import Mock
 
 import ipywidgets
 import pytest
+import torch
 from gpu import obstacles, parking
 from gpu.obstacles import Own
 from gpu.parking import Parking
@@ -223,7 +226,7 @@ def test_a_first_cell_opens_the_runtime_only_if_it_parks_its_own_notebook(text, 
     parking.remove()
 
 
-HELD = ["hook", "back", "handled", "free", "hook after"]
+HELD = ["hook", "back", "handled", "hook after", "free"]
 NOT_HELD = ["hook", "handled", "hook after"]
 MESSAGES = {
     "completion": ("complete_request", {"code": "x.su"}, HELD),
@@ -337,7 +340,7 @@ def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command
 def test_a_comm_whose_callback_failed_is_over_with_its_message(follows):
     """IPython calls `post_execute` only after success: the kernel would never be idle again."""
     follows.kernel.handle("comm_msg", lambda: follows.trigger("pre_execute"))
-    assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
+    assert follows.story == ["hook", "handled", "cell ", "hook after", "end"]
 
 
 def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
@@ -345,6 +348,50 @@ def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
     follows.lease.raises = KeyboardInterrupt
     follows.kernel.handle("complete_request", code="x.")
     assert follows.story == ["hook", "back", "handled", "hook after"]
+
+
+def test_an_interrupt_at_any_line_of_ours_before_a_message_does_not_leave_the_hook(
+    follows, monkeypatch
+):
+    """From the kernel's own hook on, the stop button raises KeyboardInterrupt. It would end the kernel."""
+    monkeypatch.setattr(follows.parking, "_bytes_are_away", lambda: True)
+    follows.shell.input_transformers_post = []
+    line = left = 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename == parking.__file__ and event == "line":
+            left -= follows.story[-1] in ("hook", "back")
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    while left <= 0:
+        line = left = line + 1
+        follows.story[:] = ["hook after"]
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            follows.kernel.handle("complete_request", code="x.")
+        finally:
+            sys.settrace(before)
+        assert "handled" in follows.story and follows.story.count("hook after") == 2, line
+    assert line > 5
+
+
+def test_what_a_cell_in_ram_has_bound_ends_with_its_message(follows):
+    """An interrupt may come before `post_execute` ends: the name stayed bound to a copy in RAM."""
+    follows.lease.away, x = True, torch.ones(2)
+    follows.lease.readable = lambda saves: contextlib.nullcontext(lambda value: value.clone())
+    follows.lease.forget_deleted = str
+    follows.shell.user_ns = {"x": x}
+
+    def cell():
+        follows.trigger("pre_execute")
+        assert follows.shell.user_ns["x"] is not x
+
+    follows.kernel.handle("execute_request", cell, code="print(x)")
+    assert follows.shell.user_ns["x"] is x
 
 
 @pytest.mark.parametrize(("package", "added", "cells"), [

@@ -92,6 +92,17 @@ def test_a_refused_cell_names_the_notebook(started, monkeypatch):
     kernel.end()
 
 
+def test_a_cell_whose_beginning_was_interrupted_does_not_run_while_its_memory_is_away(started):
+    """IPython ignores an interrupt of a hook, and ran the cell."""
+    _, kernel = started()
+    keep(kernel, torch.zeros(FLOATS))
+    kernel.park()
+    assert "You stopped the wait" in str(kernel.refusal) and "1.0 MiB" in str(kernel.refusal)
+    kernel.begin("x")
+    assert kernel.refusal is None
+    kernel.end()
+
+
 held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
 
 
