@@ -100,7 +100,7 @@ class Kernel:
         """
         why, resident = getattr(self._here, "refusal", None), self.resident
         if why is None and resident is not None and resident.handle.away:
-            return _refused(interrupted(), resident)
+            return did_not_run(interrupted(), resident)
         return why
 
     @property
@@ -163,7 +163,7 @@ class Kernel:
         # If the memory is on its card, the cell runs in spite of an error (an unreadable ledger,
         # say).
         if why and not (resident is None or resident.enter(pin)):
-            self._here.refusal = _refused(why, resident)
+            self._here.refusal = did_not_run(why, resident)
         elif isinstance(why, WaitEnded):
             self._here.refusal = did_not_run(why)
         del why  # see pins.py
@@ -1008,21 +1008,20 @@ def interrupted() -> WaitEnded:
     return WaitEnded(why, name=KERNEL, by="you", because="")
 
 
-def _refused(why: Exception, resident: KernelResident) -> GpuError:
-    """The error of a cell that must not run because of `why`, while the memory of `resident` is parked."""
-    place = "on a disk" if resident.lease.on_disk else "in RAM"
-    return did_not_run(why, resident.lease.own_bytes, place)
-
-
-def did_not_run(why: Exception, parked_bytes: int = 0, place: str = "in RAM") -> GpuError:
+def did_not_run(why: Exception, parked: KernelResident | None = None) -> GpuError:
     """The error of a cell that must not run because of `why`, with the class of `why`.
 
-    `parked_bytes` are the bytes of the notebook's memory that are parked in `place`.
+    `parked` is the notebook's memory, if it is parked.
     """
-    parked = f": {show_bytes(parked_bytes)} of its memory is parked {place}"
-    message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
-    if parked_bytes and not isinstance(why, WaitEnded):
-        message += f"\n  These cells run while it is parked:  {WAYS_OUT}"
+    message = f"the cell did not run. {why}"
+    if parked is not None:
+        size, place = (
+            show_bytes(parked.lease.own_bytes),
+            "on a disk" if parked.lease.on_disk else "in RAM",
+        )
+        message = f"the cell did not run: {size} of its memory is parked {place}. {why}"
+        if not isinstance(why, WaitEnded):
+            message += f"\n  These cells run while it is parked:  {WAYS_OUT}"
     if isinstance(why, GpuError):
         return rebuilt(type(why), message, why.facts)
     return GpuError(message)
