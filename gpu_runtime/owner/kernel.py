@@ -99,7 +99,7 @@ class Kernel:
         The memory is away without another reason if an interrupt came before `begin`.
         """
         why, resident = getattr(self._here, "refusal", None), self.resident
-        if why is None and resident is not None and resident.handle.away:
+        if why is None and resident is not None and getattr(resident.handle, "away", None):
             return did_not_run(interrupted(), resident)
         return why
 

@@ -859,7 +859,7 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
     rt.park()
     rt.close()
     kept.add_(0)
-    assert torch.equal(kept, values)
+    assert torch.equal(kept, values) and kernel.refusal is None
 
 
 def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
