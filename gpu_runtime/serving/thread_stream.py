@@ -76,7 +76,7 @@ async def _whole_wait(event: asyncio.Event) -> None:
     while not event.is_set():
         try:
             await event.wait()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # raised below, once the thread has ended
             was_cancelled = True
     if was_cancelled:
         raise asyncio.CancelledError

@@ -188,9 +188,7 @@ class HttpAdapter:
             raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         fields = {name: value for name, value in body.items() if value is not None}
         if kind == "embeddings" and not getattr(handle, "truncates", False):
-            fields.pop(
-                "truncate", None
-            )  # the engine decides by itself whether a long text is refused
+            fields.pop("truncate", None)  # the engine decides whether a long text is refused
         fields["model"] = server.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
