@@ -31,7 +31,7 @@ __version__ = VERSION
 __all__ = ["Runtime", "fleet", "runtime"]
 __all__ += errors.__all__
 
-_lock = threads.freed(threading.Lock())
+_lock = threads.freed(threading.RLock())
 _runtime: Runtime | None = None
 
 

@@ -113,7 +113,7 @@ class Runtime:
         self._clock = clock or partial(time.clock_gettime, time.CLOCK_BOOTTIME)
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self._is_inherited = False  # True in a forked child that has not used this runtime yet
         self._wants_monitor = monitor
         self._open()
@@ -795,7 +795,7 @@ class Runtime:
 
     def _forked(self) -> None:
         """Closes the runtime in a forked child. The parent's ledger and models are not touched."""
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         if self._opened.closed:
             return
         self._is_inherited = self._opened.closed = True

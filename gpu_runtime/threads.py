@@ -79,7 +79,7 @@ class Cancellation(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._callbacks: list[Callable[[], None]] = []
-        self._adding = threading.Lock()
+        self._adding = threading.RLock()
 
     def then(self, callback: Callable[[], None]) -> None:
         """Calls `callback()` in the thread that sets the event, or at once if the event is set."""
@@ -117,7 +117,7 @@ class Stoppable:
         self.left = ""  # why the caller has left; empty: it has not
         self.caller = _thread.get_ident()
         self.thread, self._block_over = 0, False  # the thread of the work
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._running: Running | None = None
         # Gets an item when the block is stopped and when the work ends. A KeyboardInterrupt in the
         # caller's wait cannot leave it locked, unlike an Event.
@@ -444,7 +444,7 @@ def imported(name: str) -> Any:
 # The longest wait of a fork; a lock that the fork did not get is free in the child.
 WAIT_SECONDS = 1.0
 
-_awaited: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+_awaited: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _freed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _clean = True
 L = TypeVar("L")
@@ -457,14 +457,14 @@ class _Here(threading.local):
     """
 
     def __init__(self) -> None:
-        self.taken: list[threading.Lock] = []
-        self.missed: list[threading.Lock] = []
+        self.taken: list[Any] = []
+        self.missed: list[Any] = []
 
 
 _here = _Here()
 
 
-def awaited(lock: threading.Lock) -> threading.Lock:
+def awaited(lock: L) -> L:
     """Makes every fork wait for `lock`, so the child sees no half-changed data. Returns `lock`.
 
     Use this function for locks around SQLite, and around files that are locked for a moment.
@@ -477,6 +477,26 @@ def freed(lock: L) -> L:
     """Makes `lock`, whose data must be valid at every moment, free in a forked child. Returns `lock`."""
     _freed[id(lock)] = lock
     return lock
+
+
+TURN_SECONDS = 2.0  # how long a thread other than the main one waits for a lock; see `in_turn`
+
+
+def in_turn(lock: Any, work: Callable[[bool], L], seconds: float = TURN_SECONDS) -> L:
+    """The result of `work`, called with the RLock `lock`. Its argument is whether this thread has the lock.
+
+    A signal handler of the user runs in the main thread, in the middle of what holds the lock, and may
+    wait for another thread. So any other thread goes on without the lock after `seconds`.
+    """
+    if threading.current_thread() is threading.main_thread():
+        with lock:  # an interrupt cannot leave it locked
+            return work(True)
+    held = lock.acquire(timeout=seconds)
+    try:
+        return work(held)
+    finally:
+        if held:
+            lock.release()
 
 
 def is_clean() -> bool:
@@ -498,7 +518,9 @@ def _before() -> None:
         if lock is None:
             continue
         left = max(0.0, deadline - time.monotonic())
-        taken = lock.acquire(timeout=left)
+        # If this thread has it, the fork is in a signal handler, in the middle of what the lock protects.
+        is_ours = getattr(lock, "_is_owned", bool)()
+        taken = not is_ours and lock.acquire(timeout=left)
         (_here.taken if taken else _here.missed).append(lock)
 
 
@@ -520,9 +542,9 @@ def _in_child() -> None:
         _free(lock)
 
 
-def _free(lock: threading.Lock) -> None:
+def _free(lock: Any) -> None:
     """Makes `lock` free, also if a thread of the parent held it. Only for a child, which has one thread."""
-    lock._at_fork_reinit()  # type: ignore[attr-defined]
+    lock._at_fork_reinit()
 
 
 os.register_at_fork(before=_before, after_in_parent=_release, after_in_child=_in_child)

@@ -21,7 +21,7 @@ from .ledgers import reader
 from .ledgers.reader import OpenLedger
 from .runtime import Runtime
 
-_lock = threads.freed(threading.Lock())
+_lock = threads.freed(threading.RLock())
 _guests: dict[Path, Runtime] = {}  # directory of the ledger -> its runtime here
 
 

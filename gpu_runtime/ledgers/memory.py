@@ -29,14 +29,36 @@ class _MemoryBook:
     """A book, and the bells of the owners that have it open, which wake their waiting threads."""
 
     def __init__(self) -> None:
-        self.book = Book()
-        self.writing = threads.freed(threading.Lock())
+        self._page = _Page(Book())
         self.bells: dict[str, Bell] = {}
         self.kept: dict[tuple[str, str, str], bytes] = {}  # by kind, owner, for whom
 
+    def newest(self) -> _Page:
+        page = self._page
+        while page.over:
+            [page] = page.over.values()
+        self._page = page
+        return page
+
+
+class _Page:
+    """A book, and the page that was written over it."""
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self.over: dict[None, _Page] = {}
+
+    def put(self, new: Book) -> bool:
+        """Writes `new` over this page, unless another writer was faster.
+
+        There is no lock, since a signal handler of the user may write in the middle of a write.
+        """
+        page = _Page(replace(new, holds_below={}) if new.holds_below else new)
+        return self.over.setdefault(None, page) is page
+
 
 _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
-_naming = threads.freed(threading.Lock())
+_naming = threads.freed(threading.RLock())
 
 
 class MemoryLedger(Ledger):
@@ -60,12 +82,13 @@ class MemoryLedger(Ledger):
         self._bell = self._book.bells[self.owner.id] = Bell()
 
     def read(self) -> Book:
-        return self._open_book().book
+        return self._open_book().newest().book
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         memory = self._open_book()
         while True:
-            old = memory.book
+            page = memory.newest()
+            old = page.book
             new, answer = decide(old)
             if new is old:
                 return answer
@@ -74,11 +97,8 @@ class MemoryLedger(Ledger):
                 require_readable(*encoded_change(old, new, self.owner.id))
             except Unwritable as error:
                 raise refused(self.url, self.owner.id, str(error)) from error
-            with memory.writing:
-                # Books are frozen, so the same object is the same revision.
-                if memory.book is old:
-                    memory.book = replace(new, holds_below={}) if new.holds_below else new
-                    return answer
+            if page.put(new):
+                return answer
 
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners in `book` whose ledger is closed."""

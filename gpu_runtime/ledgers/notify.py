@@ -8,6 +8,7 @@ unnecessary, so a caller that must not miss a change also reads the book regular
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import select
 import socket
@@ -24,20 +25,21 @@ from .liveness import end_of
 
 
 class Bell:
-    """Wakes the waiting threads of this process, and counts the rings.
+    """Wakes the waiting threads of this process, and numbers the rings.
 
-    Each thread remembers the count at which it last woke, so no ring between two waits is lost.
+    Each thread remembers the ring at which it last woke, so no ring between two waits is lost.
 
     Every waiting thread waits on an eventfd of its own. There is no single listening thread: if a
     KeyboardInterrupt ended such a thread, no other thread would ever wake. A Condition is not used
-    either, because its `wait` does not survive a KeyboardInterrupt.
+    either, because its `wait` does not survive a KeyboardInterrupt. There is no lock, since a signal
+    handler of the user may ring at any moment.
     """
 
     def __init__(self) -> None:
-        self._rings = 0
-        self._counting = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._last = 0  # the number of a ring; it differs after each one
         self._here = threading.local()
-        self._waiters: weakref.WeakSet[_Waiter] = weakref.WeakSet()
+        self._waiters: set[weakref.ref[_Waiter]] = set()
         self.closed = False
 
     def ring(self) -> None:
@@ -45,11 +47,10 @@ class Bell:
         self._wake_all_but(None)
 
     def _wake_all_but(self, awake: _Waiter | None) -> None:
-        with self._counting:
-            self._rings += 1
-            waiters = list(self._waiters)
-        for waiter in waiters:
-            if waiter is not awake:
+        self._last = next(self._numbers)
+        for reference in self._waiters.copy():
+            waiter = reference()
+            if waiter is not None and waiter is not awake:
                 waiter.wake()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
@@ -60,12 +61,12 @@ class Bell:
         waiter = self._waiter()
         deadline = time.monotonic() + timeout
         waiter.watch(ends)
-        while not self.closed and waiter.seen_rings == self._rings and not waiter.owner_ended():
+        while not self.closed and waiter.seen == self._last and not waiter.owner_ended():
             left = deadline - time.monotonic()
             woken = self._sleep(waiter, max(0.0, left))
             if not woken and left <= 0:
                 return False
-        waiter.seen_rings = self._rings
+        waiter.seen = self._last
         return True
 
     def close(self) -> None:
@@ -77,8 +78,7 @@ class Bell:
         waiter = getattr(self._here, "waiter", None)
         if waiter is None:
             waiter = self._here.waiter = _Waiter()
-            with self._counting:
-                self._waiters.add(waiter)
+            self._waiters.add(weakref.ref(waiter, self._waiters.discard))
         return waiter
 
     def _source(self) -> Source | None:
@@ -111,14 +111,14 @@ class Source(Protocol):
 
 
 class _Waiter:
-    """One waiting thread: the ring count it has seen, its eventfd, and the processes it watches.
+    """One waiting thread: the last ring that it has seen, its eventfd, and the processes it watches.
 
     A killed process does not ring. If the waiting thread did not watch the process, the thread
     would notice the death only when it reads the book again, a second later.
     """
 
     def __init__(self) -> None:
-        self.seen_rings = 0
+        self.seen = 0
         # Maps owner ids to descriptors. None means that the owner's process has ended, or that this
         # process cannot see it.
         self._ends: dict[str, io.FileIO | None] = {}

@@ -41,7 +41,7 @@ class Maps:
         self._drawn: tuple[AllocatorMap, ...] = ()
         self._published = False  # an owner whose allocators were never used publishes nothing
         self._rest_until = float("-inf")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def publish(self, *, at_once: bool = False) -> bool:
         """Publishes the maps if they have changed. Returns whether the maps were published.

@@ -55,7 +55,7 @@ class LookAhead:
     def __init__(self, session: Session) -> None:
         """Loads for `session`, once `start` is called."""
         self._session = session
-        self._lock = threading.Lock()  # protects the start and the end of the thread
+        self._lock = threading.RLock()  # protects the start and the end of the thread
         self._changed = threading.Event()
         # This event is never set. The thread pauses by a wait for it, because such a wait does not
         # prevent parking.

@@ -96,7 +96,9 @@ class Resident:
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
         self.value: Any = None  # what `use` yields
-        self.gate = threading.Lock()  # protects place and pins; held for a few instructions
+        # Protects place and pins; held for a few instructions. A signal handler of the user may use the
+        # model in between.
+        self.gate = threading.RLock()
         self.work = threading.Lock()  # held while bytes move
         self.stowing = threading.Lock()  # held while its bytes in RAM move to a disk
         self.stow_again_at = 0.0  # after a failure of the disk: when it is tried again
@@ -143,7 +145,7 @@ class Resident:
         notes the time of its request as the time of the use. Any other caller gets False while new
         uses wait.
         """
-        if self.pauses and not waited:
+        if self.place is not _HERE or (self.pauses and not waited):
             return False
         with self.gate:
             if self.place is not _HERE:
@@ -498,7 +500,7 @@ class Resident:
     def leave_to_parent(self) -> None:
         """In a forked child: makes the model's value a plain object, and replaces the locks."""
         release_calls(self.value)
-        self.gate, self.work, self.stowing = (threading.Lock() for _ in range(3))
+        self.gate, self.work, self.stowing = threading.RLock(), threading.Lock(), threading.Lock()
 
     def _unload(self) -> None:
         """Drops the model. The next load fills its object again, so the user's hooks, modes and settings stay."""

@@ -137,7 +137,9 @@ class Session:
         self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
-        self.lock = threading.Lock()  # protects residents and the monitor's start; no load holds it
+        self.lock = (
+            threading.RLock()
+        )  # protects residents and the monitor's start; no load holds it
         # Held for one transaction. A signal handler of the user may begin a second one in the thread.
         self._turn = threads.freed(threading.RLock())
         self._turns_ended = 0
@@ -543,10 +545,14 @@ class Session:
         with self.lock:
             if self.monitor_started:
                 return
-            if self.monitor:
-                self.monitor.start()  # raises RuntimeError if the system starts no more threads
-                self.activity.watchers.add(self.cell_began)
             self.monitor_started = True
+            try:
+                if self.monitor:
+                    self.monitor.start()  # raises RuntimeError if the system starts no more threads
+                    self.activity.watchers.add(self.cell_began)
+            except BaseException:
+                self.monitor_started = False
+                raise
         budget = sum(self.limits[card.id] for card in self.probe.cards)
         log.info(
             "GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB

@@ -73,7 +73,7 @@ class StateFile:
         """The file `path`. The first write creates it."""
         self.path = path
         self._warned = False
-        self._lock = threads.awaited(threading.Lock())
+        self._lock = threads.awaited(threading.RLock())
 
     def write(self, act: Callable[[sqlite3.Connection], object]) -> bool:
         """Calls `act` in one transaction, and returns whether this succeeded.

@@ -113,34 +113,31 @@ class Journal:
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         # Decisions that are not in the file: all of them if there is no file.
         self._decided: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
-        self._numbered = 0  # how many decisions this process has recorded
+        self._numbers = itertools.count(1)  # of the decisions that this process records
         self._written_at = float("-inf")
-        self._lock = threads.awaited(threading.Lock())
-        self._reading_others = threads.awaited(threading.Lock())  # no writer waits for it
-        self._broken = False
+        self._lock = threads.awaited(threading.RLock())
+        self._reading_others = threads.awaited(threading.RLock())  # no writer waits for it
+        self._broken = self._writing = False
 
     def append(self, events: Iterable[Event]) -> None:
         """Adds `events`. Never fails: if the file cannot be written, the events stay in memory."""
         rows = list(events)
         if not rows:
             return
-        with self._lock:
-            self._recent.extend(rows)
-            if self._path is None or self._broken:
-                return
-            self._unwritten.extend(rows)
-            if self._clock() - self._written_at >= EVERY_SECONDS:
-                self._write()
+        self._recent.extend(rows)
+        if self._path is None or self._broken:
+            return
+        self._unwritten.extend(rows)
+        if self._clock() - self._written_at >= EVERY_SECONDS:
+            self.flush()
 
     def record(self, decided: Decided) -> None:
         """Stores the decision `decided`, unless its book is too large. Never fails."""
         if decided.book.entries > MOST_ENTRIES:
             return
-        with self._lock:
-            self._numbered += 1
-            self._decided.append(replace(decided, id=self._numbered))
-            if self._clock() - self._written_at >= EVERY_SECONDS:
-                self._write()
+        self._decided.append(replace(decided, id=next(self._numbers)))
+        if self._clock() - self._written_at >= EVERY_SECONDS:
+            self.flush()
 
     def decided(self, name: str, limit: int) -> tuple[Decided, ...]:
         """The newest decisions of this user's processes about the model `name`, at most `limit`.
@@ -170,14 +167,14 @@ class Journal:
     def flush(self) -> None:
         """Writes the events and decisions that are not written yet. Never fails."""
         if self._unwritten or self._decided:
-            with self._lock:
-                self._write()
+            threads.in_turn(self._lock, self._write)
 
-    def _write(self) -> None:
+    def _write(self, _: bool = True) -> None:
         rows, decided = list(self._unwritten), list(self._decided)
-        if not (rows or decided) or self._broken or self._path is None:
+        if not (rows or decided) or self._broken or self._path is None or self._writing:
             return
         self._written_at = self._clock()
+        self._writing = True
         try:
             with contextlib.closing(self._connect()) as db:
                 if decided:
@@ -199,9 +196,12 @@ class Journal:
                 self._path,
                 error,
             )
-        self._unwritten.clear()
-        if not self._broken:
-            self._decided.clear()
+        finally:
+            self._writing = False
+        for _ in rows:  # a signal handler of the user may have added more
+            self._unwritten.popleft()
+        for _ in () if self._broken else decided:
+            self._decided.popleft()
 
     def tail(
         self,
@@ -240,7 +240,7 @@ class Journal:
                 return stored
             kept = (
                 event
-                for event in reversed(self._recent)
+                for event in reversed(tuple(self._recent))  # another thread may add some meanwhile
                 if model in (None, event.model) and event.wall >= since
             )
             return latest(_merged([kept, *others]))

@@ -59,7 +59,7 @@ class Measurements:
         self._path = path
         self._content = MeasurementFile()
         self._stamp: tuple[int, ...] | None = ()  # of the file that was read last
-        self._lock = threads.awaited(threading.Lock())
+        self._lock = threads.awaited(threading.RLock())
         self._gave_up = False  # whether the file was found to be unusable
         self._blocked = False  # whether another process held the lock at the last write
 

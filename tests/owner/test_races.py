@@ -1,5 +1,7 @@
 """Two threads, or a thread and the stop button, at the worst moment; a stress test found each case."""
 
+import signal
+import sys
 import threading
 from inspect import CO_GENERATOR
 from unittest.mock import Mock
@@ -299,3 +301,69 @@ def test_an_unpin_during_a_move_is_not_undone_by_its_end(runtime):
     rt._session.publish()
     [lease] = rt._session.ledger.read().leases()
     assert not lease.keep
+
+
+def _at_each_opcode(act, handler, watched, step):
+    """Calls `act` again and again. In each call, `handler` runs in the middle of a watched frame, as for a signal."""
+    at, done = 1, False
+    while not done:
+        left = at
+
+        def trace(frame, kind, _):
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(watched):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            left -= kind == "opcode"
+            if left == 0 and kind == "opcode":
+                sys.settrace(None)
+                handler()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            act()
+        finally:
+            sys.settrace(None)
+        at, done = at + step, left > 0
+    return at
+
+
+def _too_late(*_):
+    raise AssertionError("the signal handler waits for what it has interrupted")
+
+
+@pytest.mark.parametrize("kind", ["memory", "keeper"])
+def test_a_signal_handler_of_the_user_may_use_the_runtime_at_any_moment(runtime, tmp_path, kind):
+    """It runs in the main thread, in the middle of a use or a lease, whose locks this thread holds."""
+    ledger = "memory:" if kind == "memory" else f"keeper://{tmp_path}/ledger"
+    rt = loaded(runtime(ledger=ledger, monitor=False), m="1GiB")
+    keeper = getattr(rt._session.ledger, "_wire", None)
+
+    def use():
+        with rt.use("m"):
+            pass
+
+    def lease():
+        with rt.lease("1MiB"):
+            pass
+
+    def handler():
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        try:
+            use()
+            lease()
+            rt.status()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    old = signal.signal(signal.SIGALRM, _too_late)
+    try:
+        assert _at_each_opcode(use, handler, "owner/resident.py", 3) > 50
+        places = ("ledgers/memory.py", "ledgers/notify.py", "keeper/ledger.py", "journal.py")
+        assert _at_each_opcode(lease, handler, places, 7) > 100
+        _at_each_opcode(rt._session.start_monitor, handler, "owner/session.py", 1)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert claims(rt) == {"sim:0": 2**30} and len(rt._session.blocks) == 0
+    assert getattr(rt._session.ledger, "_wire", None) is keeper  # it was not ended

@@ -229,6 +229,7 @@ class KeeperLedger(ledger.KeeperLedger):
         self._declared: frozenset[str] = frozenset()
         self._closed, self._secret, self._registered = False, encode(process.pid), False
         self._calling, self._reading = ledger.threading.RLock(), Lock()  # type: ignore[assignment]
+        self._asking = False
         self._wire = self._reader = None
         self._place = os.open("/", os.O_PATH | os.O_CLOEXEC)
         with self._calling:

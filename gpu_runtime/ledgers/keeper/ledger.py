@@ -172,7 +172,7 @@ class _KeeperBell(Bell):
         with contextlib.suppress(OSError):  # the keeper has just ended: the next wait tries again
             self._wire = open_wire()
         self._opening = threads.freed(threading.Lock())
-        self._telling = threads.freed(threading.Lock())
+        self._telling = threads.freed(threading.RLock())
         self._unrung: set[str] = set()  # owners whose ring no keeper has got
 
     def tell(self, message: core.Request) -> None:
@@ -255,7 +255,8 @@ class KeeperLedger(Ledger):
         self._closed = False
         self._secret, self._registered = secrets.token_bytes(8), False
         self._calling = threads.freed(threading.RLock())
-        self._reading = threads.freed(threading.Lock())
+        self._reading = threads.freed(threading.RLock())
+        self._asking = False  # whether a reply is awaited
         self._wire: _Wire | None = None
         self._reader: Reader | None = None
         access.prepare(self.directory)
@@ -352,19 +353,22 @@ class KeeperLedger(Ledger):
 
     def _exchange(self, wire: _Wire, message: core.Request) -> Any:
         """Sends `message` with the next number, and returns the reply. Raises _Lost."""
-        self._number += 1
-        message = replace(message, number=self._number)
-        wire.send(message)
-        while isinstance(reply := wire.receive(self._number), core.Soon):
+        number = self._number = self._number + 1
+        wire.send(replace(message, number=number))
+        while isinstance(reply := wire.receive(number), core.Soon):
             with contextlib.suppress(Torn, *UNREADABLE):  # it is read again in the turn
                 self._follow()
         return reply
 
     def _ask(self, message: core.Request) -> Any:
         """The keeper's reply to `message`. Raises _Lost, after which the connection is closed."""
-        with self._calling:
+
+        def ask(in_turn: bool) -> Any:
             self._require_open()
+            if self._asking or not in_turn:
+                return self._ask_beside(message)
             wire = self._connected()
+            self._asking = True
             try:
                 return self._exchange(wire, message)
             except _Lost:
@@ -374,6 +378,20 @@ class KeeperLedger(Ledger):
             except BaseException:  # an interrupt: the reply would answer another request
                 self._drop()
                 raise
+            finally:
+                self._asking = False
+
+        return threads.in_turn(self._calling, ask, self.patience_seconds + HANGING_SECONDS)
+
+    def _ask_beside(self, message: core.Request) -> Any:
+        """As `_ask`, while the main thread awaits a reply and runs a signal handler of the user meanwhile."""
+        try:
+            with contextlib.closing(_Wire(self.directory)) as wire:
+                self._require_trusted(wire)
+                self._exchange(wire, self._hello())
+                return self._exchange(wire, message)
+        except OSError as error:
+            raise _Lost(str(error)) from error
 
     def _ask_again(self, message: core.Request) -> Any:
         """The keeper's reply to `message`, which may be sent twice. Raises LedgerUnavailable."""
@@ -478,16 +496,20 @@ class KeeperLedger(Ledger):
 
     def _follow(self) -> Pieces:
         """The newest page. Raises Torn, and one of UNREADABLE."""
-        with self._reading:
+
+        def follow(_: bool) -> Pieces:
             reader, pieces = self._reader, self._pieces
             if reader is None:  # another thread closed it just now
                 self._require_open()
             assert reader is not None
             if reader.revision() != pieces.revision:
-                following = copy.copy(pieces)
-                following.follow(reader.page(pieces.revision))
-                self._pieces = following
-            return self._pieces
+                pieces = copy.copy(pieces)
+                pieces.follow(reader.page(pieces.revision))
+                if self._reader is reader:
+                    self._pieces = pieces
+            return pieces
+
+        return threads.in_turn(self._reading, follow)
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         deadline = time.monotonic() + self.patience_seconds
