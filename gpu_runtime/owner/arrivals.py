@@ -407,10 +407,13 @@ def not_ended(session: Session, resident: Resident, step: Load, load: Stoppable)
     return LoadFailed(text, name=name, source=resident.spec.source)
 
 
-def require_load_ended(session: Session, name: str) -> None:
-    """Raises StillInUse if the load of the model `name` was stopped and has not ended."""
+def end_load(session: Session, name: str, why: str) -> None:
+    """Stops the load of the model `name`, because of `why`. Raises StillInUse if it has not ended soon."""
     load = session.loads.get(name)
-    if load is not None and load.why:
+    if load is None:
+        return
+    load.stop(why)
+    if not load.ended():
         text = f"{name} cannot be freed: {load_state(session, load)}"
         raise StillInUse(text, name=name, lease=f"{session.me}/{name}", owner=session.me)
 

@@ -232,7 +232,7 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
 def forget(session: Session, name: str) -> None:
     """Frees a model's memory and its name; see Runtime.forget."""
     resident = find(session, name)
-    arrivals.require_load_ended(session, resident.spec.name)
+    arrivals.end_load(session, resident.spec.name, "it was forgotten meanwhile")
     lease = resident.truth()
     if not resident.begin_forgetting():
         book, world = session.look()

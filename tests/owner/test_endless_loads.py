@@ -15,9 +15,9 @@ from gpu_runtime.facts import Outcome
 from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.owner import arrivals, load_and_plan
 from gpu_runtime.serving.gateway import Gateway
-from tests.clock import until
+from tests.clock import PATIENCE, until
 
-from .conftest import claims
+from .conftest import alongside, claims
 
 
 class Endless:
@@ -187,6 +187,24 @@ def test_a_model_whose_stopped_load_has_not_ended_is_not_forgotten(runtime, in_c
     in_c.finish()
     until(lambda: not any(claims(rt).values()) and not rt._session.loads)
     rt.forget("m")
+
+
+def test_forget_stops_a_load_that_runs(runtime):
+    """It waited for the end of the load, and the stop button did not end this wait."""
+    rt, endless = runtime(), Endless()
+    rt.register("m", endless)
+
+    def load():
+        with pytest.raises(LoadFailed, match="m was not loaded: it was forgotten meanwhile"):
+            rt.preload("m")
+        failed.set()
+
+    failed = threading.Event()
+    with alongside(load):
+        endless.began.wait(PATIENCE)
+        rt.forget("m")
+    assert failed.is_set() and endless.ended.is_set()
+    assert not any(claims(rt).values()) and not rt.specs()
 
 
 def test_the_stop_button_ends_the_wait_for_a_load_in_c_code(runtime, in_c):
