@@ -576,6 +576,14 @@ def test_what_is_kept_reaches_whom_it_is_for_and_ends_with_either(keeps, dead):
                 assert of_one.contents == expected(me, kind, me, by)
 
 
+def test_nothing_is_kept_for_an_owner_that_has_ended():
+    """It stayed until the end of the owner that had answered: after 800 commands, nothing more could be kept."""
+    keeper = keeper_of(2)
+    keeper.died([owner(1).id])
+    [(_, reply)] = keeper.receive(0, Keep(1, "answer", b"late", owner(1).id), 0.0)
+    assert isinstance(reply, Written) and not keeper._kept
+
+
 def test_a_ring_wakes_the_named_owners():
     keeper = keeper_of(2)
     keeper.hello(11, Hello(0, 1, "", owner(1), bell=True), 0, 0.0)
@@ -600,17 +608,17 @@ def test_whoever_has_no_section_is_not_asked_for_a_sign_and_a_write_is_one():
 
 
 def test_what_an_owner_keeps_has_a_limit(monkeypatch):
-    """Also in many small parts: each kind and addressee is another one. Other owners have a limit of their own."""
+    """Also in many small parts: each kind is another one. Other owners have a limit of their own."""
     keeper = keeper_of(2)
 
-    def says(connection, kind, size, for_whom=""):
-        [(_, said)] = keeper.receive(connection, Keep(1, kind, bytes(size), for_whom), 0.0)
+    def says(connection, kind, size):
+        [(_, said)] = keeper.receive(connection, Keep(1, kind, bytes(size)), 0.0)
         return type(said)
 
     most = core.MOST_KEPT_BYTES - core.KEPT_BYTES - len("maps")
     assert says(0, "maps", most + 1) is core.Refused
     assert says(0, "maps", most) is says(0, "maps", 9) is Written
-    small = [says(0, "answer", 0, f"{number}") for number in range(most // core.KEPT_BYTES)]
+    small = [says(0, f"answer{number}", 0) for number in range(most // core.KEPT_BYTES)]
     assert small[800] is Written and small[-1] is core.Refused
     assert says(0, "maps", 3) is says(1, "maps", most) is Written
     monkeypatch.setattr(core, "MOST_KEPT_BYTES_OF_A_USER", core.MOST_KEPT_BYTES)

@@ -426,7 +426,8 @@ class Keeper:
                 mine += _kept_bytes(kept) if other[0] == me else 0
         if mine > MOST_KEPT_BYTES or theirs > MOST_KEPT_BYTES_OF_A_USER:
             return Refused(message.number, f"{max(mine, theirs)} bytes are too many to keep")
-        self._kept[key] = message
+        if message.for_whom in ("", *self.known.state.living):  # else it has ended meanwhile
+            self._kept[key] = message
         return Written(message.number, self.known.revision)
 
     def _fetch(self, me: str, message: Fetch, now: float) -> dict[str, bytes]:

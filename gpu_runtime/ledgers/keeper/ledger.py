@@ -621,6 +621,9 @@ class KeeperLedger(Ledger):
         keep = core.Keep(0, kind, encode(value), for_whom, private)
         if self._kept.get((kind, for_whom)) == keep:
             return  # the keeper has it, and the next one gets it with the first message
+        living = self._pieces.state.living
+        for key in [key for key in self._kept if key[1] and key[1] not in living]:
+            del self._kept[key]
         self._kept[kind, for_whom] = keep
         reply = self._ask_again(keep)
         if isinstance(reply, core.Refused):
