@@ -53,7 +53,7 @@ LEFT = ("offloaded", "unloaded", "lost")
 ENDED_A_STAY = (*LEFT, "reaped", "released")
 MOST_BESIDE = 8  # names of other models that are recorded with a load, and named in a plan
 DECISIONS = ("granted", "waiting", "refused")
-MOST_COUNT = 1 << 62  # a larger sum of counts could not be written
+MOST_COUNT = 1 << 62  # a larger number of counts or bytes could not be written
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
 
@@ -98,7 +98,7 @@ def note(
         action=action,
         reason=reason,
         because=because,
-        bytes=size,
+        bytes=min(size, MOST_COUNT),
         device=device or _first_device(lease),
         owner=lease.owner,
         by=by,

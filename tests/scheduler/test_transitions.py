@@ -23,6 +23,7 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
+from gpu_runtime.ledgers import pieces
 from gpu_runtime.scheduler import transitions
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.transitions import Truth, device_names, publish
@@ -322,6 +323,12 @@ def test_what_has_grown_for_the_target_of_a_lease_is_no_residue(coming):
     for used, residue in ((1, 1), (5, 1), (9, 1), (11, 3)):  # GiB beyond the settled leases
         after = publish(page, truth(keys=("k",), residue={"sim:0": size(used)}), THERE)
         assert after.sections[ME.id].residue == {"sim:0": size(residue)}
+
+
+def test_an_event_of_more_bytes_than_can_be_written_has_the_most():
+    """The refusal of such a request raised an error about the book."""
+    page = books.note(book(), THERE, lease("a"), "refused", "hopeless", "", size=1 << 80)
+    assert pieces.encode(page.events[-1]) and page.events[-1].bytes == books.MOST_COUNT
 
 
 def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
