@@ -542,7 +542,7 @@ _EVENT_PHRASES = {
     "refused": "was refused {bytes}",
     "waiting": "had to wait",
     "failed": "failed",
-    "reaped": "was removed because its process ended, freeing {bytes}",
+    "reaped": "was removed, freeing {bytes}",
     "released": "was released by its process, freeing {bytes}",
     "lost": "was lost, freeing {bytes}",
     "misplaced": "is not on the devices that were granted",
