@@ -814,4 +814,4 @@ def _end_block(session: Session, name: str) -> None:
         session.forget_torch_limit(share.device)  # the block has lifted the cap
     # A closed session, or the session of a forked child, no longer owns the lease.
     if not session.closed:
-        session.publish()
+        session.publish_quietly()

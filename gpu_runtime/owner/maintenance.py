@@ -43,7 +43,11 @@ def tick(session: Session, notebook: str = "") -> float:
     """
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)
-    book = session.ledger.read()
+    try:
+        book = session.ledger.read()
+    except GpuError:
+        pause_uses(session, Book())  # models on their device are used while the ledger is away
+        raise
     # An order is a request of another owner. It stays in `session.orders` while its ticket is in the
     # book, so that it is not carried out twice.
     for key in session.orders.keys() - {ticket.key for ticket in book.tickets}:

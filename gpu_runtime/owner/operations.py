@@ -205,8 +205,13 @@ def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     resident = registry.find(session, target.name)
     keep = verb == "pin"
     requests.require_within_cap(session, target.name, resident.spec.importance, keep)
-    resident.spec = replace(resident.spec, keep=keep)
-    session.publish()
+    before = resident.spec
+    resident.spec = replace(before, keep=keep)
+    try:
+        session.publish()
+    except BaseException:  # the caller is told that it was not done
+        resident.spec = before
+        raise
     because = _keep_sentence(resident, keep)
     requests.note_action(session, verb, target.name, because)
     where = resident.lease.where if resident.handle is not None else "disk"

@@ -565,13 +565,14 @@ class Session:
         could publish it. So the cell waits for the publication, for at most PUBLISH_SECONDS.
         """
         if self.residents and not self.closed:
-            threads.start(self._publish_quietly).wait(PUBLISH_SECONDS)
+            threads.start(self.publish_quietly).wait(PUBLISH_SECONDS)
         if self.dozing and not self.closed:
             self.wake_monitor()
         for resident in list(self.residents.values()):
             resident.await_move()
 
-    def _publish_quietly(self) -> None:
+    def publish_quietly(self) -> None:
+        """As `publish`, for a caller that needs no error if the ledger cannot be written now."""
         with contextlib.suppress(GpuError):  # the monitor publishes it at its next tick
             self.publish()
 

@@ -600,6 +600,31 @@ def test_a_use_that_waits_for_another_process_can_time_out_and_a_nested_use_cann
     assert not a._session.residents["qwen"].pauses, "the request has gone"
 
 
+def test_a_model_pauses_for_no_request_while_the_ledger_is_away(runtime, monkeypatch):
+    """Uses of a model on its device waited for as long as no keeper could be reached."""
+    rt = loaded(runtime(), qwen="14GiB")
+    resident, ledger = rt._session.residents["qwen"], rt._session.ledger
+    resident.pauses = True
+    monkeypatch.setattr(ledger, "read", Mock(side_effect=LedgerUnavailable("away")))
+    with pytest.raises(LedgerUnavailable):
+        rt.tick()
+    assert not resident.pauses
+
+
+def test_a_block_ends_and_a_pin_fails_whole_while_the_ledger_is_away(runtime, monkeypatch):
+    """The end of a block raised an error after its code. A pin that had failed was made a second later."""
+    rt = loaded(runtime(), qwen="14GiB")
+    transact, away = rt._session.ledger.transact, Mock(side_effect=LedgerUnavailable("away"))
+    with rt.lease("1GiB"):
+        monkeypatch.setattr(rt._session.ledger, "transact", away)
+    with pytest.raises(LedgerUnavailable):
+        rt.pin("qwen")
+    monkeypatch.setattr(rt._session.ledger, "transact", transact)
+    rt.tick()
+    [lease] = rt.status().leases()
+    assert (lease.name, lease.keep) == ("qwen", False)
+
+
 def test_what_is_asked_of_another_process_is_done_by_it(runtime, shared_book):
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")
