@@ -97,14 +97,14 @@ def request(
 def _prevented_by_caller(session: Session, target: LeaseId) -> str:
     """Why `target` cannot return while the calling thread keeps its pins; empty if it can return.
 
-    The calling cell's pins end with the cell. If the cell waited for a return that these pins
+    The calling cell's pins and blocks end with the cell. If the cell waited for a return that they
     prevent, it would wait for its own end.
     """
     pinned = session.pinned_by_caller()
     if not pinned:
         return ""
     book, limits = session.ledger.read(), session.limits
-    leases = [held.lease for held in list(session.residents.values()) if held.lease.id in pinned]
+    leases = [lease for id in pinned if (lease := book.find(id)) is not None]
     for ticket in book.tickets:
         if (ticket.verb, ticket.owner, ticket.name) != ("use", target.owner, target.name):
             continue

@@ -63,7 +63,7 @@ from ..threads import Stoppable, uninterrupted
 from ..units import MIB
 from .allocator_maps import Maps
 from .monitor import Breaker, Monitor
-from .pins import AnchorRef
+from .pins import AnchorRef, thread_of
 from .resident import Resident, held_by
 from .sizing import Sizing, residue
 
@@ -246,12 +246,17 @@ class Session:
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
 
     def pinned_by_caller(self) -> tuple[str, ...]:
-        """Ids of the leases that the calling thread pins; for the thread of a load, its caller too."""
+        """Ids of the leases that the calling thread holds until a block of it ends: models, and its leased blocks.
+
+        For the thread of a load, those of its caller too.
+        """
         asking = [threading.get_ident()]
         for thread in asking:
             asking += [load.caller for load in list(self.loads.values()) if load.thread == thread]
-        residents = list(self.residents.values())
-        return tuple({id: None for thread in asking for id in held_by(residents, thread)})
+        residents, blocks = list(self.residents.values()), list(self.blocks.values())
+        held = [id for thread in asking for id in held_by(residents, thread)]
+        held += [lease.id for lease, at in blocks if lease.bytes and thread_of(at) in asking]
+        return tuple(dict.fromkeys(held))
 
     def in_use(self) -> bool:
         """Whether changes are likely soon: a model is in use, or a block of code or a cell runs."""

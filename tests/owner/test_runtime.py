@@ -138,13 +138,15 @@ def test_a_waiter_gets_the_room_as_soon_as_the_model_in_use_is_done(runtime, mon
     assert got == ["b"]
 
 
-def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
+@pytest.mark.parametrize("outer", ["a model", "a block"])
+def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime, outer):
     rt = fakes(runtime(), a="10GiB", b="10GiB", c="11GiB", d="11GiB")
     both, outcomes = threading.Barrier(2), []
+    hold = rt.use if outer == "a model" else lambda name: rt.lease("10GiB", purpose=name)
 
     def nest(outer, inner):
         try:
-            with rt.use(outer):
+            with hold(outer):
                 both.wait(PATIENCE)
                 with rt.use(inner, timeout=PATIENCE):
                     outcomes.append("served")
@@ -156,6 +158,17 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
     assert served == "served"
     held = re.findall(r"(\w) waits while its thread holds (\w)", refused)
     assert sorted(held) == [("c", "a"), ("d", "b")]
+
+
+def test_no_thread_waits_for_the_end_of_its_own_block(runtime):
+    """A use or a lease in a leased block, beside which there is no room, waited for ever."""
+    rt = fakes(runtime(), m="8GiB")
+    with rt.lease("20GiB", purpose="training"):
+        for inner in (rt.use("m", timeout=PATIENCE), rt.lease("8GiB", timeout=PATIENCE)):
+            with pytest.raises(DoesNotFit, match="training#1 .* held by the block that"), inner:
+                pass
+    with rt.lease(None), rt.use("m"):
+        pass
 
 
 # -- failing loads --------------------------------------------------------------------------------------------------
