@@ -118,7 +118,7 @@ def evict(
         lease = book.lease(session.me, name)
         if lease is None:
             return book, StillInUse(f"{name} is being loaded or moved; try again.", name=name)
-        if why := victims.reason_to_stay(lease, world, asker=session.me, importance=-1):
+        if why := victims.reason_to_stay(lease, world, asker=session.me, importance=victims.PERSON):
             return book, refusals.still_here(book, session.me, lease, why, world)
         host_room = room(book, world).get(HOST, 0)
         step = victims.eviction_step(

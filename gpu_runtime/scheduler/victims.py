@@ -21,7 +21,21 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, KERNEL, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, Step, World
+from ..facts import (
+    HOST,
+    KERNEL,
+    OVER_CAP,
+    Book,
+    Drop,
+    Lease,
+    Move,
+    Phase,
+    Policy,
+    Share,
+    Shed,
+    Step,
+    World,
+)
 from .capacity import room
 
 MOST_FIRST = 8  # ways to cut leases that are tried
@@ -305,7 +319,7 @@ EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
 PINNED = "is pinned (unpin it to let it go)"
 WISHED = "wished by the fleet"  # a reason to stay, for a load that only a wish requests
-PERSON = -1  # importance of a person's request; lower numbers are more important
+PERSON = -OVER_CAP  # importance of a person's request: above all that can be typed
 MOST_TRIED = 12  # every combination of so many leases is tried
 # If at most this many sets of leases fit into host memory, all are tried: any eight leases, and more if
 # host memory is small.

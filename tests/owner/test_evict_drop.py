@@ -3,7 +3,9 @@
 import pytest
 
 from gpu_runtime import GpuError
+from gpu_runtime.units import GIB
 from tests import tiny_models
+from tests.clock import PATIENCE
 
 from .conftest import fakes, places
 
@@ -89,3 +91,13 @@ def test_an_eviction_for_another_process_first_makes_room_in_host_memory(runtime
     other.evict("new", wait=False)
     holder.tick()
     assert places(holder) == {"new": "host"}
+
+
+def test_a_person_evicts_and_drains_a_model_of_any_importance(runtime):
+    """One of an importance below -1, which may be typed, never left: it was more important than a person."""
+    rt = runtime()
+    rt.register("m", backend="fake", size="1GiB", importance=-999_999_999)
+    rt.preload("m")
+    assert rt.evict("m").bytes == GIB
+    rt.preload("m")
+    assert rt.drain("sim:0", timeout=PATIENCE).bytes == GIB
