@@ -15,7 +15,6 @@ from typing import NamedTuple
 # Even the two most similar colours differ by eleven times the just noticeable difference, for any
 # kind of colour-blindness.
 COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
-INK = "#000000"  # the colour of text on each of these colours
 EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1
 PLAIN = " "  # the texture of an even area
 # The first seven processes use the first texture, and the next seven processes the second texture.
@@ -33,7 +32,6 @@ class LeaseStyle(NamedTuple):
     """How a process, and each of its leases, is drawn in every chart and table."""
 
     colour: str
-    ink: str = INK  # colour of text on `colour`, with a contrast of at least 4.5 : 1
     texture: str = PLAIN  # one of TEXTURES
 
 
@@ -46,7 +44,7 @@ def label_of(owner_id: str, name: str) -> str:
 def style_of(slot: int) -> LeaseStyle:
     """The style with the number `slot`: a colour and a texture."""
     texture = TEXTURES[slot // len(COLOURS) % len(TEXTURES)]
-    return LeaseStyle(COLOURS[slot % len(COLOURS)], texture=texture)
+    return LeaseStyle(COLOURS[slot % len(COLOURS)], texture)
 
 
 def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:

@@ -376,7 +376,7 @@ def serve_page(page: Page | None = None) -> None:
     """
     context = getattr(pn.state.curdoc, "session_context", None)
     if context is None or context.server_context is None:  # `--warm`: no server exists yet
-        IOLoop.current().add_callback(_install_gates, exit_when_closed=True)
+        IOLoop.current().add_callback(_install_gates)
         return
     application = context.server_context.application_context
     if application not in _guarded:
@@ -437,9 +437,9 @@ def _server_of(application: Any) -> BaseServer:
     raise GpuError("the console is served by `gpu console` and by `panel serve` only")
 
 
-def _install_gates(exit_when_closed: bool) -> None:
+def _install_gates() -> None:
     for server in _servers():
-        if _install_gate(server) and exit_when_closed:
+        if _install_gate(server):
             raise SystemExit(1)
 
 
