@@ -23,7 +23,7 @@ class StandInFleet:
     def __init__(self, **runtimes):
         self.agents = {name: HostAgent.__new__(HostAgent) for name in runtimes}
         for name, agent in self.agents.items():
-            agent.rt = runtimes[name]
+            agent.rt, agent._trouble = runtimes[name], None
         self.left, self.frozen = set(), set()
         self.sent = []  # the hosts of all calls
 
