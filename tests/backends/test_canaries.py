@@ -82,6 +82,13 @@ def counts() -> None:
     assert tensor._version == version + 1
 
 
+def makes_views_again() -> None:
+    other = torch.zeros(2, dtype=torch.complex64)
+    view: Any = torch.ones(2, dtype=torch.complex64).real
+    view._view_func_unsafe(other).add_(1)
+    assert other.tolist() == [1, 1]
+
+
 def saved() -> None:
     weight = torch.ones(4, requires_grad=True)
     (result,) = search.saved_by((weight.exp()).grad_fn)
@@ -131,6 +138,7 @@ def leaves_modes() -> None:
 
 def reads_layouts() -> None:
     sparse = torch.eye(2).to_sparse()  # not coalesced: `indices()` raises
+    assert C._has_storage(torch.ones(2)) and not C._has_storage(sparse)
     assert sparse._indices().tolist() == [[0, 1], [0, 1]] and sparse._values().tolist() == [1, 1]
     if torch.backends.mkldnn.is_available():
         assert torch.ones(2).to_mkldnn().layout is torch._mkldnn
@@ -178,14 +186,17 @@ CANARIES: list[Canary] = [
     (finds_lazy_copies, "_is_cow_tensor", "swap.has_lazy_copy: a lazy copy must stay, or `data_ptr` makes it whole"),
     (counts, "_use_count _storage_Use_Count _is_view _base _cdata _version", "search.hidden_references, "
         "holders._references, storages.referenced_elsewhere: where the counts are unknown, the tensor must stay"),
+    (makes_views_again, "_view_func_unsafe", "storages.behind: where a complex view cannot be made again, its "
+        "references are unknown, and the notebook's memory must stay"),
     (saved, "_autograd", "search.saved_by and old_torch.saved_in: without the `_raw_saved_` names what a graph saved "
         "is not found, so a process with a live graph must not be parked"),
     (rebinds, "_has_compatible_shallow_copy_type _swap_tensor_impl _neg_view _foreach_copy_", "storages._rebinding, "
-        "storages._view and the copies of storages.py; `torch.utils.swap_tensors` does what `_swap_tensor_impl` does"),
+        "storages.view and the copies of storages.py; `torch.utils.swap_tensors` does what `_swap_tensor_impl` does"),
     (leaves_modes, "_DisableFuncTorch _InferenceMode _DisableAutocast _EnableTorchFunction _len_torch_function_stack "
         "_pop_torch_function_stack _push_on_torch_function_stack _dispatch_tls_is_dispatch_key_included "
         "_disable_current_modes", "gpu_runtime/threads.py: find the call that leaves this kind of mode"),
-    (reads_layouts, "_indices _values _mkldnn _ConvNd", "search._PARTS_OF_LAYOUT, search._PACKED"),
+    (reads_layouts, "_indices _values _mkldnn _ConvNd _has_storage", "search._PARTS_OF_LAYOUT, search._PACKED, "
+        "quiet_cells._Statements._is_tensor"),
     (governs_modules, "_apply _named_members _compiled_call_impl", "pins._WHOLE, pins._governed_class and "
         "torch_backend._of_part: the way from `half` and `parameters` to our class has changed"),
     (knows_groups, "_world _is_current_rpc_agent_set", "obstacles._why_not_groups: without it a process with a group "
