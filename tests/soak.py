@@ -49,6 +49,8 @@ def write(run: str, examples: int, passed: int, failed: int, skipped: int, secon
     total of the passed ones. `run` has the words that chose the tests; `tests` alone stands for all.
     Without property tests, `examples` is 0.
     """
+    if not passed + failed:
+        return  # the tests were only listed
     text = RESULTS.read_text() if RESULTS.exists() else ""
     rows, today = so_far(text), str(datetime.date.today())
     for row, count in _done.items():
