@@ -258,9 +258,8 @@ def _after_step(lease: Lease, step: Step) -> Lease | None:
     if isinstance(step, Shed):
         return lease.shed()
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
-    if is_to_host:
-        after = lease.after(step.shares)
-        return replace(lease, shares=after, target=(), filled=(), phase=Phase.SETTLED)
+    if is_to_host:  # a copy that is there is then the model itself
+        return replace(lease, target=step.shares).holding(lease.after(step.shares))
     if lease.in_parts:
         return replace(lease, target=step.shares, phase=Phase.ARRIVING)
     return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)

@@ -79,7 +79,7 @@ async def _whole_wait(event: asyncio.Event) -> None:
         except asyncio.CancelledError:  # raised below, once the thread has ended
             was_cancelled = True
     if was_cancelled:
-        raise asyncio.CancelledError
+        raise asyncio.CancelledError()
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:

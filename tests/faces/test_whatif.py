@@ -62,6 +62,16 @@ def test_the_bars_after_a_plan_are_those_of_its_steps():
         assert view.room_bytes == was.room_bytes - more
 
 
+def test_a_model_that_leaves_for_ram_is_its_copy_there():
+    """It was counted twice: as the model, and as its copy."""
+    section = samples.busy.sections[samples.ME.id]
+    leases = [replace(one, shadow_bytes=14 * GIB * (one.name == "qwen")) for one in section.leases]
+    copied = replace(section, leases=tuple(leases))
+    seen = replace(samples.busy, sections={**samples.busy.sections, samples.ME.id: copied})
+    [(_, ram)] = [item for item in drawn(after(seen, (OUT,))).items() if item[0] == HOST]
+    assert ram == [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")]
+
+
 def test_what_moves_from_ram_to_a_disk_or_gives_up_its_copy_is_said_so():
     """Neither leaves the book, and reading back takes the disk's measured time, not that of a load."""
     llama = f"{samples.ME.id}/llama"
