@@ -35,6 +35,10 @@ class Box:
     used = property(lambda self: lambda: self.held)
     contexts = property(lambda self: lambda: self.context)
 
+    @property
+    def cards(self):
+        return [device for device in self.devices if not device.is_host]
+
     def measured_at(self, device):
         return self.taken_at
 
