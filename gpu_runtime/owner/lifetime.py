@@ -131,16 +131,19 @@ def _leave(session: Session, leases: list[Lease]) -> None:
         book = release.note_released(book, page, world, because)
         return (transitions.resign(book, session.me) if is_last else book), None
 
-    try:
-        if session.me in session.ledger.read().sections:
-            *earlier, last = release.released_in_pages(leases)
-            for page in earlier:
-                session.transact(partial(leave, page, False))
-            session.transact(partial(leave, last, True))
-    except GpuError as error:  # the next owner that checks finds this one dead
-        log.debug("the book could not be left in order: %s", error)
-    session.journal.flush()
-    session.ledger.close()
+    def left() -> None:
+        try:
+            if session.me in session.ledger.read().sections:
+                *earlier, last = release.released_in_pages(leases)
+                for page in earlier:
+                    session.transact(partial(leave, page, False))
+                session.transact(partial(leave, last, True))
+        except GpuError as error:  # the next owner that checks finds this one dead
+            log.debug("the book could not be left in order: %s", error)
+        session.journal.flush()
+        session.ledger.close()
+
+    session.in_turn(left)  # else another thread could write the section again
 
 
 def closed_error(session: Session) -> LedgerUnavailable:

@@ -333,7 +333,7 @@ class Session:
             after, answer = decision(base, world)
             return after, (answer, book, after)
 
-        answer, before, after = self._in_turn(lambda: self.ledger.transact(deciding))
+        answer, before, after = self.in_turn(lambda: self.ledger.transact(deciding))
         if after is not before:
             self._notify(before, after)  # first: the others need not wait 3 ms for the journal
             events = [event for event in after.events if event.seq > before.seq]
@@ -343,8 +343,8 @@ class Session:
             self.limit_torch(after, world)
         return answer
 
-    def _in_turn(self, transact: Callable[[], T]) -> T:
-        """The result of `transact`, which no other thread of this process disturbs.
+    def in_turn(self, transact: Callable[[], T]) -> T:
+        """The result of `transact`, which no write of another thread of this process disturbs.
 
         If 500 threads write at once, each write makes the others decide again, and some give up. The
         turn is no condition: a thread that sees no turn end for TURN_SECONDS writes without it. The

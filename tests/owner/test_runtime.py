@@ -6,10 +6,11 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -754,6 +755,32 @@ def test_who_only_looks_leaves_no_trace(runtime, shared_book):
     snapshot = watcher.status()
     assert [lease.name for lease in snapshot.leases()] == ["qwen"]
     assert set(watcher._session.ledger.read().sections) == {a._session.me}
+
+
+def test_a_write_of_another_thread_while_a_runtime_closes_brings_nothing_back(
+    runtime, shared_book, monkeypatch
+):
+    """It came between the end of the section and that of the ledger (simulated day 8800372)."""
+    rt, other = (loaded(runtime(ledger=shared_book, monitor=False), m="1GiB") for _ in "ab")
+    session, asked = rt._session, threading.Event()
+    turn, close = session._turn, session.ledger.close
+
+    def acquire(timeout):
+        asked.set()
+        return turn.acquire(timeout=timeout)
+
+    def closes():
+        writer = pool.submit(session.publish)
+        until(lambda: asked.is_set() or writer.done())
+        close()
+
+    monkeypatch.setattr(session, "_turn", MagicMock(wraps=turn, acquire=acquire))
+    session._turn.__enter__.side_effect = turn.__enter__
+    session._turn.__exit__.side_effect = turn.__exit__
+    monkeypatch.setattr(session.ledger, "close", closes)
+    with ThreadPoolExecutor() as pool:
+        rt.close()
+    assert other._session.ledger.read().sections.keys() == {other._session.me}
 
 
 def test_closing_gives_everything_back(runtime, shared_book):
