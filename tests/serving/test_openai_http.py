@@ -101,14 +101,15 @@ async def test_a_call_waits_while_its_engine_restarts():
     """If calls failed, five quick ones would open the breaker for 30 s; a restart takes 2 s."""
     async with loopback() as there, harness(qwen=4) as k:
         server = SimpleNamespace(base_url=there.url, model="theirs", headers={})
-        served = SimpleNamespace(ready_server=lambda: None)
+        ready = [None]
+        served = SimpleNamespace(ready_server=lambda: ready[-1])
         make = lambda value, spec, http: HttpAdapter(spec.name, served, http, spec)
         k.gateway._make_adapter = make
         there.answers = [completion("hello")]
         call = asyncio.ensure_future(k.chat("qwen"))
         await until(lambda: k.gateway.queue.active() == {"qwen": 1})
         assert not there.requests
-        served.ready_server = lambda: server
+        ready.append(server)
         assert answer_text(await call) == "hello"
         assert k.gateway.state().breakers["qwen"].failures == 0
 
