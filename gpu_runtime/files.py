@@ -64,7 +64,7 @@ def _below_home(variable: str, default: str) -> Path | None:
 
 
 def fallback_home() -> Path:
-    """This user's directory on a local disk for whom the home has no place. Another user could make it first."""
+    """This user's directory on a local disk, in place of one in the home. Another user could make it first."""
     return FALLBACK / f"gpu-console-{os.geteuid()}"
 
 

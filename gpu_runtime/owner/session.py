@@ -137,9 +137,8 @@ class Session:
         self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
-        self.lock = (
-            threading.RLock()
-        )  # protects residents and the monitor's start; no load holds it
+        # Protects residents and the monitor's start; no load holds it.
+        self.lock = threading.RLock()
         # Held for one transaction. A signal handler of the user may begin a second one in the thread.
         self._turn = threads.freed(threading.RLock())
         self._turns_ended = 0

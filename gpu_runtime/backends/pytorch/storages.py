@@ -174,9 +174,8 @@ def behind(view: Tensor) -> Behind:
         like = torch.empty(0, dtype=base.dtype, device="meta")
         like.set_(other, base.storage_offset(), base.size(), base.stride())
         again = view._view_func_unsafe(like)  # type: ignore[attr-defined]
-    views = (
-        torch._C._storage_Use_Count(other._cdata) - 2
-    )  # without `like`, and the storage's Python object
+    # Without `like`, and the storage's Python object.
+    views = torch._C._storage_Use_Count(other._cdata) - 2
     references = like._use_count() - 1 - views
     del again
     return Behind(references) if views == 1 else Behind(0, views - 1)
