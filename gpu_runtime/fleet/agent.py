@@ -52,11 +52,12 @@ WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
 NODE_LOOKS = 3  # after so many of these checks, the agent also checks its own node
 # Backends whose models run in other processes. The agent itself loads no model's bytes.
 IN_PROCESSES = ("fake", "llama_cpp", "transformers")
-VERBS = (  # methods of Runtime that others may call through the agent
+# The methods of Runtime that others may call through the agent.
+READS = (
     "status models leases events evictions history decisions fragmentation health plan why doctor "
-    "schedule preload evict restore move pin unpin resume drain defrag specs "
-    "who catalog allocator_maps backtest cancel report"
+    "schedule specs who catalog allocator_maps backtest report"
 ).split()
+VERBS = [*READS, *"preload evict restore move pin unpin resume drain defrag cancel".split()]
 
 
 class HostAgent:

@@ -128,8 +128,8 @@ class Controller:
 
     def _fill_slot(self, slot: wishes.Slot, timeout: float) -> str:
         agent = self._hosts.agent(slot.host)
-        call = on(agent, "place", "loads", slot.model, slot.devices, self._wishes.revision, timeout)
-        return awaited(agent, call)
+        order = slot.model, slot.devices, self._wishes.revision, timeout
+        return awaited(agent, on(agent, "place", "loads", *order, again=True))
 
     def _change(self, change: Any) -> None:
         with self._lock:

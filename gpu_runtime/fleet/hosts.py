@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..facts import Offer, PlanLevel
 from . import cluster
-from .agent import VERBS
+from .agent import READS, VERBS
 from .cluster import Gone, Unreachable
 
 
@@ -101,14 +101,20 @@ class Hosts:
         return cluster.answers(references, timeout, **patience)
 
 
-def on(agent: Any, method: str, group: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the `method` of an `agent` in the `group` of its threads. Returns the reference of the call."""
-    return cluster.call(getattr(agent, method).options(concurrency_group=group), *args, **kwargs)
+def on(agent: Any, method: str, group: str, *args: Any, again: bool = False, **kwargs: Any) -> Any:
+    """Calls the `method` of an `agent` in the `group` of its threads. Returns the reference of the call.
+
+    With `again`, Ray waits while the agent is being restarted, and may make the call twice.
+    """
+    options = {"concurrency_group": group, "max_task_retries": -1 if again else 0}
+    return cluster.call(getattr(agent, method).options(**options), *args, **kwargs)
 
 
 def awaited(agent: Any, reference: Any) -> Any:
     """The value of the call `reference` of the `agent`, however long it takes. Raises Unreachable if it is stopped."""
-    return cluster.answer(reference, cluster.SIGN_SECONDS, lambda: on(agent, "ready", "offers"))
+    return cluster.answer(
+        reference, cluster.SIGN_SECONDS, lambda: on(agent, "ready", "offers", again=True)
+    )
 
 
 class FarRuntime:
@@ -127,8 +133,8 @@ class FarRuntime:
 
     def _send(self, verb: str, args: Any, kwargs: Any) -> Any:
         """Calls the `verb` on the host, and returns the reference of its result. Raises Gone."""
-        agent = self._fleet._agent(self.host)
-        return on(agent, "verb", "verbs", verb, args, kwargs, attribution.speaking_for())
+        agent, person = self._fleet._agent(self.host), attribution.speaking_for()
+        return on(agent, "verb", "verbs", verb, args, kwargs, person, again=verb in READS)
 
     def require_cards(self, names: Iterable[str]) -> None:
         """Raises UnknownDevice if the host has no card of one of the `names`."""

@@ -79,7 +79,7 @@ def fleet(boxes, monkeypatch, clock):
     """The fleet of the boxes. A wait for a frozen host moves the `clock`."""
     found = StandInFleet(**boxes)
 
-    def on(agent, method, group, *args):
+    def on(agent, method, group, *args, again=False):
         """Begins a call."""
         [host] = [name for name, one in found.agents.items() if one is agent]
         found.sent.append(host)

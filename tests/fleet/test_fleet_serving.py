@@ -133,7 +133,9 @@ def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
     with TestClient(app, raise_server_exceptions=False) as http:
         until(lambda: http.get("/health").json()["hosts"] == ["box1", "box2"], "all hosts")
         new = {"model": "echo", "host": "box2", "devices": ["sim:1"]}
-        assert http.post("/api/v1/slots", json=new).status_code == 201
+        os.kill(hosts.agent_pid("box2"), signal.SIGKILL)  # its restart is awaited
+        made = http.post("/api/v1/slots", json=new)
+        assert made.status_code == 201, made.text
         slot = {
             "id": "echo@box2", "model": "echo", "host": "box2", "wished": True,
             "devices": [{"device": "sim:1", "bytes": 4 << 30}], "active_calls": 0,
