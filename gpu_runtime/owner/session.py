@@ -76,7 +76,6 @@ CARD_HOURS_SECONDS = 300.0  # between two reads of the account of hours
 WEEK_SECONDS = 7 * 86400.0
 DAY_SECONDS, HALF_LIFE_SECONDS = 86400.0, 43200.0  # of the past use that GPU_FAIRNESS=day counts
 POLL_SECONDS = 1.0  # between two reads of the book without a notification
-TURN_SECONDS = 2.0  # how long a thread waits for the transaction of another thread of its process
 NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
 
 
@@ -345,25 +344,20 @@ class Session:
     def in_turn(self, transact: Callable[[], T]) -> T:
         """The result of `transact`, which no write of another thread of this process disturbs.
 
-        If 500 threads write at once, each write makes the others decide again, and some give up. The
-        turn is no condition: a thread that sees no turn end for TURN_SECONDS writes without it. The
-        holder may wait for this thread, in a signal handler of the user that runs in its transaction.
+        If 500 threads write at once, each write makes the others decide again, and some give up. So a
+        thread waits for its turn, for as long as the turns of others end; see `threads.in_turn`.
         """
-        held = False
-        try:
-            if threading.current_thread() is threading.main_thread():
-                with self._turn:  # an interrupt cannot leave it locked
-                    return transact()
-            while not held:
-                ended = self._turns_ended
-                held = self._turn.acquire(timeout=TURN_SECONDS)
-                if not held and self._turns_ended == ended:
-                    break
-            return transact()
-        finally:
-            self._turns_ended += 1
-            if held:
-                self._turn.release()
+        ended = self._turns_ended
+
+        def work(has_turn: bool) -> T:
+            if not has_turn and self._turns_ended != ended:
+                return self.in_turn(transact)
+            try:
+                return transact()
+            finally:
+                self._turns_ended += 1
+
+        return threads.in_turn(self._turn, work)
 
     def publish(self) -> None:
         """Writes this owner's section as it is now."""

@@ -1002,7 +1002,7 @@ def test_a_turn_that_does_not_end_holds_up_nobody(runtime, tmp_path, monkeypatch
     """A user's signal handler in a transaction waits for our thread that brings memory back and writes."""
     rt = runtime(ledger=f"keeper://{tmp_path}/ledger", monitor=False)
     session, written = rt._session, threading.Event()
-    monkeypatch.setattr("gpu_runtime.owner.session.TURN_SECONDS", 0.05)
+    monkeypatch.setattr("gpu_runtime.threads.in_turn.__defaults__", (0.05,))
     other = threading.Thread(target=lambda: (session.publish(), written.set()))
 
     def handler(book, _):
