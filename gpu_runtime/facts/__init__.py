@@ -75,6 +75,7 @@ from .book import (
     place_label,
     waits_to_return,
     where,
+    why_not_moved,
 )
 from .decisions import (
     LAYOUTS,

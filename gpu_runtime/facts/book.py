@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, compress
 from operator import attrgetter, is_, is_not
@@ -1371,6 +1371,21 @@ def lease_title(lease: Lease, owner: Owner | None) -> str:
 EVICTED = ("model", KERNEL)
 # How a reason begins that keeps a notebook's memory for a moment only. Any other reason ends by an act of its user.
 PASSING = ("a cell runs", "a thread runs", "the kernel was used meanwhile")
+
+
+def why_not_moved(events: Sequence[Event], lease: Lease) -> str:
+    """The owner's reason for the last failed move of `lease`, as the text `: reason`.
+
+    The reason is from the newest of the `events` about a failed move. The text is empty without such an event.
+    Events that answer another process's request (an order) are skipped.
+    """
+    for event in reversed(events):
+        if event.answers:  # the answer to an order, such as a pin by a user without the right
+            continue
+        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
+            reason = event.because.partition(": ")[2].rstrip(".")
+            return f": {reason}" if reason else ""
+    return ""
 
 
 def notebook_has_name(path: str, name: str) -> bool:

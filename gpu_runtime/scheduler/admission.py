@@ -57,6 +57,7 @@ from ..facts import (
     bytes_label,
     one_memory,
     where,
+    why_not_moved,
 )
 from ..units import show_bytes, show_seconds
 from . import caps, eviction
@@ -90,7 +91,6 @@ from .victims import (
     precious_bytes,
     reason_to_stay,
     unfinished_steps,
-    why_not_moved,
 )
 
 # Kinds of refusals that more room could change.
@@ -1034,7 +1034,7 @@ def _in_words(lease: Lease, why: str, context: Context) -> str:
         used = f"was used {show_seconds(idle)} ago{_by(book, lease, wanted.owner, world)}"
         return f"{used}, and can leave in {show_seconds(left)}"
     if why == MOVE_FAILED:
-        return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
+        return f"could not be moved{why_not_moved(book.events, lease)}; its process tries again"
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
     if why == "kept":

@@ -49,6 +49,7 @@ from ..facts import (
     bytes_label,
     lease_title,
     waits_to_return,
+    why_not_moved,
 )
 from ..units import show_seconds
 from .capacity import filled_to_size, room
@@ -69,7 +70,6 @@ from .victims import (
     shed_step,
     victims,
     warm,
-    why_not_moved,
     worth_less,
 )
 
@@ -288,7 +288,7 @@ def refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Re
         )
         return Refuse(because, kind="in use", holders=holders)
     if why == MOVE_FAILED:
-        reason = why_not_moved(book, lease)
+        reason = why_not_moved(book.events, lease)
         because = f"{holding} could not be moved{reason}"
         if lease.kind != KERNEL or not reason or reason[2:].startswith(PASSING):
             wait = show_seconds(max(1.0, lease.moves_again_at - world.now))

@@ -35,6 +35,7 @@ from ..facts import (
     Shed,
     Step,
     World,
+    why_not_moved,
 )
 from .capacity import room
 
@@ -467,21 +468,6 @@ def needs_host_room(lease: Lease) -> str:
     return "exists nowhere else, and RAM has no room for it"
 
 
-def why_not_moved(book: Book, lease: Lease) -> str:
-    """The owner's reason for the last failed move of `lease`, as the text `: reason`.
-
-    The reason is from the newest event of a failed move. The text is empty without such an event.
-    Events that answer another process's request (an order) are skipped.
-    """
-    for event in reversed(book.events):
-        if event.answers:  # the answer to an order, such as a pin by a user without the right
-            continue
-        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
-            reason = event.because.partition(": ")[2].rstrip(".")
-            return f": {reason}" if reason else ""
-    return ""
-
-
 def leaves_in_words(book: Book, lease: Lease) -> str:
     """How this `lease` leaves its card now. The text is the end of a sentence.
 
@@ -491,7 +477,7 @@ def leaves_in_words(book: Book, lease: Lease) -> str:
         if not event.answers and (event.owner, event.model) == (lease.owner, lease.name):
             if event.action != "failed":
                 break
-            return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
+            return f"could not be moved{why_not_moved(book.events, lease)}; its process tries again"
     return "is being moved to RAM" if lease.kind == KERNEL else "is being evicted"
 
 

@@ -27,6 +27,7 @@ from gpu_runtime.facts import (
     away_word,
     cards_label,
     problems,
+    why_not_moved,
 )
 from gpu_runtime.rendering import answers
 from gpu_runtime.rendering.text import shorten
@@ -701,18 +702,8 @@ def state_of(lease: Lease, snapshot: Snapshot) -> Cell:
     state = state_cell(lease, snapshot.now)
     if lease.pins or lease.moves_again_at <= snapshot.now:
         return state
-    why = why_it_stays(lease, snapshot.events)
-    return Cell(f"{state.text}; it was not parked{why and ': ' + why}", kind="short")
-
-
-def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
-    """Why the last attempt to move the memory of a notebook's own code failed, from `events`; "" if unknown."""
-    for event in reversed(events):
-        if event.answers:  # the answer to an order, which may fail for another reason
-            continue
-        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
-            return clean(event.because.partition(": ")[2].rstrip("."))
-    return ""
+    why = clean(why_not_moved(snapshot.events, lease))
+    return Cell(f"{state.text}; it was not parked{why}", kind="short")
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
