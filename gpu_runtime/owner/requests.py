@@ -24,6 +24,7 @@ from ..facts import (
     ProcessState,
     Refuse,
     Section,
+    Ticket,
     Unanswered,
     Verdict,
     Wait,
@@ -32,7 +33,7 @@ from ..ledgers.access import access_to
 from ..ledgers.host_config import groups_of
 from ..ledgers.liveness import Sight
 from ..scheduler import caps, recall
-from ..scheduler.recall import Ask, foreign
+from ..scheduler.recall import foreign
 from ..units import show_bytes
 from .resident import Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
@@ -206,7 +207,7 @@ def wait_for_change(
             return
 
 
-def _ask_once(session: Session, ask: Ask, believes_book: bool = True) -> Verdict:
+def _ask_once(session: Session, ask: Ticket, believes_book: bool = True) -> Verdict:
     return session.transact(lambda book, world: recall.ask(book, ask, world, believes_book))
 
 
@@ -218,20 +219,20 @@ def _runs(session: Session, owner: str) -> bool:
 
 def _ask(
     session: Session, key: Key, verb: str, target: LeaseId, places: tuple[str, ...] = ()
-) -> Ask:
-    return Ask(
+) -> Ticket:
+    return recall.new_order(
         key.text,
         session.me,
         verb,
         str(target),
         session.clock(),
-        by=session.ledger.owner.user,
+        because=session.ledger.owner.user,
         places=places,
         said_by=speaking_for(),
     )
 
 
-def _journal_declined(session: Session, ask: Ask, because: str) -> None:
+def _journal_declined(session: Session, ask: Ticket, because: str) -> None:
     session.transact(lambda book, world: (recall.declined(book, ask, world, because), None))
 
 

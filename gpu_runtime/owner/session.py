@@ -44,6 +44,7 @@ from ..facts import (
     Owner,
     Phase,
     Staying,
+    Ticket,
     Wait,
     World,
 )
@@ -52,7 +53,6 @@ from ..ledgers.host_config import Machine, groups_of
 from ..notebook import activity
 from ..scheduler import capacity, transitions
 from ..scheduler.policies import policy
-from ..scheduler.recall import Ask
 from ..scheduler.transitions import Truth
 from ..settings import Settings
 from ..telemetry import hours
@@ -149,7 +149,7 @@ class Session:
         self.keys = Keys(self.me)
         self.new_key, self.done_with = self.keys.new, self.keys.done_with
         self.uninterrupted = self.keys.uninterrupted
-        self.standing: dict[Key, Ask] = {}  # requests to other owners that no caller waits for
+        self.standing: dict[Key, Ticket] = {}  # requests to other owners that no caller waits for
         self.loads: dict[str, Stoppable] = {}  # the loads that run now, by the model's name
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -82,22 +83,21 @@ OWN_MEMORY = {
 }
 
 
-class Ask(Value):
-    """A request of one owner to another."""
+def new_order(key: str, owner: str, verb: str, target: str, now: float, **more: Any) -> Ticket:
+    """The ticket with which `owner` (an id) requests `verb` of the owner of `target`.
 
-    key: str
-    owner: str  # the id of the requesting owner
-    verb: str
-    # The id of a lease, `OWNER/NAME`. A model to be preloaded may have no lease yet. NAME is empty
-    # if the request concerns the whole process (who, defrag).
-    target: str
-    arrived: float
-    by: str = ""  # the user of the requesting process
-    places: tuple[str, ...] = ()  # the cards to move to, for a move
-    said_by: str = ""  # the person for whom the process asks, as the process claims; may be empty
+    `target` is the id of a lease, `OWNER/NAME`. A model to be preloaded may have no lease yet. NAME is
+    empty if the request concerns the whole process (who, defrag). `more` are further fields of the
+    ticket, such as `places`; `because` is the user of the requesting process.
+    """
+    recalls = {target: 0} if verb == "evict" else {}
+    shadows = (target,) if verb == "shed" else ()
+    return Ticket(key, owner, verb, target, now, now, recalls=recalls, shadows=shadows, **more)
 
 
-def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tuple[Book, Verdict]:
+def ask(
+    book: Book, asked: Ticket, world: World, believes_book: bool = True
+) -> tuple[Book, Verdict]:
     """Returns the book with the request `asked` on a ticket, and the state of the request.
 
     A pin in the book may have ended already, because an owner publishes the end within a second or
@@ -108,7 +108,7 @@ def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tup
     same key until the state is Grant or Refuse. The returned book then has no ticket for the
     request.
     """
-    owner_id, _, name = asked.target.partition("/")
+    owner_id, _, name = asked.name.partition("/")
     section, owner = book.sections.get(owner_id), book.owner(owner_id)
     if owner is None:
         gone = f"the process that held {name} is gone" if name else "that process is gone"
@@ -130,16 +130,16 @@ def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tup
         if book.entries >= MOST_ENTRIES:
             full = f"the book is full: {MOST_ENTRIES} holders and requests"
             return book, Refuse(full, kind="full")
-        ticket = _new_ticket(asked, world)
+        ticket = asked
         book = _log(book, asked, world, "asked", request)
     book = with_refreshed(book, replace(ticket, refreshed=world.now))
     begun = _begun(book, asked, section, name)
     if begun:
-        return book, Wait(f"{request}, {begun}", recalls={asked.target: 0})
-    return book, Wait(request, recalls={asked.target: 0}, silent=(asked.target,))
+        return book, Wait(f"{request}, {begun}", recalls={asked.name: 0})
+    return book, Wait(request, recalls={asked.name: 0}, silent=(asked.name,))
 
 
-def _begun(book: Book, asked: Ask, section: Section | None, name: str) -> str:
+def _begun(book: Book, asked: Ticket, section: Section | None, name: str) -> str:
     """The words that say what the owner does for the request; empty if it does not show that yet."""
     if section is None:
         return ""
@@ -153,30 +153,14 @@ def _begun(book: Book, asked: Ask, section: Section | None, name: str) -> str:
     return "and is moving it"
 
 
-def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
+def declined(book: Book, asked: Ticket, world: World, because: str) -> Book:
     """The `book` with a new event: the request `asked` was declined, for the reason `because`."""
     return _log(book, asked, world, "declined", because)
 
 
-def _new_ticket(asked: Ask, world: World) -> Ticket:
-    return Ticket(
-        key=asked.key,
-        owner=asked.owner,
-        verb=asked.verb,
-        name=asked.target,
-        arrived=asked.arrived,
-        refreshed=world.now,
-        places=asked.places,
-        recalls={asked.target: 0} if asked.verb == "evict" else {},
-        shadows=(asked.target,) if asked.verb == "shed" else (),
-        because=asked.by,
-        said_by=asked.said_by,
-    )
-
-
-def _log(book: Book, asked: Ask, world: World, action: str, because: str) -> Book:
-    owner_id, _, name = asked.target.partition("/")
-    process = process_of(asked.by, book.owner(asked.owner))
+def _log(book: Book, asked: Ticket, world: World, action: str, because: str) -> Book:
+    owner_id, _, name = asked.name.partition("/")
+    process = process_of(asked.because, book.owner(asked.owner))
     return note(
         book,
         world,
@@ -194,7 +178,7 @@ def process_of(user: str, owner: Owner | None) -> str:
     return f"{user}, {label}" if user else label
 
 
-def _answer_in_events(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
+def _answer_in_events(book: Book, asked: Ticket, section: Section, name: str) -> Verdict | None:
     """The owner's answer to the request, from the recent events; None if there is no answer yet."""
     for event in book.events:
         if event.answers == asked.key and event.owner == section.owner.id:
@@ -211,7 +195,7 @@ def _verdict_of(event: Event, lease: Lease) -> Verdict:
 
 
 def _known_result(
-    book: Book, asked: Ask, section: Section, name: str, world: World
+    book: Book, asked: Ticket, section: Section, name: str, world: World
 ) -> Verdict | None:
     """The verdict that follows from the book alone; None if the owner has to act first."""
     lease = section.lease(name)
@@ -259,7 +243,7 @@ def _result_of_pin(lease: Lease, title: str, *, keep: bool) -> Verdict | None:
     return Grant(lease, (), f"{title} is {state}")
 
 
-def _result_of_cancel(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
+def _result_of_cancel(book: Book, asked: Ticket, section: Section, name: str) -> Verdict | None:
     for ticket in book.tickets:
         is_use = ticket.verb == "use" and ticket.owner == section.owner.id
         if is_use and ticket.name == name and ticket.arrived <= asked.arrived:

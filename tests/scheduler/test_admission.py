@@ -22,7 +22,7 @@ from gpu_runtime.scheduler.admission import MOST_LEASES, MOST_WAITING, admit
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import lru
-from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, obey
+from gpu_runtime.scheduler.recall import Order, answer, ask, new_order, obey
 from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.units import show_seconds
 from tests.worlds import (
@@ -622,7 +622,7 @@ def test_requests_have_entries_that_leases_cannot_take():
     tickets = [ticket(f"t{n}", by=1, key=f"1:t{n}") for n in range(MOST_WAITING - 1)]
     page = book(idle, owners=(1, 2), tickets=tickets)
     assert decide(page, request("qwen", 14), world(sim0=20))[1].kind == "full"
-    asked = Ask("1:evict", owner(1).id, "evict", idle.id, NOW)
+    asked = new_order("1:evict", owner(1).id, "evict", idle.id, NOW)
     after, verdict = ask(page, asked, world(sim0=20))
     assert isinstance(verdict, Wait) and after.entries == MOST_WAITING + 1 <= MOST_ENTRIES
 

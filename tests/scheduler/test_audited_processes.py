@@ -35,7 +35,7 @@ from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.policies import cost_aware, lru
 from gpu_runtime.scheduler.queue import load_seconds
-from gpu_runtime.scheduler.recall import Ask, ask, obey
+from gpu_runtime.scheduler.recall import ask, new_order, obey
 from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.transitions import Truth
 from tests.worlds import NOW, WALL, owner, replayed
@@ -438,7 +438,7 @@ class Auditor:
         lease = leases[of % len(leases)]
         if lease.owner != process.id:
             key = self.key(process, verb)
-            asked = Ask(key, process.id, verb, lease.id, self.now)
+            asked = new_order(key, process.id, verb, lease.id, self.now)
             _, verdict = self.write(process, lambda book, world: ask(book, asked, world))
             assert verdict.because
             if not isinstance(verdict, Wait):

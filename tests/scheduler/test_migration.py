@@ -18,7 +18,7 @@ from gpu_runtime.facts import (
     Wait,
     overdrafts,
 )
-from gpu_runtime.scheduler.recall import Ask, Order, ask, obey
+from gpu_runtime.scheduler.recall import Order, ask, new_order, obey
 from gpu_runtime.scheduler.relief import drain, move, parse_cards
 from gpu_runtime.scheduler.transitions import abandon, left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
@@ -139,7 +139,9 @@ def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
 
 # -- asked of another process ----------------------------------------------------------------------
 def asked(page, *cards, there=FOUR):
-    wanted = Ask("2:move", owner(2).id, "move", at(1, "qwen"), NOW, by="ann", places=cards)
+    wanted = new_order(
+        "2:move", owner(2).id, "move", at(1, "qwen"), NOW, because="ann", places=cards
+    )
     return replayed(lambda book: ask(book, wanted, there), page)
 
 

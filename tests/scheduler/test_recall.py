@@ -18,7 +18,16 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.recall import DISK, Ask, Order, answer, ask, declined, must_pause, obey
+from gpu_runtime.scheduler.recall import (
+    DISK,
+    Order,
+    answer,
+    ask,
+    declined,
+    must_pause,
+    new_order,
+    obey,
+)
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, book, lease, owner, replayed, size, ticket, world
 
@@ -26,7 +35,7 @@ THERE = world(sim0=20)
 
 
 def asked(verb, target="qwen", by=2, of=1):
-    return Ask(f"{by}:{verb}", owner(by).id, verb, at(of, target), NOW)
+    return new_order(f"{by}:{verb}", owner(by).id, verb, at(of, target), NOW)
 
 
 def asking(page, verb, target="qwen", there=THERE):
@@ -334,13 +343,13 @@ def test_recalled_leases_share_the_hosts_bytes_and_move_once():
 # -- who asked -------------------------------------------------------------------------------------
 def test_the_events_of_a_request_and_its_outcome_name_the_person():
     """The requester checks the state many times, but only one event is written."""
-    wish = replace(asked("evict"), by="ops", said_by="ann, console")
+    wish = replace(asked("evict"), because="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     page, _ = ask(page, wish, THERE)
     [event] = page.events
     assert (event.action, event.model, event.reason) == ("asked", "qwen", "evict")
     assert event.by == "ann, console (ops, pid 2)"
-    wish = replace(asked("evict"), by="ops", said_by="ann, console")
+    wish = replace(asked("evict"), because="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, steps, _ = obey(page, owner(1).id, THERE, "1:obey", {wish.key: Asker("ops")})
     [step] = steps

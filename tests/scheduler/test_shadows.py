@@ -10,7 +10,7 @@ from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.policies import lru
-from gpu_runtime.scheduler.recall import Ask, ask, obey
+from gpu_runtime.scheduler.recall import ask, new_order, obey
 from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.victims import (
     enough_shadows,
@@ -152,7 +152,7 @@ def test_relief_frees_no_more_shadows_than_the_leaving_part_needs():
 
 def test_a_person_asks_the_owner_of_a_shadow():
     page = book(shadowed("theirs", 6, by=2), owners=(1, 2))
-    wanted = Ask("k", owner(1).id, "shed", at(2, "theirs"), NOW)
+    wanted = new_order("k", owner(1).id, "shed", at(2, "theirs"), NOW)
     page, verdict = ask(page, wanted, THERE)
     assert isinstance(verdict, Wait)
     page, [step], orders = obey(page, owner(2).id, THERE, "o")
