@@ -79,8 +79,7 @@ class Kernel:
         self._cell = ""  # the text of the last cell
         self._handle: Any = None
         self._running: list[Anchor] = []  # one for each cell that runs; they pin the lease
-        self._park_next = False  # True after a cell called `park`: the cell's end parks the kernel
-        self._hibernate_next = False  # True after it called `hibernate`: so too
+        self._leaves_next = ""  # "park" or "hibernate", if the cell has called it: its end does it
         self._turn_began = session.clock()
         self._count_again_at = 0.0
         self._uncounted = False
@@ -264,15 +263,14 @@ class Kernel:
         self._room.after(self._cell, self._handle, self.resident, self._uncounted)
         if claimed_more or self._refuses_in_book():
             self._session.publish()  # other processes wait for the bytes, or read that none can leave
-        if self._park_next:
-            self._park_next = False
-            threads.start(self._leave_by_hand)
+        if verb := self._leaves_next:
+            self._leaves_next = ""
+            threads.start(partial(self._leave_by_hand, verb))
 
-    def _leave_by_hand(self) -> None:
-        """After a cell that parked or hibernated its own kernel."""
+    def _leave_by_hand(self, verb: str) -> None:
+        """After a cell that parked or hibernated its own kernel, as `verb` says."""
         self.park_quietly("It was parked by hand.")
-        hibernates, self._hibernate_next = self._hibernate_next, False
-        if hibernates and self.away and self.resident is not None:
+        if verb == "hibernate" and self.away and self.resident is not None:
             disk.start(self._session, self.resident, "It was hibernated by hand.")
 
     def _note_use(self) -> None:
@@ -557,7 +555,7 @@ class Kernel:
                 why="it is exempt from parking",
             )
         if self._running:
-            self._park_next = True
+            self._leaves_next = self._leaves_next or "park"
             leaves = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
             because = "; ".join(filter(None, [leaves, self._staying_in_words()]))
             return Outcome(verb="park", name="", done=True, because=because, bytes=0)
@@ -603,8 +601,8 @@ class Kernel:
             raise StillInUse(f"{title} runs a cell now.", name=KERNEL)
         outcome = replace(self.park(), verb="hibernate")
         resident = self.resident
-        if self._park_next:
-            self._hibernate_next = True
+        if self._leaves_next:
+            self._leaves_next = "hibernate"
             because = outcome.because.replace("leaves when", "leaves for the disk when")
             return replace(outcome, because=because)
         if resident is None or not self.away:
