@@ -376,21 +376,26 @@ def _is_exported(entry: _Entry, references: Mapping[int, int], scripted: Collect
     tensor has one reference from all of Python, or none. `references` are those that were found in C++, and
     `scripted` the tensors of TorchScript modules, which refer to them without their address.
     """
-    more: dict[int, int] = {}  # by the id of a tensor: the references that are not known
+    unknown: dict[int, int] = {}  # by the id of a tensor: the references that were not found
     for tensor in entry.tensors:
-        others = tensor._use_count() - old_torch.owned_by_python(tensor)
-        if others > 0 and others > references[id(tensor)] and id(tensor) not in scripted:
+        count = tensor._use_count() - old_torch.owned_by_python(tensor)
+        if count > 0 and count > references[id(tensor)] and id(tensor) not in scripted:
             if not _is_plain_view(tensor):
                 return True
-            more[id(tensor)] = others - references[id(tensor)]
-    if not more:
+            unknown[id(tensor)] = count - references[id(tensor)]
+    return bool(unknown) and not _are_of_complex_views(unknown, entry)
+
+
+def _are_of_complex_views(unknown: Mapping[int, int], entry: _Entry) -> bool:
+    """Whether the `unknown` references to views of `entry` are those of complex views, and no tensor is hidden.
+
+    A complex view can refer to the view from which it was made. `unknown` has counts by the id of the view.
+    """
+    tensors = {id(tensor): tensor for tensor in entry.tensors}
+    made = [view for key, view in tensors.items() if key not in unknown and _is_plain_view(view)]
+    if sum(unknown.values()) != sum([behind(view).tensors for view in made]):
         return False
-    # They may be those of complex views to the tensors from which these views were made.
-    known = {id(tensor): tensor for tensor in entry.tensors}
-    made = [tensor for key, tensor in known.items() if key not in more and _is_plain_view(tensor)]
-    if sum(more.values()) != sum([behind(view).tensors for view in made]):
-        return True
-    return torch._C._storage_Use_Count(entry.storage._cdata) != 1 + len(known)
+    return torch._C._storage_Use_Count(entry.storage._cdata) == 1 + len(tensors)
 
 
 def _is_plain_view(tensor: Tensor) -> bool:
