@@ -28,6 +28,7 @@ from ..facts import (
     NORMAL,
     Book,
     Candidate,
+    Decided,
     Device,
     Footprint,
     Grant,
@@ -52,7 +53,7 @@ from ..facts import (
 from ..safe_text import LONGEST_NAME, printable
 from ..scheduler import admission, refusals
 from ..scheduler.admission import admit
-from ..scheduler.plan import is_new, recorded, with_runners_up
+from ..scheduler.placement import with_runners_up
 from ..threads import outside_modes
 from ..units import parse_room, parse_seconds, show_bytes, show_seconds
 from ..user_frames import shorten_interrupt
@@ -395,10 +396,35 @@ def _admitted(
     verdict, book, after, world = session.transact(
         decide, fresh=True, in_full=lambda events, answer: in_full(events, answer[0])
     )
-    if is_new(book, after, request, verdict):
+    if _is_new(book, after, request, verdict):
+        # Fields that no decision reads are left out.
+        sections = {id: replace(section, counts={}) for id, section in book.sections.items()}
+        bare = replace(book, sections=sections, events=(), counts={})
+        plain = replace(verdict, considered=())
         rule = session.settings.gpu_policy
-        session.journal.record(recorded(book, request, world, verdict, rule, VERSION))
+        session.journal.record(Decided(0, world.wall, VERSION, rule, bare, request, world, plain))
     return verdict
+
+
+def _is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
+    """Whether `verdict` differs from the earlier verdict on `request` and should be recorded.
+
+    `book` is the book before the decision, and `after` the book after the decision. A request that
+    waits is decided again whenever the book changes, mostly with the same result. A block of code
+    that gets free memory at once is not recorded: programs may lease often, and nothing was decided.
+    """
+    is_block = request.lease.kind == "block"
+    if is_block and isinstance(verdict, Grant) and book.ticket(request.key) is None:
+        return False
+    if after.seq > book.seq:  # a new event: the request was granted or refused, or begins to wait
+        return True
+    if not isinstance(verdict, Wait):
+        return False
+    if any(after.find(step.lease) is not book.find(step.lease) for step in verdict.steps):
+        return True
+    asked = (verdict.recalls, verdict.shadows)
+    ticket = book.ticket(request.key)
+    return any(asked) and (ticket is None or (ticket.recalls, ticket.shadows) != asked)
 
 
 class _Departures:

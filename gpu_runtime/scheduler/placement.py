@@ -20,8 +20,23 @@ from math import ceil, comb
 from msgspec.structs import replace
 
 from ..errors import BadSetting
-from ..facts import LAYOUTS, Candidate, Footprint, PlacementRules, Share, Shares, where
+from ..facts import (
+    LAYOUTS,
+    Candidate,
+    Event,
+    Footprint,
+    Grant,
+    PlacementRules,
+    Share,
+    Shares,
+    Verdict,
+    Wait,
+    where,
+)
+from ..facts.decisions import verdict_kind
 from ..units import counted, show_bytes, show_seconds
+
+MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 
 
 def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
@@ -532,6 +547,47 @@ def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
 
 
 # -- why the other candidates were not chosen ------------------------------------------------------
+
+
+def with_runners_up(
+    events: Iterable[Event],
+    verdict: Verdict,
+    rules: PlacementRules,
+    room_made: Sequence[Candidate] = (),
+) -> list[Event]:
+    """The `events`, with the alternatives added to the event that records `verdict`.
+
+    `rules` are the placement rules of the request. `room_made` are the ways to make room that were
+    compared before this grant. `room_made` is empty if there was room without evictions.
+    """
+    action = verdict_kind(verdict)
+    found = []
+    for event in events:
+        if event.action == action:
+            event = replace(event, runners_up=alternatives(verdict, rules, room_made))
+        found.append(event)
+    return found
+
+
+def alternatives(
+    verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
+) -> tuple[str, ...]:
+    """The places that were considered and not chosen, each in a sentence with the reason.
+
+    The place closest to being chosen is first. `rules` and `room_made` are as in `with_runners_up`.
+    """
+    considered: Sequence[Candidate] = verdict.considered
+    if isinstance(verdict, Grant):
+        chosen = verdict.lease.target or verdict.lease.shares
+        considered = runners_up(room_made or considered, chosen, rules)[1:]
+    elif isinstance(verdict, Wait) and considered:
+        considered = runners_up(considered, considered[0].shares, rules)[1:]
+    sentences = []
+    for option in considered[:MOST_RUNNERS_UP]:
+        place = where(option.shares)
+        reason = option.because.removeprefix(f"{place} ").rstrip(".")
+        sentences.append(f"{place}: {reason}.")
+    return tuple(sentences)
 
 
 def runners_up(

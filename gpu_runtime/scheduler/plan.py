@@ -8,13 +8,12 @@ The load spends free memory, or the memory of an idle model of the same process 
 or never. The load never waits, frees no copy in host memory, and never makes another process evict
 anything. While any request waits, no model is loaded ahead.
 
-A recorded decision can be made again: the record has everything that the scheduler reads. Its event in the
-journal has the alternatives too.
+A recorded decision can be made again: the record has everything that the scheduler reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 
 from msgspec.structs import replace
@@ -33,7 +32,6 @@ from ..facts import (
     Lease,
     Leaver,
     Move,
-    PlacementRules,
     Plan,
     PlanLevel,
     Policy,
@@ -58,8 +56,6 @@ from .placement import runners_up
 from .policies import policy
 from .transitions import MOST_BESIDE, after_step
 from .victims import copied_bytes, eviction_step, mark_leaving, shed_step
-
-MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 
 
 def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
@@ -401,81 +397,6 @@ def _with_pins(section: Section, may_leave: Callable[[Lease], bool]) -> Section:
 
 
 # -- recorded decisions, made again ----------------------------------------------------------------
-
-
-def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
-    """Whether `verdict` differs from the earlier verdict on `request` and should be recorded.
-
-    `book` is the book before the decision, and `after` the book after the decision. A request that
-    waits is decided again whenever the book changes, mostly with the same result. A block of code
-    that gets free memory at once is not recorded: programs may lease often, and nothing was decided.
-    """
-    is_block = request.lease.kind == "block"
-    if is_block and isinstance(verdict, Grant) and book.ticket(request.key) is None:
-        return False
-    if after.seq > book.seq:  # a new event: the request was granted or refused, or begins to wait
-        return True
-    if not isinstance(verdict, Wait):
-        return False
-    if any(after.find(step.lease) is not book.find(step.lease) for step in verdict.steps):
-        return True
-    asked = (verdict.recalls, verdict.shadows)
-    ticket = book.ticket(request.key)
-    return any(asked) and (ticket is None or (ticket.recalls, ticket.shadows) != asked)
-
-
-def recorded(
-    book: Book, request: Request, world: World, verdict: Verdict, rule: str, version: str
-) -> Decided:
-    """The record of a decision. Fields that no decision reads are left out.
-
-    `rule` is the name of the eviction policy.
-    """
-    sections = {id: replace(section, counts={}) for id, section in book.sections.items()}
-    bare = replace(book, sections=sections, events=(), counts={})
-    plain = replace(verdict, considered=())
-    return Decided(0, world.wall, version, rule, bare, request, world, plain)
-
-
-def with_runners_up(
-    events: Iterable[Event],
-    verdict: Verdict,
-    rules: PlacementRules,
-    room_made: Sequence[Candidate] = (),
-) -> list[Event]:
-    """The `events`, with the alternatives added to the event that records `verdict`.
-
-    `rules` are the placement rules of the request. `room_made` are the ways to make room that were
-    compared before this grant. `room_made` is empty if there was room without evictions.
-    """
-    action = verdict_kind(verdict)
-    found = []
-    for event in events:
-        if event.action == action:
-            event = replace(event, runners_up=alternatives(verdict, rules, room_made))
-        found.append(event)
-    return found
-
-
-def alternatives(
-    verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
-) -> tuple[str, ...]:
-    """The places that were considered and not chosen, each in a sentence with the reason.
-
-    The place closest to being chosen is first. `rules` and `room_made` are as in `with_runners_up`.
-    """
-    considered: Sequence[Candidate] = verdict.considered
-    if isinstance(verdict, Grant):
-        chosen = verdict.lease.target or verdict.lease.shares
-        considered = runners_up(room_made or considered, chosen, rules)[1:]
-    elif isinstance(verdict, Wait) and considered:
-        considered = runners_up(considered, considered[0].shares, rules)[1:]
-    sentences = []
-    for option in considered[:MOST_RUNNERS_UP]:
-        place = where(option.shares)
-        reason = option.because.removeprefix(f"{place} ").rstrip(".")
-        sentences.append(f"{place}: {reason}.")
-    return tuple(sentences)
 
 
 def replayed(decided: Decided, version: str) -> Replayed:

@@ -22,7 +22,8 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.plan import MOST_RUNNERS_UP, alternatives, interference, with_runners_up
+from gpu_runtime.scheduler.placement import MOST_RUNNERS_UP, alternatives, with_runners_up
+from gpu_runtime.scheduler.plan import interference
 from gpu_runtime.scheduler.refusals import (
     busy,
     out_of_memory,
