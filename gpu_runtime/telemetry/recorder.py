@@ -160,14 +160,18 @@ class Record(StateFile):
 
         return self.write(insert)
 
-    def thin(self, now: float) -> None:
-        """Removes moments that are too old at the wall time `now`, or too many for their age."""
+    def thin(self, now: float, steady: float | None = None) -> None:
+        """Removes moments that are too old at the wall time `now`, or too many for their age.
+
+        `steady` is an earlier time, from which the age is counted while the clock may be ahead.
+        """
+        old_at = now if steady is None else steady
 
         def delete(db: sqlite3.Connection) -> None:
-            edges = (now - DAY, now + AHEAD_SECONDS)
+            edges = (old_at - DAY, now + AHEAD_SECONDS)
             db.execute("DELETE FROM moments WHERE wall < ? OR wall > ?", edges)
             for age, stretch in THINNED:
-                edge = (now - age) // stretch * stretch  # only complete stretches, each once
+                edge = (old_at - age) // stretch * stretch  # only complete stretches, each once
                 db.execute(
                     f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
                     (edge, 0.0, edge, stretch),
@@ -219,6 +223,7 @@ class Recorder:
         self._written_at = self._thinned_at = float("-inf")
         self._book: Peek | None = None
         self._account, self._hours = Account(), hours_in(directory)
+        self._began = time.time() - boot_seconds()  # the wall time of the boot, as of now
 
     def look(self, figures: Figures) -> None:
         """Records the book and the measured `figures`, and writes if it is time. Raises GpuError."""
@@ -237,13 +242,18 @@ class Recorder:
             self.flush()
         if now - self._thinned_at >= THIN_SECONDS:
             self._thinned_at = now
-            self._record.thin(wall)
-            self._add_hours(wall, wall)
+            steady = self._steady(wall)
+            self._record.thin(wall, steady)
+            self._add_hours(wall, steady)
 
-    def _add_hours(self, before: float, wall: float) -> None:
+    def _steady(self, wall: float) -> float:
+        """The wall time by which what is old is removed: a clock that jumps ahead for a minute removes nothing."""
+        return min(wall, self._began + boot_seconds())
+
+    def _add_hours(self, before: float, steady: float) -> None:
         rows = self._account.rows(before)
         if rows:
-            self._account.forget(rows if self._hours.add(rows, wall) else ())
+            self._account.forget(rows if self._hours.add(rows, steady) else ())
 
     def flush(self) -> None:
         """Writes the moments that are not written yet. If this fails, they are kept for a later call."""
@@ -253,7 +263,7 @@ class Recorder:
     def end(self) -> None:
         """Writes everything, also of the present minute."""
         self.flush()
-        self._add_hours(float("inf"), time.time())
+        self._add_hours(float("inf"), self._steady(time.time()))
 
 
 def views_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[DeviceView, ...]:

@@ -214,6 +214,20 @@ def test_a_recorder_writes_every_five_seconds_and_thins_every_minute(recorder, t
     assert old == [True, True, False]
 
 
+def test_a_clock_that_is_years_ahead_for_a_minute_removes_nothing(recorder, tmp_path, monkeypatch):
+    """The account of three years was deleted, and the history of the day."""
+    file = hours.hours_in(tmp_path / "boot")
+    key = hours.Key("ann", "n", "m", "cuda:0", hours.IN_USE)
+    assert file.add([hours.Hour(int(WALL) - 700 * DAY, key, 5.0, 1.0)], WALL)
+    assert recorder(60) == [60.0]
+    right = recorders.time.time
+    monkeypatch.setattr(recorders.time, "time", lambda: right() + 9000 * DAY)
+    recorder(60)
+    monkeypatch.setattr(recorders.time, "time", right)
+    assert recorder(60) == [60.0, 180.0]
+    assert [row.byte_seconds for row in file.between(0, WALL - DAY)] == [5.0]
+
+
 def test_a_recorder_that_cannot_write_keeps_the_last_moments(recorder, tmp_path, monkeypatch):
     monkeypatch.setattr(recorders, "MOST_UNWRITTEN", 3)
     path = record_in(tmp_path / "boot").path
