@@ -52,6 +52,7 @@ from .book import (
     away_word,
     beside,
     bytes_label,
+    bytes_on,
     cards_label,
     decode_book,
     decode_uses,

@@ -209,6 +209,11 @@ def beside(shares: Shares, size: int) -> Shares:
     return tuple(grown)
 
 
+def bytes_on(shares: Iterable[Share], device: str) -> int:
+    """The bytes of the `shares` on the device with the id `device`."""
+    return sum([share.bytes for share in shares if share.device == device])
+
+
 def where(shares: Shares) -> str:
     """The devices of `shares` as text; empty without shares.
 
@@ -637,7 +642,7 @@ class Lease(Value):
         """The bytes of the shadow that `target` does not include: an offload may turn the shadow into a share."""
         if not self.shadow_bytes:
             return 0
-        going = sum(share.bytes for share in self.target if share.device == HOST)
+        going = bytes_on(self.target, HOST)
         if not going or not self._uses_shadow(going):
             return self.shadow_bytes
         return max(0, self.shadow_bytes - going)
@@ -1180,7 +1185,7 @@ def _raised_by_returns(old: Book, new: Book, changed: Collection[str], device: s
             else:
                 exempt = lease.phase is Phase.ARRIVING and lease.must_return
             if not exempt:
-                total += sum([share.bytes for share in lease.target if share.device == device])
+                total += bytes_on(lease.target, device)
         return total
 
     return ordinary_bytes(new) <= ordinary_bytes(old)

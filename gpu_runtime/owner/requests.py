@@ -114,9 +114,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
         if len(cards) > 1 and (lease is None or lease.kind != KERNEL):
             return ""  # a model may get room on another card
         for device, size in ((share.device, share.bytes) for share in ticket.need):
-            own = sum(
-                share.bytes for lease in leases for share in lease.shares if share.device == device
-            )
+            own = sum(lease.bytes_on(device) for lease in leases)
             limit = min(limits.get(device, 0), book.limits.get(device, limits.get(device, 0)))
             if own and size + own > limit:
                 return _prevented(session, target, book, f"{show_bytes(size)} on {device}", own)

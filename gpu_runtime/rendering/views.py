@@ -35,7 +35,6 @@ from gpu_runtime.facts import (
     Plan,
     PlanLevel,
     Section,
-    Share,
     Shares,
     Shed,
     Snapshot,
@@ -43,6 +42,7 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
     away_word,
+    bytes_on,
     ended_label,
     holder_label,
     importance_name,
@@ -165,13 +165,13 @@ def lease_parts(snapshot: Snapshot, view: DeviceView) -> Iterator[LeasePart]:
         for lease in section.leases:
             leaving = 0
             if lease.phase is Phase.LEAVING:
-                freed = _bytes_on(lease.freed_by(lease.target), device)
-                leaving = min(freed, _bytes_on(lease.shares, device))  # no residue
+                freed = bytes_on(lease.freed_by(lease.target), device)
+                leaving = min(freed, lease.bytes_on(device))  # no residue
             on_disk = lease.disk_bytes if view.device.is_host else 0
             sizes = {
-                "settled": _bytes_on(lease.shares, device) - leaving - on_disk,
+                "settled": lease.bytes_on(device) - leaving - on_disk,
                 "leaving": leaving,
-                "arriving": _bytes_on(lease.target, device),
+                "arriving": bytes_on(lease.target, device),
             }
             for kind, size in sizes.items():
                 if size > 0:
@@ -202,10 +202,6 @@ def beyond_leases(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
     ):
         if size > 0:
             yield BarSegment(label, size, kind)
-
-
-def _bytes_on(shares: Iterable[Share], device: str) -> int:
-    return sum(share.bytes for share in shares if share.device == device)
 
 
 def strangers_bytes(view: DeviceView) -> int:

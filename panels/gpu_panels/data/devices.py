@@ -26,6 +26,7 @@ from gpu_runtime.facts import (
     Section,
     Snapshot,
     Ticket,
+    bytes_on,
     importance_name,
     lease_state,
     lease_title,
@@ -458,7 +459,7 @@ def _parts(bar: Bar, drawing: _Drawing) -> Iterator[BarPart]:
 def _kept_parts(bar: Bar, kept: Kept, drawing: _Drawing) -> Iterator[BarPart]:
     position = bar.used_bytes
     for ticket, size in kept:
-        needed = sum(share.bytes for share in ticket.need if share.device == bar.device.id)
+        needed = bytes_on(ticket.need, bar.device.id)
         section = drawing.snapshot.sections.get(ticket.owner)
         whose = f"\nfor {clean(section.owner.label)}" if section else ""
         yield BarPart(
@@ -481,15 +482,10 @@ def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
     id, left = view.device.id, max(0, view.room_bytes or 0)
     waiting = [ticket for ticket in snapshot.waiting if not snapshot.is_asleep(ticket)]
     recalled = {lease: size for ticket in waiting for lease, size in ticket.recalls.items()}
-    freed = sum(
-        share.bytes
-        for lease in snapshot.leases()
-        for share in lease.freed_soon(recalled)
-        if share.device == id
-    )
+    freed = sum(bytes_on(lease.freed_soon(recalled), id) for lease in snapshot.leases())
     found = []
     for ticket in waiting:
-        need = sum(share.bytes for share in ticket.need if share.device == id)
+        need = bytes_on(ticket.need, id)
         from_victims = min(need, freed)
         freed -= from_victims
         size = min(need - from_victims, left)
