@@ -122,6 +122,14 @@ class Tab:
     def update(self, snapshot: Snapshot) -> None:
         """Shows `snapshot`. Called when the tab comes to the front, then once a second, and at urgent changes."""
 
+    def encoded(
+        self, key: str, snapshot: Snapshot, rows: Callable[[Snapshot], Sequence[Row]]
+    ) -> str:
+        """The rows of a table as JSON, with buttons if the visitor may act. `rows` is called once for all sessions."""
+        may_act = self.actions.may_act
+        make = lambda seen: encoded(rows(seen), may_act)
+        return self.poller.once(f"{key} {may_act}", snapshot, make)
+
     def update_again(self) -> None:
         """Updates the tab with the last snapshot, for example after a change of a filter."""
         if self.poller.result.snapshot is not None:
@@ -198,12 +206,8 @@ class NowTab(Tab):
         self._notices.show(once("notices", snapshot, notices_html))
         rows = once(f"now {may_act}", snapshot, lambda seen: as_json(device_rows(seen, may_act)))
         self.devices.show(rows, self._past(snapshot))
-        waiting = once(f"queue {may_act}", snapshot, lambda seen: encoded(queue(seen), may_act))
-        self.queue.show(waiting)
-        held = once(
-            f"notebooks {may_act}", snapshot, lambda seen: encoded(notebooks(seen), may_act)
-        )
-        self.notebooks.show(held)
+        self.queue.show(self.encoded("queue", snapshot, queue))
+        self.notebooks.show(self.encoded("notebooks", snapshot, notebooks))
 
     def _past(self, snapshot: Snapshot) -> str:
         def fetch(rt: Any) -> History:
@@ -243,11 +247,7 @@ class TableTab(Tab):
         raise NotImplementedError
 
     def update(self, snapshot: Snapshot) -> None:
-        may_act = self.actions.may_act
-        rows = self.poller.once(
-            f"{self.title} {may_act}", snapshot, lambda seen: encoded(self.rows(seen), may_act)
-        )
-        self.table.show(rows)
+        self.table.show(self.encoded(self.title, snapshot, self.rows))
 
 
 class ModelsTab(TableTab):
@@ -753,15 +753,11 @@ class WhatIfTab(Tab):
 
     def _offer_models(self, snapshot: Snapshot) -> list[str]:
         models = self.poller.once("what if: models", snapshot, whatif.model_choices)
-        options = [NO_MODEL, *models]
-        if self.model.options != options:
-            value = self.model.value if self.model.value in options else NO_MODEL
-            self.model.param.update(options=options, value=value)
         cards = [view.device.id for view in snapshot.cards]
-        choices = [ANY, *cards]
-        if self.cards.options != choices:
-            value = self.cards.value if self.cards.value in choices else ANY
-            self.cards.param.update(options=choices, value=value)
+        for choice, options in ((self.model, [NO_MODEL, *models]), (self.cards, [ANY, *cards])):
+            if choice.options != options:
+                value = choice.value if choice.value in options else options[0]
+                choice.param.update(options=options, value=value)
         return models
 
     def _preload(self) -> None:
