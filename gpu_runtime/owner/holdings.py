@@ -92,7 +92,7 @@ def search_here(
         saved |= reach.saved
     saved -= direct
     left = storages.keys() - direct - saved
-    elsewhere, explained = _elsewhere(session, left, limit)
+    elsewhere, explained = _elsewhere(session, storages, left, limit)
     names = [_row(reach, storages) for reach in reached]
     is_whole = whole and all_reached and not limit.over
     found = _summed(
@@ -341,9 +341,9 @@ def _models(
 
 
 def _elsewhere(
-    session: Session, left: Iterable[int], limit: Any
+    session: Session, storages: Mapping[int, _Storage], left: Iterable[int], limit: Any
 ) -> tuple[list[Holder], frozenset[int]]:
-    """One row for each object that refers to some of the storages `left`.
+    """One row for each object that refers to some of the `storages` with the keys `left`.
 
     The storages without a known referrer share one row. Also returns the keys of the storages whose
     referrer is known.
@@ -355,23 +355,19 @@ def _elsewhere(
         return [], frozenset()
     found = [entry for entry in _found(session, limit).found if entry.key in wanted]
     found.sort(key=lambda entry: -entry.bytes)
-    rows: dict[str, Holder] = {}
+    referred: dict[str, list[_Storage]] = {}  # by the name of the referrer
     known = set()
     for number, entry in enumerate(found):
         said = referrer(entry, {id(found)}, limit) if number < MOST_REFERRERS else UNKNOWN
         if said != UNKNOWN:
             known.add(entry.key)
-        size = entry.bytes
-        devices = [entry.device]
-        if before := rows.get(said):
-            size += before.bytes
-            devices += before.device.split(",")
-        why, stays_bytes = entry.stays, entry.own_bytes if entry.stays else 0
-        if before:
-            why, stays_bytes = why or before.stays, stays_bytes + before.stays_bytes
-        row = Holder(said, ELSEWHERE, _devices(devices), size, 0, "", "no variable refers to it")
-        rows[said] = replace(row, stays=why, stays_bytes=stays_bytes)
-    return list(rows.values()), frozenset(known)
+        referred.setdefault(said, []).append(storages[entry.key])
+    rows = []
+    for said, held in referred.items():
+        devices, size = _devices(storage.device for storage in held), sum(one.bytes for one in held)
+        what = "no variable refers to it"
+        rows.append(Holder(said, ELSEWHERE, devices, size, 0, "", what, *_why_it_stays(held)))
+    return rows, frozenset(known)
 
 
 def _of_libraries() -> list[Holder]:

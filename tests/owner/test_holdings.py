@@ -6,7 +6,7 @@ import sys
 import torch
 
 from gpu_runtime import other_libraries
-from gpu_runtime.backends.pytorch import search
+from gpu_runtime.backends.pytorch import holders, search
 from gpu_runtime.backends.pytorch.search import Limit
 from gpu_runtime.backends.pytorch.shadows import digest, every_key
 from gpu_runtime.facts import HOST
@@ -121,3 +121,19 @@ def test_what_compiled_code_holds_is_named_and_stays(started):
     finally:
         for name in ("dense", "frozen", "packed", "mine"):
             main.pop(name, None)
+
+
+def test_what_no_name_reaches_names_each_of_its_cards_once(started, monkeypatch):
+    """A third storage of one cache turned cuda:0,1 into 1,0. Of two reasons to stay the first was lost."""
+    rt, _ = started(devices="sim:64MiB,host:64MiB")
+    cards, why = ("cuda:0", "cuda:1", "cuda:0"), ("", "one", "two")
+    found = [
+        search.Found(None, card, MIB, (object(),), stays, MIB)
+        for card, stays in zip(cards, why, strict=True)
+    ]
+    storages = {one.key: holdings._Storage(one.device, MIB, MIB, one.stays) for one in found}
+    monkeypatch.setattr(holdings, "_found", lambda *_: search.Search(tuple(found), (), True))
+    monkeypatch.setattr(holders, "referrer", lambda *_: "a cache")
+    [row], known = holdings._elsewhere(rt._session, storages, storages, Limit())
+    assert (row.name, row.device, row.bytes) == ("a cache", "cuda:0,1", 3 * MIB)
+    assert (row.stays, row.stays_bytes, known) == ("one; two", 2 * MIB, storages.keys())
