@@ -166,10 +166,8 @@ def _how_to_end(seen: Snapshot, view: DeviceView) -> str:
 
 
 def _programs(seen: Snapshot, view: DeviceView) -> str:
-    found = []
-    for program in seen.strangers:
-        if program.device == view.device.id:
-            found.append(program.label)
+    here = (program for program in seen.strangers if program.device == view.device.id)
+    found = [program.label for program in here]
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return "; ".join(found[:2]) + more
 

@@ -120,12 +120,11 @@ def _needed_by_others(session: Session) -> list[Resident]:
     for ticket in session.ledger.read().tickets:
         if ticket.verb == "use" and ticket.owner != session.me:
             needed.update(share.device for share in ticket.need)
-    found = []
-    for resident in used:
-        devices = {share.device for share in resident.lease.shares}
-        if devices.intersection(needed):
-            found.append(resident)
-    return found
+    return [
+        resident
+        for resident in used
+        if any(share.device in needed for share in resident.lease.shares)
+    ]
 
 
 def pause_uses(session: Session, book: Book) -> None:

@@ -812,9 +812,7 @@ def evict_lost(session: Session, process: str, *, force: bool) -> Outcome:
     """
     book = session.ledger.read()
     lost = _lost(session, book, process)
-    freed = 0
-    for section in lost:
-        freed += sum(lease.bytes for lease in section.leases)
+    freed = sum(lease.bytes for section in lost for lease in section.leases)
     holds = "; ".join(_what_it_holds(section) for section in lost)
     if not force:
         because = (
@@ -857,10 +855,8 @@ def _lost(session: Session, book: Book, process: str) -> list[Section]:
 
 
 def _what_it_holds(section: Section) -> str:
-    held = []
-    for lease in section.leases:
-        size = show_bytes(lease.bytes)
-        held.append(f"{lease.name} ({size} on {lease.where})")
+    leases = section.leases
+    held = [f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where})" for lease in leases]
     return f"{section.owner.label} holds {', '.join(held) or 'no lease'}"
 
 
@@ -921,10 +917,7 @@ def empty_cache(session: Session) -> int:
 
 def _all_owners(session: Session, book: Book) -> list[str]:
     names = session.ledger.names()
-    owners = []
-    for id, section in book.sections.items():
-        if section.leases or id in names:
-            owners.append(id)
+    owners = [id for id, section in book.sections.items() if section.leases or id in names]
     return [*owners, session.me]
 
 

@@ -392,12 +392,9 @@ def _holders(
     """
     found = []
     for id, section in book.sections.items():
-        holds = section.lease(name) or name in loadable.get(id, ())
-        owner = section.owner
-        if not holds:
-            continue
-        if not pid or pid in owner.names:
-            found.append(owner)
+        has_it = section.lease(name) or name in loadable.get(id, ())
+        if has_it and (not pid or pid in section.owner.names):
+            found.append(section.owner)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -475,14 +476,9 @@ def _near(session: Session, book: Book) -> list[Section]:
 
     So a pid in these sections names the same process as it does here.
     """
-    me, found = session.ledger.owner, []
-    for section in book.sections.values():
-        owner = section.owner
-        near = (owner.host, owner.boot, owner.user, owner.namespaces)
-        if near != (me.host, me.boot, me.user, me.namespaces):
-            continue
-        found.append(section)
-    return found
+    place = attrgetter("host", "boot", "user", "namespaces")
+    here = place(session.ledger.owner)
+    return [section for section in book.sections.values() if place(section.owner) == here]
 
 
 def _new_copy(files: str) -> str:
