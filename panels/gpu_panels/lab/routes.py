@@ -112,11 +112,7 @@ class Reader:
         if known is not None:
             return known
         name = self._name(read)
-
-        def read_week() -> str:
-            """The line about the last seven days of the user of this server."""
-            return own_week(read.rt.report("7d").to_dict("records"), own_name())
-
+        read_week = lambda: own_week(read.rt.report("7d").to_dict("records"), own_name())
         week = self._every(HOURS_SECONDS, f"week {name.key}", read_week)
         plain = view.shown(snapshot, kernels, name, others, tile, read.first_seen, week)
         body = json.dumps(plain).encode()
@@ -301,7 +297,6 @@ class LabService:
         self.actors = ThreadPoolExecutor(ACTORS, "gpu-console-act")
         self._kernels: tuple[LabKernel, ...] = ()
         self._looked_at = float("-inf")
-        self._answered: dict[str, tuple[float, Answer]] = {}  # kernel in front -> last answer
 
     async def kernels(self, handler: APIHandler) -> tuple[LabKernel, ...]:
         """The kernels of the server of `handler` that run on this machine, with their notebooks."""
@@ -319,25 +314,9 @@ class LabService:
         return self._kernels
 
     async def status(self, handler: APIHandler, front: str) -> Answer:
-        """The answer for a tab with this kernel in `front`. Raises GpuError, OSError.
-
-        It is kept for a second, because a call of the reader in a thread costs more than the answer itself.
-        """
-        now = time.monotonic()
-        self._answered = {
-            kernel: (made_at, answer)
-            for kernel, (made_at, answer) in self._answered.items()
-            if now - made_at < READ_SECONDS
-        }
-        if front not in self._answered:
-            kernels = await self.kernels(handler)
-            answer = await self.run(self.readers, lambda: self.reader.status(kernels, front))
-            self._answered[front] = now, answer
-        return self._answered[front][1]
-
-    def forget(self) -> None:
-        """Makes the next request read the ledger again, because an action has just ended."""
-        self._answered.clear()
+        """The answer for a tab with this kernel in `front`. Raises GpuError, OSError."""
+        kernels = await self.kernels(handler)
+        return await self.run(self.readers, lambda: self.reader.status(kernels, front))
 
     async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
         """Runs `work` in one of the `threads`, and returns its result. Raises the errors of `work`."""
@@ -370,16 +349,10 @@ class _Handler(APIHandler):
     def initialize(self, service: LabService) -> None:
         self.service = service
 
-    async def answer(
-        self,
-        threads: ThreadPoolExecutor,
-        work: Callable[[], Any],
-        after: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Sends the result of `work`, which runs in one of the `threads`. Calls `after` if there was no error."""
+    async def answer(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> None:
+        """Sends the result of `work`, which runs in one of the `threads`."""
         try:
             found = await self.service.run(threads, work)
-            after()
         except (GpuError, OSError) as error:
             self.refuse(error)
         else:
@@ -451,7 +424,7 @@ class ActionRoute(_Handler):
     async def post(self) -> None:
         [number] = self.body("question")
         service = self.service
-        await self.answer(service.actors, lambda: service.reader.act(number), service.forget)
+        await self.answer(service.actors, lambda: service.reader.act(number))
 
 
 def add(app: Any) -> None:
