@@ -136,10 +136,7 @@ class Poller:
 
     def report(self, since: str, by: str, every: float) -> Any:
         """The rows of `rt.report(since, by)`, or None while they are being read; see `latest`."""
-
-        def fetch(rt: Any) -> Any:
-            return rt.report(since, by).to_dict("records")
-
+        fetch = lambda rt: rt.report(since, by).to_dict("records")
         return self.latest(f"hours: {since} {by}", fetch, every)
 
     def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:

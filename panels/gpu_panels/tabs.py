@@ -210,10 +210,7 @@ class NowTab(Tab):
         self.notebooks.show(self.encoded("notebooks", snapshot, notebooks))
 
     def _past(self, snapshot: Snapshot) -> str:
-        def fetch(rt: Any) -> History:
-            """The last minutes of the runtime `rt`."""
-            return rt.history(PAST_SECONDS, points=PAST_POINTS)
-
+        fetch = lambda rt: rt.history(PAST_SECONDS, points=PAST_POINTS)
         past = self.poller.latest("now: past", fetch, PAST_EVERY)
         if past is None:
             return "{}"
