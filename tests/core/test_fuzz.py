@@ -210,7 +210,7 @@ spec: {memory: 10GB, runtime: vllm, context_length: 8k, concurrency: 2, args: [-
 def bodies(directory: Path, ends: contextlib.ExitStack) -> tuple[Try, list[bytes]]:
     """A request to `gpu serve`: the body of an example, with values replaced by parts of the input, or as it is."""
     from gpu_runtime.serving.api.app import application
-    from tests.serving.app_client import OPERATOR, with_visitor
+    from tests.serving.app_client import OPERATOR, Exchange, with_visitor
     from tests.serving.harness import Harness
     from tests.serving.test_wrong_bodies import BODIES, TEMPLATE
 
@@ -222,24 +222,10 @@ def bodies(directory: Path, ends: contextlib.ExitStack) -> tuple[Try, list[bytes
     app = with_visitor(application(made.rt, lambda: made.gateway), OPERATOR)
     paths = list(BODIES)
 
-    async def asked(path: str, body: bytes) -> int:
-        sent, status = [body], [0]
-
-        async def receive() -> dict[str, Any]:
-            if sent:
-                return {"type": "http.request", "body": sent.pop()}
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: dict[str, Any]) -> None:
-            status[0] = message.get("status", status[0])
-
-        scope = {
-            "type": "http", "method": "POST", "path": path, "query_string": b"", "http_version": "1.1",
-            "root_path": "", "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
-        await asyncio.wait_for(app(scope, receive, send), 20)
-        return status[0]
+    async def status_of(path: str, body: bytes) -> int:
+        there = Exchange(made.rt, made.gateway, path, body, app=app)
+        await asyncio.wait_for(there.done, 20)
+        return there.status
 
     def places(body: Any) -> Iterator[tuple[Any, Any]]:
         keys = range(len(body)) if isinstance(body, list) else list(body)
@@ -263,7 +249,7 @@ def bodies(directory: Path, ends: contextlib.ExitStack) -> tuple[Try, list[bytes
                     except (ValueError, RecursionError):
                         holder[key] = change[1:].decode(errors="replace")
             body = json.dumps(example).encode()
-        status = loop.run_until_complete(asked(path, body))
+        status = loop.run_until_complete(status_of(path, body))
         assert 200 <= status < 500, f"{status} for {body!r}"
         assert all(one.failures == 0 for one in made.gateway.state().breakers.values())
 

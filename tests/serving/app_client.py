@@ -115,22 +115,28 @@ def client(
 
 
 class Exchange:
-    """One request to the application, and what was sent for it so far. The client leaves once `left` is set."""
+    """One request to the application, and what was sent for it so far. The client leaves once `left` is set.
 
-    def __init__(self, rt: Any, gateway: Any, path: str, body: Any, method: str = "POST") -> None:
+    The body is JSON, or any bytes. An `app` that was made before takes the place of a new one.
+    """
+
+    def __init__(
+        self, rt: Any, gateway: Any, path: str, body: Any, method: str = "POST", *, app: Any = None
+    ) -> None:
         self.status, self.kind, self.sent = 0, "", b""
         self.left = asyncio.Event()
-        self._body = json.dumps(body).encode()
-        app = with_visitor(application(rt, lambda: gateway), OPERATOR)
+        self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._is_sent = False
+        app = app or with_visitor(application(rt, lambda: gateway), OPERATOR)
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         scope |= {"query_string": b"", "http_version": "1.1", "root_path": ""}
         self.done = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     async def _receive(self) -> Any:
-        if self._body:
-            body, self._body = self._body, b""
-            return {"type": "http.request", "body": body}
+        if not self._is_sent:
+            self._is_sent = True
+            return {"type": "http.request", "body": self._body}
         await self.left.wait()
         return {"type": "http.disconnect"}
 
