@@ -4,14 +4,17 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import integers, sampled_from
 
+from gpu_runtime.errors import BadCall
 from gpu_runtime.serving.breaker import (
     FAILURES,
     MAX_BREAKERS,
     OPEN_SECONDS,
+    Blame,
     BreakerOpen,
     Breakers,
     BreakerState,
     Permit,
+    blame,
 )
 from tests.clock import Clock
 
@@ -74,6 +77,13 @@ def test_one_client_cannot_close_a_model_for_the_others(breakers):
         breakers.enter("qwen", "key:good")
     breakers.enter("qwen", "key:third").succeeded()
     assert breakers.state("qwen").state == "closed"
+
+
+@pytest.mark.parametrize("error", [BadCall("m: too long", why="too long"), ValueError("too long")])
+def test_what_an_engine_or_a_library_rejects_is_the_callers_mistake(error):
+    whose, refused = blame(error, "qwen")
+    found = (whose, refused.status, refused.code, str(refused))
+    assert found == (Blame.CALLER, 400, "engine_refused", "qwen refused: too long")
 
 
 def test_each_name_has_its_own_breaker_and_invented_ones_fill_no_memory_and_remove_no_open_one(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.clock import PATIENCE, until
-from tests.faces.served import OPERATORS, Conversation, free_port, serving
+from tests.faces.served import OPERATORS, VIEWERS, Conversation, free_port, serving
 
 # A script that starts `gpu serve` as if Panel and Bokeh were not installed.
 WITHOUT_PANEL = """
@@ -38,6 +38,7 @@ def start(kind, folder):
     port = free_port()
     command = [*COMMANDS[kind], "serve", "--port", str(port)]
     environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CATALOG": str(folder / "catalog")}
+    environment["GPU_CONSOLE_VIEWER_TOKEN"] = VIEWERS
     environment["GPU_SERVE_LOG"] = str(folder / "requests.jsonl")
     return serving(command, folder, environment, port=port)
 
@@ -69,9 +70,10 @@ def upgrade(server, path, **headers):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_route_answers_with_the_token_and_refuses_without_it(server, path):
+def test_every_route_answers_with_a_token_and_refuses_without_it(server, path):
     """Both kinds of server, with and without Panel, have the same routes and the same gate."""
     assert server.get(path, **TOKEN).status == 200
+    assert server.get(path, Authorization=f"Bearer {VIEWERS}").status == 200
     assert server.get(path, Accept="application/json").status == 401
     assert server.get(path).status == 403
     wrong = {"Authorization": "Bearer wrong-0123456789abcdef"}
