@@ -61,13 +61,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def turn(asleep: bool, word: str) -> None:
-    """Frees the memory or takes it. `waits`: once the file is gone; `never`; `holds`: it says so, and frees nothing."""
+    """Frees the memory or takes it. `waits`: once the file is gone; `never`."""
     while word == "waits" and Handler.fault.exists():
         time.sleep(0.01)
     if word == "never":
         return
-    if word == "holds":
-        Handler.kept = Handler.held
     Handler.held = b"" if asleep else os.urandom(Handler.size)
 
 

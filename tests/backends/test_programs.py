@@ -1,7 +1,5 @@
 """Any program: it is started by its own command line, and sleeps as its fields say. The programs are real processes."""
 
-import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -141,27 +139,6 @@ def test_a_program_that_does_not_sleep_or_wake_is_ended(
         (awake if wakes else asleep)(backend, model)
     assert model.ended and backend.measure(model) == () and not any(map(alive, pids))
     assert backend.probe.used() == {"sim:0": 0, HOST: 0}
-
-
-def test_a_program_that_says_that_it_sleeps_and_keeps_its_memory_is_ended(
-    backend, load, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(engine, "KEPT_SECONDS", 0.2)
-    monkeypatch.setattr(engine, "MOST_CONTEXT_BYTES", 0)
-    model = load(**BY_PATHS)
-    (tmp_path / "fault").write_text("holds")
-    with pytest.raises(EngineDied, match="says that it sleeps, and keeps"):
-        asleep(backend, model)
-    assert model.ended and backend.probe.used() == {"sim:0": 0, HOST: 0}
-
-
-def test_a_program_that_dies_asleep_is_lost_and_not_restarted(backend, load):
-    model, lost = load(**BY_PATHS), []
-    model.watch(lambda kind, because: lost.append(because))
-    asleep(backend, model)
-    os.kill(model.pids[1], signal.SIGKILL)
-    until(lambda: lost)
-    assert "killed by SIGKILL" in lost[0] and model.engine.restarts == 0
 
 
 COMMANDS = [
