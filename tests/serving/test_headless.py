@@ -132,7 +132,7 @@ def test_the_token_leaves_the_url_and_the_cookie_opens_the_page(server):
 def test_the_console_is_on_the_same_port_if_panel_is_installed(server):
     """Without Panel, a printed line names the extra to install. With it, Bokeh's websocket opens for its page."""
     url = f"gpu serve runs until you press Ctrl-C. Open:\n    http://127.0.0.1:{server.port}/\n"
-    assert url in server.output
+    until(lambda: url in server.output, "the URL: a server listens before it prints it")
     page = server.get("/", **TOKEN)
     if is_headless(server):
         assert server.output.count("Install it: pip install 'gpu-console[console]'") == 1
