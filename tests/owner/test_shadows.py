@@ -264,7 +264,6 @@ def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, 
         [sys.executable, "-c", LOADER, book, str(llama)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         text=True,
     )
     try:
