@@ -293,7 +293,7 @@ class HostAgent:
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
         self._require_started()
-        if name == "plan" and args:
+        if name in ("plan", "preload") and args:
             self.learn(self._revision + 1)  # reads the wishes, even if they have not changed
             self._require_wish(args[0])
         with on_behalf_of(person), self._errors_from_afar():

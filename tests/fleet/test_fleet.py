@@ -199,8 +199,14 @@ def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty
         empty.delete("nobody")
 
 
-def test_a_host_does_not_plan_a_model_whose_wish_was_removed(empty, hosts):
-    """Its runtime still knows the model, but plans it only after a new wish."""
+def test_a_host_plans_and_loads_the_models_that_are_wished_now(empty, hosts):
+    """Its runtime still knows a model whose wish was removed; and a new one it has not read yet."""
+    empty.apply(write_models(hosts.directory / "new.yaml", {"new": 1}), copies=0)
+    assert empty.host("box3").preload("new").done
+    empty.delete("new")
+    assert empty.host("box3").evict("new", drop=True).done
+    with pytest.raises(UnknownModel, match=r"Its wish was removed. Add it again:  fleet.apply"):
+        empty.host("box3").preload("new")
     empty.host("box1").preload("small")
     assert empty.host("box1").plan("small").level is PlanLevel.HERE
     empty.delete("small")
