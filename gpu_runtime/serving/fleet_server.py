@@ -7,7 +7,6 @@ first token of the answer, the call runs again on another host.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import tempfile
@@ -25,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..access_keys import Keys
 from ..catalog.files import Catalog
-from ..errors import FleetUnavailable, GpuError, NodeLost, UnknownModel
+from ..errors import FleetUnavailable, NodeLost, UnknownModel
 from ..facts import Evidence, ModelSpec, Outcome, Snapshot
 from ..fleet import cluster
 from ..fleet.client import Fleet, open_fleet
@@ -38,7 +37,6 @@ from .engines.base import EngineFailed
 from .engines.openai_http import CONNECTION_ERRORS, HttpAdapter, HttpClient
 from .gateway import Gateway
 from .metrics import Scraped, devices, gauge
-from .queue import calls_at_once
 from .requests import Json
 from .server import HostServer, run_app, serve
 from .store import Store
@@ -303,10 +301,7 @@ class FleetGateway(Gateway):
 
     def _concurrency(self, model: str) -> int:
         """The number of calls that all copies of the `model` run at once."""
-        with contextlib.suppress(GpuError):  # the use of the model reports the error
-            each = calls_at_once(self._models.spec(model))
-            return each * max(1, self._models.copies[model])
-        return 1
+        return super()._concurrency(model) * max(1, self._models.copies[model])
 
 
 # -- the routes that replace those of one host: health and figures of all hosts, and slots

@@ -10,6 +10,7 @@ models. Every other action needs a visitor who may act.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -167,13 +168,9 @@ def _add_engine_log(app: FastAPI) -> None:
         """The end of the log of the model's engine. To get only newer text later, pass the value of this answer's
         header X-GPU-Log-Next as `after`.
         """
-        log = newest_log(id)
-        if log is not None:
-            try:
+        with contextlib.suppress(FileNotFoundError):  # the oldest logs are deleted
+            if log := newest_log(id):
                 text, end = part_of(log, after, MOST_LOG_BYTES)
-            except FileNotFoundError:  # the oldest logs are deleted
-                log = None
-            else:
                 return PlainTextResponse(text, headers={NEXT_LOG: str(end)})
         why = f"{id[:64]!r} has no log: no engine that is a process was started for it here"
         raise Refused(404, "no_log", why, param="id")
