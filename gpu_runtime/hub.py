@@ -214,9 +214,8 @@ def visitor(
 # module marks the servers that must stay in what the culler reads. All rules of the culler stay, also that of
 # the greatest age, and a user whose server stays is not removed.
 
-Unsaved = Callable[
-    [str, str], str
-]  # user on this machine, server -> what would be lost; empty: nothing
+# The user on this machine, and the server -> what would be lost; empty: nothing.
+Unsaved = Callable[[str, str], str]
 
 
 def unsaved_in(sections: Iterable[Section]) -> Unsaved:

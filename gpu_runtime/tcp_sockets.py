@@ -107,10 +107,8 @@ def user_of_client(connection: socket.socket) -> int | None:
         if connection.family == socket.AF_UNIX:
             data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
             return int(_PEER.unpack(data)[1])
-        (host, port, *_), (own_host, own_port, *_) = (
-            connection.getpeername(),
-            connection.getsockname(),
-        )
+        host, port, *_ = connection.getpeername()
+        own_host, own_port, *_ = connection.getsockname()
         ends = [socket.inet_pton(connection.family, address) for address in (host, own_host)]
         if ends[0] != ends[1] and not host.startswith("127."):
             return None  # a client on this machine has the same address as this end

@@ -268,7 +268,6 @@ def _sensor(ask: Callable[[], T]) -> T | None:
     """The result of `ask()`; None if this card has no such sensor, or a broken one (ERR! in nvidia-smi)."""
     try:
         return ask()
-    except (
-        pynvml.NVMLError
-    ):  # its memory can be leased all the same; a lost card has no figure of it
+    # Its memory can be leased all the same; a lost card has no figure of it.
+    except pynvml.NVMLError:
         return None

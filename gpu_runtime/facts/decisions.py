@@ -37,9 +37,8 @@ class Footprint(Value):
     # divided between two pieces. The pieces sum to `bytes`, overheads included. If there are no
     # pieces, the model may be divided at any byte.
     pieces: tuple[int, ...] = ()
-    notes: tuple[
-        str, ...
-    ] = ()  # sentences about parts that are not counted, and about earlier measurements
+    # Sentences about parts that are not counted, and about earlier measurements.
+    notes: tuple[str, ...] = ()
     # Whether cache and working memory are allocated together with the weights, so that these bytes
     # count as the model's own bytes.
     at_load: bool = False
@@ -234,9 +233,8 @@ class World(Value):
     wall: float
     devices: tuple[Device, ...]
     limits: dict[str, int]  # device -> budget in bytes, as this process would set it
-    samples: dict[
-        str, Sample
-    ] = {}  # a simulated device has no sample, since the book is its measurement
+    # A simulated device has no sample, since the book is its measurement.
+    samples: dict[str, Sample] = {}
     rules: Rules = Rules()
 
     @property

@@ -163,9 +163,8 @@ class Controller:
         found = [host for host in self._hosts.names() if host not in without]
         open_hosts = [host for host in found if host not in drained]
         revision = self._wishes.revision
-        now = (
-            time.monotonic()
-        )  # `_ask` excludes silent hosts for a while; without others they are asked
+        now = time.monotonic()
+        # `_ask` excludes silent hosts for a while; without others they are asked.
         asked = [host for host in open_hosts if self._silent.get(host, 0.0) < now] or open_hosts
         reasons = {host: cluster.SILENT for host in set(open_hosts) - set(asked)}
         reasons |= {host: "it is drained" for host in found if host in drained}

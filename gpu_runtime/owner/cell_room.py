@@ -182,10 +182,8 @@ class CellRoom:
         began, before = session.clock(), self._of_others(more)
         wanted_lease = Lease(session.me, name, kind="block", movable=False)
         exact = PlacementRules(tuple(more), margin_bytes=0)
-        rules, footprint = (
-            acquire.bound_to(more, exact),
-            Footprint.of(sum(more.values()), "measured"),
-        )
+        rules = acquire.bound_to(more, exact)
+        footprint = Footprint.of(sum(more.values()), "measured")
 
         def is_over() -> bool:
             """Whether the kernel's memory has left its card, so that the room is not needed now."""

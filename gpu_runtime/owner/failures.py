@@ -300,8 +300,7 @@ def evict_anywhere(session: Session, lease: Lease, because: str) -> str:
         mine = session.residents.get(lease.name)
         left = mine is not None and release.evict(session, mine, because) is not None
         return "" if left else "it is used again"
-    except (
-        Exception
-    ) as stays:  # a failed move must not hide the error of the block, nor fail this load
+    # A failed move must not hide the error of the block, nor fail this load.
+    except Exception as stays:
         log.debug("%s stays: %s", lease.name, stays)
         return first_line(stays)

@@ -1013,10 +1013,8 @@ def did_not_run(why: Exception, parked: KernelResident | None = None) -> GpuErro
     """
     message = f"the cell did not run. {why}"
     if parked is not None:
-        size, place = (
-            show_bytes(parked.lease.own_bytes),
-            "on a disk" if parked.lease.on_disk else "in RAM",
-        )
+        size = show_bytes(parked.lease.own_bytes)
+        place = "on a disk" if parked.lease.on_disk else "in RAM"
         message = f"the cell did not run: {size} of its memory is parked {place}. {why}"
         if not isinstance(why, WaitEnded):
             message += f"\n  These cells run while it is parked:  {WAYS_OUT}"

@@ -270,9 +270,8 @@ def why(session: Session, name: str, replay: bool) -> Decisions | tuple[Replayed
     if replay:
         return history.replays(session, name)
     decisions = Decisions(history.why(session, name))
-    with suppress(
-        GpuError
-    ):  # it is not here any more, or its size is unknown: nothing would be loaded
+    # It may be here no more, or its size is unknown: nothing would be loaded.
+    with suppress(GpuError):
         if name and registry.resolve(session, name, loadable=True):
             decisions.leavers = plan(session, name, None, {}, None).leavers
     return decisions

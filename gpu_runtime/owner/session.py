@@ -130,9 +130,7 @@ class Session:
         self.placement = settings.placement()
         self._card_hours_at = -math.inf  # when the account of hours was read
         self.residents: dict[str, Resident] = {}
-        self.wished: Mapping[
-            str, int
-        ] = {}  # in the agent of a fleet's host: `Lease.wished`, by model
+        self.wished: Mapping[str, int] = {}  # in the agent of a fleet: `Lease.wished`, by model
         self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}

@@ -32,9 +32,8 @@ from .capacity import limits_of
 from .placement import claim
 from .victims import permanent_reason_to_stay
 
-LOWERED = IMPORTANCE[
-    "batch"
-]  # of all leases and requests of a user beyond the card-hours of a week
+# The importance of all leases and requests of a user beyond the card-hours of a week.
+LOWERED = IMPORTANCE["batch"]
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:

@@ -143,10 +143,8 @@ def multi_card_ways(
     """
     footprint, rules = context.request.footprint, context.request.placement
     for cards in _sets(context, idle, limits):
-        need, own_need = (
-            least_room(footprint, len(cards), rules),
-            claimed(footprint, cards, rules, limits),
-        )
+        need = least_room(footprint, len(cards), rules)
+        own_need = claimed(footprint, cards, rules, limits)
         room = _room(cards, context, need, own_need)
         room.holds = lambda usable: parts_on(footprint, usable, rules, limits) is not None
         chosen = _victims(idle, room, host, rules)

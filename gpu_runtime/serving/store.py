@@ -53,9 +53,8 @@ class Store(StateFile):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._claim = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (
-            OSError
-        ):  # another server runs, or no file can be written, which the first write logs
+        # Another server runs, or no file can be written, which the first write logs.
+        except OSError:
             self.close()
         self._change("DELETE FROM usage WHERE day < date('now', ?)", [(f"-{KEPT_DAYS} days",)])
 

@@ -66,9 +66,8 @@ class Actions:
     def __init__(self, poller: Poller, visitor: Any) -> None:
         """`visitor` has a name and the attribute `may_act`, which is read again before each action."""
         self.poller, self.visitor = poller, visitor
-        self.member: str = getattr(
-            visitor, "member", ""
-        )  # the user whose processes alone are acted on; empty: any
+        # The user whose processes alone are acted on; empty: any.
+        self.member: str = getattr(visitor, "member", "")
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None  # the action that the open dialog is about
         self._reports: tuple[ActionReport, ...] = ()  # the newest report is last

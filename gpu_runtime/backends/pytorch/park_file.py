@@ -51,9 +51,8 @@ WORKERS = 8  # threads that copy, digest, write or read, each with a buffer of o
 _WORDS_AT_ONCE = 32752  # for more, torch uses threads of its own, which wait for one another
 BLOCK_BYTES = 4096  # what is written past the page cache is a multiple of it
 
-Part = Callable[
-    [int, torch.Tensor], None
-]  # the place in the file, and a buffer for its bytes there
+# Takes the place in the file, and a buffer for its bytes there.
+Part = Callable[[int, torch.Tensor], None]
 
 
 class Damaged(Exception):

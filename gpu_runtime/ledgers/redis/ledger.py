@@ -296,9 +296,8 @@ class RedisLedger(Ledger):
         for field, content in zip(words[::2], words[1::2], strict=True):
             id = field.decode(errors="replace").split(" ")[0]
             if owner or self._may_live(id):
-                with contextlib.suppress(
-                    *UNREADABLE
-                ):  # another version wrote it, or a hostile owner
+                # Another version may have written it, or a hostile owner.
+                with contextlib.suppress(*UNREADABLE):
                     fetched[id] = decode(content, type=type)
         return fetched
 

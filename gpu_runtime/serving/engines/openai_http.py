@@ -154,9 +154,7 @@ class HttpAdapter:
             answer = None
         if not isinstance(answer, dict):
             raise self._failed(f"its answer is no JSON object: {_shorten(data)}")
-        if (
-            answer.get("error") and "choices" not in answer
-        ):  # some servers send it with the status 200
+        if answer.get("error") and "choices" not in answer:  # some send it with the status 200
             raise self._failed(_error_text(answer["error"]), 500)
         if plain is not None:
             answer = told_tools(answer)

@@ -399,10 +399,8 @@ def _row(view: DeviceView, bar: Bar, kept: Kept, drawing: _Drawing) -> DeviceRow
     free = room_words(view, kept_bytes)
     if view.drained is not None:
         since = lasting(max(0.0, snapshot.wall - view.drained.wall))
-        free, rest = (
-            f"drained by {clean(view.drained.by)}",
-            [f"{since} ago, takes nothing new", *rest],
-        )
+        free = f"drained by {clean(view.drained.by)}"
+        rest.insert(0, f"{since} ago, takes nothing new")
     # If every device is simulated, the status bar shows that once for all of them.
     is_odd = view.device.simulated and not snapshot.simulated
     limit, total = show_bytes(view.limit_bytes), show_bytes(view.device.total_bytes)

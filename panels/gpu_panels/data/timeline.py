@@ -81,9 +81,8 @@ def _title(label: str, notebooks: Mapping[str, str]) -> str:
 
 WHOLE = 1000  # the length of the range in the drawing
 MOST_ROWS = 30  # models with a row; those that held the most for the longest time
-FOLDED_PART = (
-    1 / 12
-)  # arrows between the same two models become one if closer than this part of the range
+# Arrows between the same two models become one if closer than this part of the range.
+FOLDED_PART = 1 / 12
 # These patterns find the name of the model that needed the room, in the reason of an eviction. If another process
 # needed the room, the reason names the process first: "eval.ipynb (pid 9) needs room for qwen."
 _RECALLED_FOR = re.compile(r" needs room for (.+?)\.?$")
@@ -151,9 +150,7 @@ class Drawing(msgspec.Struct, frozen=True):
     arrows: tuple[Arrow, ...] = ()
     figures: tuple[CardFigures, ...] = ()
     gaps: tuple[tuple[float, float], ...] = ()  # times in which nothing was recorded
-    cards: tuple[
-        str, ...
-    ] = ()  # a bar has the name of its card if there are several; RAM is hatched
+    cards: tuple[str, ...] = ()  # if there are several, a bar has its name; RAM is hatched
     note: str = ""
 
 

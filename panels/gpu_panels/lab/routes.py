@@ -89,9 +89,7 @@ class Reader:
         # The ledger that the console would show if it were opened by its tile in JupyterLab's launcher.
         tile = self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
         ledgers = self._ledgers(kernels)
-        opened = ledgers.get(
-            front, ()
-        )  # by the notebook in front: the last one is shown, or the tile's
+        opened = ledgers.get(front, ())  # the last one is shown, or the tile's
         shown = tile
         if opened and watching.directory_of(tile.rt) not in [ledger.directory for ledger in opened]:
             shown = self._of(watching.guest(opened[-1]))
