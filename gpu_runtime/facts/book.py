@@ -982,6 +982,10 @@ class Book(Value):
         owner, _, name = lease_id.partition("/")
         return self.lease(owner, name)
 
+    def find_all(self, lease_ids: Iterable[str]) -> list[Lease]:
+        """The leases with these ids, without those that are in the book no more."""
+        return [lease for id in lease_ids if (lease := self.find(id)) is not None]
+
     def ticket(self, key: str) -> Ticket | None:
         """The ticket with this `key`, or None."""
         return self._waiting().by_key.get(key)

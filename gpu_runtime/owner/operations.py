@@ -517,8 +517,8 @@ def _move_refused(
 
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
     """What to type to make room: the command that evicts an idle lease in the way; may be empty."""
-    found = (book.find(id) for id in refusal.holders)
-    models = [lease for lease in found if lease and lease.kind == "model" and lease.on_device]
+    found = book.find_all(refusal.holders)
+    models = [lease for lease in found if lease.kind == "model" and lease.on_device]
     idle = [lease for lease in models if not lease.pins and not lease.keep]
     if not idle:
         return ""

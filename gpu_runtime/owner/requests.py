@@ -105,7 +105,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
     if not pinned:
         return ""
     book, limits = session.ledger.read(), session.limits
-    leases = [lease for id in pinned if (lease := book.find(id)) is not None]
+    leases = book.find_all(pinned)
     for ticket in book.tickets:
         if (ticket.verb, ticket.owner, ticket.name) != ("use", target.owner, target.name):
             continue

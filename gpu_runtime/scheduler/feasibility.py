@@ -624,10 +624,7 @@ def _fits(ticket: Ticket, limits: dict[str, int], stays: dict[str, int]) -> bool
     """
     size = sum(share.bytes for share in ticket.need)
     cards = _allowed_cards(ticket, limits)
-    free = []
-    for card in cards:
-        left = limits[card] - stays.get(card, 0)
-        free.append(max(0, left))
+    free = [max(0, limits[card] - stays.get(card, 0)) for card in cards]
     if len(ticket.need) < 2 or not free:
         return size <= max(free, default=0)
     if ticket.layout == "whole":
@@ -641,10 +638,7 @@ def _fits(ticket: Ticket, limits: dict[str, int], stays: dict[str, int]) -> bool
 def _fits_in_equal_shares(size: int, free: list[int]) -> bool:
     """Whether `size` bytes, divided equally over some of the cards, fit into their free bytes."""
     largest_first = sorted(free, reverse=True)
-    for count, smallest in enumerate(largest_first, start=1):
-        if size <= count * smallest:
-            return True
-    return False
+    return any(size <= count * smallest for count, smallest in enumerate(largest_first, start=1))
 
 
 def _allowed_cards(ticket: Ticket, limits: Iterable[str]) -> list[str]:
@@ -670,8 +664,5 @@ def _blocks_another(
     for other in stuck:
         if other is not ticket:
             wanted.update(_allowed_cards(other, limits))
-    for lease_id in ticket.held:
-        lease = book.find(lease_id)
-        if lease and any(share.device in wanted for share in lease.shares):
-            return True
-    return False
+    held = book.find_all(ticket.held)
+    return any(share.device in wanted for lease in held for share in lease.shares)

@@ -155,13 +155,11 @@ def _with_effort(
     """
     leaving = [step for step in evictions if not isinstance(step, Shed)]
     victims = tuple(dict.fromkeys(step.lease for step in leaving))
-    evicted = [lease for id in victims if (lease := before.find(id))]
+    evicted = before.find_all(victims)
     own_seconds, measured = _own_seconds(grant)
     moves = [step for step in leaving if isinstance(step, Move)]
-    offloaded = sum(lease.offload_bytes for move in moves if (lease := before.find(move.lease)))
-    sheds = [
-        lease for step in evictions if isinstance(step, Shed) and (lease := before.find(step.lease))
-    ]
+    offloaded = sum(one.offload_bytes for one in before.find_all(move.lease for move in moves))
+    sheds = before.find_all(step.lease for step in evictions if isinstance(step, Shed))
     # What moves to a disk is written, and then read and compared.
     stowing = 2 * sum(lease.seconds_from_disk for lease in sheds if not lease.shadow_bytes)
     free = room(after, world)
@@ -205,12 +203,11 @@ def _bytes(step: Step) -> int:
 def _steps_of_others(book: Book, verdict: Wait, world: World) -> list[Step]:
     """The steps by which other owners do what `verdict` requests: evict leases, free shadows."""
     host_room = room(book, world).get(HOST, 0)
-    leases = [lease for id in verdict.recalls if (lease := book.find(id))]
+    leases = book.find_all(verdict.recalls)
     leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
     steps: list[Step] = [
         shed_step(lease, "Another model needs its place in RAM.")
-        for id in verdict.shadows
-        if (lease := book.find(id))
+        for lease in book.find_all(verdict.shadows)
     ]
     for lease in leases:
         step = eviction_step(lease.leaving(verdict.recalls[lease.id]), host_room, world)

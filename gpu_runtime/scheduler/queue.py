@@ -198,12 +198,9 @@ def may_pass(book: Book, ahead: Ticket, request: Request, world: World) -> bool:
     blocked_since = ahead.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:
         return True
-    needed_devices = {share.device for share in ahead.need}
-    for lease_id in request.held:
-        lease = book.find(lease_id)
-        if lease and any(share.device in needed_devices for share in lease.shares):
-            return True
-    return False
+    needed = {share.device for share in ahead.need}
+    held = book.find_all(request.held)
+    return any(share.device in needed for lease in held for share in lease.shares)
 
 
 # -- the inputs of one decision --------------------------------------------------------------------

@@ -373,9 +373,8 @@ def obey(
             orders.append(_order(book, owner, ticket, asker))
         if ticket.verb == "use" and not world.rules.awake(ticket, world.now):
             continue  # the requesting process is stopped, so it could not take the room
-        for lease_id in ticket.shadows:
-            lease = book.find(lease_id)
-            if lease is not None and lease.owner == owner and lease.phase is Phase.SETTLED:
+        for lease in book.find_all(ticket.shadows):
+            if lease.owner == owner and lease.phase is Phase.SETTLED:
                 steps += _shed_for(book, lease, ticket, asker)
         for lease in _recalled(book, owner, ticket):
             found = _steps_for(book, lease, ticket, host_room, world, asker, rank)
@@ -452,11 +451,7 @@ def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
 
 def _recalled(book: Book, owner: str, ticket: Ticket) -> list[Lease]:
     """The owner's leases that the ticket recalls. Leases that need host memory are first."""
-    leases = []
-    for lease_id in ticket.recalls:
-        lease = book.find(lease_id)
-        if lease is not None and lease.owner == owner:
-            leases.append(lease)
+    leases = [lease for lease in book.find_all(ticket.recalls) if lease.owner == owner]
     return sorted(leases, key=lambda lease: lease.droppable)
 
 
