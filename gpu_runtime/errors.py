@@ -393,10 +393,12 @@ class NodeLost(GpuError):
 
     def __init__(self, name: str, host: str, why: str) -> None:
         """The model `name` was lost on `host`, and `why`."""
-        what = f"{name} was lost on {host}" if name else f"{host} was lost"
+        what, advice = f"{host} was lost", "See which hosts answer:  gpu fleet"
+        if name:
+            what = f"{name} was lost on {host}"
+            advice = "Use it again: another host serves it, or pass retry=True to fleet.use"
         super().__init__(
-            f"{what}: {why}.\n"
-            "  Use it again: another host serves it, or pass retry=True to fleet.use",
+            f"{what}: {why}.\n  {advice}",
             name=name,
             host=host,
             why=why,

@@ -365,7 +365,9 @@ def answer(
     except errors.RayTaskError as error:
         raise _cause(error) from None
     except (errors.ActorUnavailableError, errors.GetTimeoutError) as error:
-        raise Unreachable(str(error).splitlines()[0]) from error
+        raise Unreachable(
+            "it is being restarted or cannot be reached; the call may have run"
+        ) from error
     except (
         errors.RayActorError,
         errors.ActorUnschedulableError,

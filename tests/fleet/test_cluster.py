@@ -11,8 +11,8 @@ import pandas
 import pytest
 
 import gpu_runtime
-from gpu_runtime import FleetUnavailable, cli
-from gpu_runtime.fleet import cluster
+from gpu_runtime import FleetUnavailable, NodeLost, cli
+from gpu_runtime.fleet import cluster, hosts
 from gpu_runtime.fleet.agent import HostAgent
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.drill import Drill
@@ -103,6 +103,21 @@ def test_a_call_is_awaited_as_long_as_its_process_answers_another_one(ray):
     with pytest.raises(cluster.Unreachable, match="no answer within 60 s"):
         cluster.answer(math.inf, 10.0, lambda: ray.now + 0.1 if ray.now < 300.0 else math.inf)
     assert 360.0 < ray.now < 371.0
+
+
+def test_an_act_on_a_host_whose_agent_restarts_fails_in_plain_words(ray, monkeypatch):
+    """It ended with Ray's text about an actor, its id and an IOError, and with advice about a use."""
+    monkeypatch.setattr(ray.exceptions, "RayTaskError", LookupError)
+    monkeypatch.setattr(ray, "get", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(ray.exceptions, "ActorUnavailableError", ZeroDivisionError)
+    monkeypatch.setattr(hosts, "on", lambda *_, **__: 0.0)
+    fleet = SimpleNamespace(_agent=str, _forget=str, _require_host=str)
+    with pytest.raises(NodeLost) as error:
+        hosts.FarRuntime(fleet, "box2").evict("qwen")
+    assert str(error.value) == (
+        "box2 was lost: it is being restarted or cannot be reached; the call may have run.\n"
+        "  See which hosts answer:  gpu fleet"
+    )
 
 
 def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(ray, monkeypatch, caplog):
