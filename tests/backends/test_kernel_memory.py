@@ -17,6 +17,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import HOST, Share
 from gpu_runtime.units import MIB
 from tests import simgpu
+from tests.clock import PATIENCE
 
 TO_HOST = (Share(HOST, 1),)
 
@@ -200,7 +201,7 @@ def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, mon
                 act()
         assert simgpu.used_bytes(0) == held and len(waits) <= 1
         release()
-    monkeypatch.setattr(kernel_memory, "REST_SECONDS", 10.0)
+    monkeypatch.setattr(kernel_memory, "REST_SECONDS", PATIENCE)
     act()
     if away:
         kernel.unpark()

@@ -263,10 +263,12 @@ def test_a_kernel_that_is_hung_in_c_is_silent_and_the_row_says_what_to_type(
     until(begins.exists)
 
     def silent() -> list[Problem]:
-        return [one for one in problems(rt.status()) if one.kind is ProblemKind.SILENT]
+        """On a busy machine the other notebook may be silent for as long."""
+        found = [one for one in problems(rt.status()) if one.kind is ProblemKind.SILENT]
+        return [one for one in found if "one.ipynb" in one.text]
 
     [one] = until(silent)
-    assert "one.ipynb" in one.text and getpass.getuser() not in one.text, "it is the own one"
+    assert getpass.getuser() not in one.text, "it is the own one"
     assert f"kill -INT {hung.pid}" in one.text and f"kill -9 {hung.pid}" in one.text
 
     def is_silent_since_its_last_sign() -> bool:
