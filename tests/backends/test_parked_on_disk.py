@@ -370,7 +370,7 @@ def test_a_model_on_disk_that_is_given_up_leaves_its_bytes_to_the_module(tmp_pat
         assert model.is_whole()
 
 
-def test_a_model_whose_weights_could_be_written_in_ram_stays_there(tmp_path):
+def test_a_model_whose_weights_could_be_written_in_ram_stays_there():
     """Such as one that its user made on the CPU: what is written to a file could be outdated."""
     backend = open_backend("torch", open_probe("sim:64MiB,host:64MiB"))
     handle = backend.adopt(ModelSpec("net", "torch"), nn.Linear(8, 8).eval())

@@ -97,7 +97,7 @@ def test_a_program_frees_its_memory_and_takes_it_again_in_the_same_process(backe
 
 
 def test_without_a_field_for_it_a_program_is_taken_at_its_word_and_woken_until_it_is_ready(
-    backend, load, tmp_path, monkeypatch
+    backend, load, tmp_path
 ):
     """It answers 202 and wakes later. Its health check says when."""
     model = load(sleep="/sleep", wake="/wake")

@@ -357,7 +357,7 @@ def test_an_option_in_a_file_is_the_option_of_register(name):
         assert made.options == read_options(backend, {name: value}) == {name: expected}
 
 
-def test_a_program_has_its_command_and_how_it_sleeps(tmp_path):
+def test_a_program_has_its_command_and_how_it_sleeps():
     """A file and `register` give its backend the same options."""
     fields = {
         "command": ["server", "--port", "{port}"],

@@ -78,7 +78,7 @@ def test_several_files_are_applied_together_or_not_at_all(catalog, file):
     assert parser.parse_args(["-f", one, "-f", two]).file == [one, two]
 
 
-def test_options_of_llama_cpp_stand_in_an_entry(catalog, file, tmp_path):
+def test_options_of_llama_cpp_stand_in_an_entry(catalog, file):
     """An error of the engine advised `n_batch`, and `apply` refused it. Another engine keeps it, and says so."""
     options = "n_batch: 2048, n_ubatch: 1024, n_threads: 4, type_k: q8_0, flash_attn: true, seed: 7"
     applied = catalog.apply(file(f"models: {{a: {{path: a.gguf, {options}}}}}"))

@@ -151,7 +151,7 @@ def test_every_route_is_listed_once_and_none_is_hidden():
     assert [path.name for path in sources if "include_in_schema" in path.read_text()] == []
 
 
-def test_every_field_of_memory_is_documented(tmp_path):
+def test_every_field_of_memory_is_documented():
     """The page has a table of fields for each answer of the routes below `/memory`."""
     with Runtime(devices="sim:1GiB,host:1GiB", ledger="memory:") as rt:
         rt.register("one", backend="fake", size="8 MiB")

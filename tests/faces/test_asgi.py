@@ -146,7 +146,7 @@ def test_a_write_to_a_client_that_reads_nothing_ends(write_seconds, disconnects)
     assert heard == ["http.disconnect"]
 
 
-def test_a_failing_application_is_a_server_error_without_details(caplog):
+def test_a_failing_application_is_a_server_error_without_details():
     async def app(scope, receive, send):
         raise ValueError("of its own")
 

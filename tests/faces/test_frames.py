@@ -40,7 +40,7 @@ def test_people_see_sizes_and_importance_by_name_and_code_sees_numbers(models):
     assert type(frame[frame.bytes > 3 * GIB]) is pandas.DataFrame
 
 
-def test_times_are_local_to_the_second_and_owners_are_short(models, monkeypatch):
+def test_times_are_local_to_the_second_and_owners_are_short(models):
     frame = render.with_titles("evictions", models.events(), models)
     moment = frame.time[0].floor("s").to_pydatetime()
     row = repr(frame).splitlines()[1]

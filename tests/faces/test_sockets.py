@@ -148,7 +148,7 @@ def test_a_server_starts_on_a_full_disk_and_shows_no_token(environment, tmp_path
     assert "cannot be written" in text and OPERATORS not in text and file is None
 
 
-def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment, tmp_path):
+def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment):
     """Every user of the machine can read a command line."""
     opened_with = []
     environment.setenv("DISPLAY", ":0")

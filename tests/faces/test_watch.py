@@ -192,7 +192,7 @@ def test_the_default_ledger_stays_if_nobody_uses_another(default, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
+def test_a_process_that_only_watches_is_no_use(default, owner):
     """Consoles and commands hold no memory in the ledger that they open."""
     [active] = watching.active_ledgers()
     rt = watching.guest(active.ledger)

@@ -205,7 +205,7 @@ def test_a_function_that_is_debugged_keeps_its_variables(notebook, rt):
         sys.settrace(before)
 
 
-def test_tensors_on_several_cards_are_listed_by_card(notebook, monkeypatch):
+def test_tensors_on_several_cards_are_listed_by_card(notebook):
     from tests import simgpu
 
     with gpu_runtime.Runtime(probe=simgpu.SimProbe(), ledger="memory:", monitor=False) as cards:

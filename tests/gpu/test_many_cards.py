@@ -54,7 +54,7 @@ def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(
     backend.drop(model)
 
 
-def test_the_first_context_is_created_on_the_model_s_card(tmp_path):
+def test_the_first_context_is_created_on_the_model_s_card():
     """In a new process, the model's card is torch's current card after the load. No other card has a context."""
     last = torch.cuda.device_count() - 1
     program = f"""

@@ -43,7 +43,7 @@ def test_two_ledgers_of_one_process_are_both_found(tmp_path, ledger):
         with_second.close()
 
 
-def test_a_process_that_has_ended_has_no_ledger(tmp_path):
+def test_a_process_that_has_ended_has_no_ledger():
     assert reader.of_process(2**22 + 1) == () and reader.family(2**22 + 1) == (2**22 + 1,)
 
 

@@ -422,7 +422,7 @@ def test_only_a_keeper_is_ended_when_it_hangs(here):
         assert other.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_the_keeper_ends_after_its_last_owner(here, monkeypatch):
+def test_the_keeper_ends_after_its_last_owner(here):
     one = here()
     keeper = keeper_of(one)
     one.close()

@@ -682,7 +682,7 @@ def test_init_can_be_repeated(box):
     assert init(str(box.ledger), GROUP, str(box.config)).done and box.config.read_text() == older
 
 
-def test_init_adds_the_ledger_to_an_existing_configuration(users, tmp_path):
+def test_init_adds_the_ledger_to_an_existing_configuration(users):
     root = Path(tempfile.mkdtemp(prefix="gpu-", dir="/tmp"))
     root.chmod(0o755)
     try:

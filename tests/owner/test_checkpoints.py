@@ -278,7 +278,7 @@ def test_simulated_cards_have_no_processes():
             rt.unpark(str(os.getppid()), checkpoint=True)
 
 
-def test_a_missing_package_is_named(rt, driver, monkeypatch, tmp_path):
+def test_a_missing_package_is_named(rt, driver, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(f"{STAND_IN}:", ""))
     told = refusal(rt, driver.process(_0=1))
     assert "cuda-core is not installed" in told and "pip install" in told

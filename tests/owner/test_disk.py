@@ -352,7 +352,7 @@ def sums(rt, name: str) -> list[float]:
 @pytest.mark.parametrize("shadows", ["never", "auto"])
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_model_whose_load_is_slower_than_the_disk_goes_there_and_another_is_unloaded(
-    llms, monkeypatch, slow, shadows
+    llms, slow, shadows
 ):
     """What is compared are the measured seconds of its load and those of the disk for its bytes."""
     rt = llms(gpu_shadows=shadows)

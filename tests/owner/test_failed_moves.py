@@ -202,7 +202,7 @@ def test_one_failing_model_does_not_keep_the_others_on_a_drained_card(runtime):
     assert "a (5.0 GiB) could not be moved; its process tries again" in said
 
 
-def test_relief_does_not_drop_what_its_level_only_offloads(runtime, monkeypatch):
+def test_relief_does_not_drop_what_its_level_only_offloads(runtime):
     """At moderate pressure models are only offloaded. A failed offload is no reason to unload the model."""
     rt = runtime(**BOX, monitor=False, gpu_relief="always")
     bus = Bus(rt, "m", "17GiB", droppable=True)

@@ -238,7 +238,7 @@ def test_a_recorder_that_cannot_write_keeps_the_last_moments(recorder, tmp_path,
     assert recorder(5) == [25.0, 30.0, 35.0]
 
 
-def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
+def test_what_cannot_be_written_now_is_written_later(record):
     """Another process has locked the file. A limited number of moments is kept until the file can be written."""
     record.append([moment(WALL - 10)])
     keeper = Recorder.__new__(Recorder)

@@ -441,9 +441,7 @@ def capped(started, tmp_path):
     return start
 
 
-def test_a_notebook_is_told_before_and_when_its_card_hours_are_used_up(
-    started, tmp_path, clock, monkeypatch
-):
+def test_a_notebook_is_told_before_and_when_its_card_hours_are_used_up(started, tmp_path, clock):
     """Once each. The figures are those of the account of hours."""
     me = name_of(os.geteuid())
     file = tmp_path / "config.toml"

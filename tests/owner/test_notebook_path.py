@@ -77,7 +77,7 @@ def require_decodable(owner):
 
 
 @pytest.mark.parametrize("path", [LATIN_1, "/" + "d" * 5000 + "/train.ipynb", "a\0\x1b[31m\n"])
-def test_any_path_enters_the_owner_record_as_bounded_text(names, monkeypatch, path):
+def test_any_path_enters_the_owner_record_as_bounded_text(names, path):
     """One Latin-1 byte in a path made the whole page undecodable, and all leases of the page vanished."""
     names["__session__"] = path
     assert len(notebook_path()) <= LONGEST_PATH

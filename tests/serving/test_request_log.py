@@ -105,7 +105,7 @@ def test_a_line_is_written_once_and_its_seconds_are_rounded(lines):
     assert (line["seconds"], line["client"], line["outcome"]) == (0.333, "ann", "cancelled")
 
 
-def test_the_names_of_opentelemetry(lines, tmp_path, monkeypatch):
+def test_the_names_of_opentelemetry(lines, monkeypatch):
     """GPU_SERVE_LOG_NAMES=genai. What has no name there keeps its own."""
     monkeypatch.setattr(records, "_names", {})  # and is restored after the test
     records.open_log(None, "genai")

@@ -175,7 +175,7 @@ def test_an_engine_that_sleeps_while_its_card_is_drained_is_started_on_another_o
         assert "its card was drained" in " ".join(event.because for event in two.why("a"))
 
 
-def test_an_engine_without_room_in_host_memory_is_ended(keeper, rt, monkeypatch):
+def test_an_engine_without_room_in_host_memory_is_ended(keeper, rt):
     """It is loaded again from its source. No room is reserved for the cache that it loses."""
     rt._session.limits[HOST] = WEIGHTS - 1
     pids = use(rt, "a")
