@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, scaled
 
 from .conftest import FOUND_BY_CHILDREN
 
@@ -28,9 +28,12 @@ try:
         pass
 finally:
     done.set()"""
-SLOW = """\
+SHOWN_SECONDS = scaled(
+    2
+)  # a load that takes longer has a line, and a quick one takes less on a busy machine
+SLOW = f"""\
 import time
-rt.register("slow", lambda step: time.sleep(0.8), backend="fake", size="1GiB")
+rt.register("slow", lambda step: time.sleep({SHOWN_SECONDS + 0.5}), backend="fake", size="1GiB")
 with rt.use("slow"): pass"""
 CELLS = {
     "extension": "%load_ext gpu",
@@ -52,6 +55,7 @@ CELLS = {
 def outputs(tmp_path_factory):
     """The outputs of each cell. The notebook runs once for all tests of this module."""
     environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
+    environment["GPU_PROGRESS_SECONDS"] = f"{SHOWN_SECONDS}s"
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=cells)
     place = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
