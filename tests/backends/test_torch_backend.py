@@ -25,9 +25,9 @@ def backend(probe):
     return open_backend("torch", probe)
 
 
-def there_and_back(backend, module, optimizer=None):
+def there_and_back(backend, module):
     """Adopts the module and moves it to a card, to the host, and to the card again. Returns its handle."""
-    model = backend.adopt(SPEC, module, optimizer)
+    model = backend.adopt(SPEC, module)
     for shares in (CARD, HOST, CARD):
         backend.move(model, shares)
     return model

@@ -17,12 +17,12 @@ from .. import worlds
 from . import samples
 
 
-def stretches(snapshot, device=0):
-    return {one.title: one for one in devices.bars(snapshot)[device].segments}
-
-
 def bar(snapshot, device=0):
     return devices.bars(snapshot)[device]
+
+
+def stretches(snapshot):
+    return {one.title: one for one in bar(snapshot).segments}
 
 
 def snapshot_of(book, world):

@@ -187,11 +187,10 @@ class HubBox:
             text = answer.read()
         return json.loads(text) if text else None
 
-    def of_server(self, user: str, path: str, name: str = "") -> Any:
+    def of_server(self, user: str, path: str) -> Any:
         """The answer of a user's server at `path` of its API."""
-        place = f"{user}/{name}".rstrip("/")
         request = urllib.request.Request(
-            f"{self.url}/user/{place}/api/{path}", headers={"Authorization": f"token {TOKEN}"}
+            f"{self.url}/user/{user}/api/{path}", headers={"Authorization": f"token {TOKEN}"}
         )
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return json.load(answer)

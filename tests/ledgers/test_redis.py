@@ -64,12 +64,12 @@ def with_book(page, book):
     return page._replace(pieces=pieces)
 
 
-def promise(ledger, gib: int, limit_gib: int = 8) -> None:
+def promise(ledger, gib: int) -> None:
     """Reserves `gib` GiB for a model that is not loaded yet."""
 
     def decide(book):
         target = replace(lease(ledger, "new"), shares=(), target=(Share("sim:0", gib * GIB),))
-        book = book if book.limits else replace(book, limits={"sim:0": limit_gib * GIB})
+        book = book if book.limits else replace(book, limits={"sim:0": 8 * GIB})
         base = book if ledger.owner.id in book.sections else book.with_section(section(ledger))
         return base.with_lease(target), None
 

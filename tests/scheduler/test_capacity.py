@@ -29,11 +29,9 @@ def there(free, *, taken_at, now=NOW, listing=None, budget=72):
     )
 
 
-def reaped(page, at=NOW, **how):
-    return books.measure(
-        books.reap(page, [DEAD.id], there(**{"free": 40, "taken_at": at - 1, **how})),
-        there(**{"free": 40, "taken_at": at - 1, **how}),
-    )
+def reaped(page, free=40):
+    here = there(free, taken_at=NOW - 1)
+    return books.measure(books.reap(page, [DEAD.id], here), here)
 
 
 HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))

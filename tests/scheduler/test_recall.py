@@ -119,8 +119,8 @@ def test_a_request_is_repeated_only_where_that_helps(reason, again):
     assert verdict.because == f"pid 1 (8.0 GiB on sim:0) could not be moved: {reason}{again}"
 
 
-def evicting(by=2, of=1, name="qwen"):
-    return ticket(at(of, name), by=by, verb="evict", recalls={at(of, name): 0})
+def evicting(by=2):
+    return ticket(at(1, "qwen"), by=by, verb="evict", recalls={at(1, "qwen"): 0})
 
 
 FIXED = dict(droppable=False, movable=False)
@@ -261,8 +261,8 @@ def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
 
 
 # -- recalls ---------------------------------------------------------------------------------------
-def recalling(name="qwen", of=1, **fields):
-    return ticket("big", by=2, sim0=14, recalls={at(of, name): 0}, **fields)
+def recalling(of=1, **fields):
+    return ticket("big", by=2, sim0=14, recalls={at(of, "qwen"): 0}, **fields)
 
 
 def test_a_recall_is_obeyed_once_where_the_requester_saw_the_model():

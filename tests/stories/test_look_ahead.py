@@ -154,11 +154,11 @@ def test_three_hundred_cells_keep_their_order_and_without_the_extension_none_is_
 
 
 # -- three models, Run All, and a program that runs a notebook
-def three_models(card, order, mode="auto"):
+def three_models(card, order):
     """A notebook that uses three models in this order; a cell waits for the next load. `story` is what happened."""
     setup = f"""
 %env GPU_DEVICES=sim:{card},host:64GiB
-%env GPU_PREFETCH={mode}
+%env GPU_PREFETCH=auto
 import json, time
 %load_ext gpu
 story = []
