@@ -13,7 +13,7 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import Busy, DoesNotFit, NodeLost, Runtime, samples
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE, scaled, until
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.fleet.ray_cluster import ENVIRONMENT, started, write_models
 
@@ -29,13 +29,13 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
         fleet = gpu_runtime.fleet(hosts.cluster.address)
         names = [f"m{number}" for number in range(CLIENTS)]
         fleet.apply(write_models(tmp_path / "models.yaml", dict.fromkeys(names, 30)), copies=0)
-        until = time.monotonic() + SECONDS
+        end = time.monotonic() + SECONDS
         wrong: list[Any] = []
         answers: list[str] = []
 
         def client(name: str) -> None:
             """Uses the model `name` again and again."""
-            while time.monotonic() < until:
+            while time.monotonic() < end:
                 try:
                     with fleet.use(name, timeout=PATIENCE) as model:
                         assert model(name) == name
@@ -54,12 +54,12 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
             thread.start()
         books = [Runtime(devices=DEVICES, ledger=hosts.ledger(name)) for name in hosts.nodes]
         killed = 0
-        while time.monotonic() < until:
+        while time.monotonic() < end:
             for book in books:
                 for view in book.status().devices:
                     if view.claimed_bytes > view.limit_bytes:
                         wrong.append(view)
-            if time.monotonic() > until - SECONDS + 8.0 * (killed + 1):
+            if time.monotonic() > end - SECONDS + 8.0 * (killed + 1):
                 killed += 1
                 with_agent = random.choice(list(hosts.nodes))
                 os.kill(hosts.agent_pid(with_agent), signal.SIGKILL)
@@ -70,11 +70,8 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
         assert not wrong and killed >= 3
         counts = {answer: answers.count(answer) for answer in set(answers)}
         assert counts["served"] > CLIENTS, counts
-        for _ in range(100):
-            if not any(lease.pins for book in books for lease in book.status().leases()):
-                break
-            time.sleep(0.1)
-        assert not any(lease.pins for book in books for lease in book.status().leases()), counts
+        pins = lambda: sum(lease.pins for book in books for lease in book.status().leases())
+        until(lambda: not pins(), f"the end of all pins: {counts}")
         print(counts)
         for book in books:
             book.close()

@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, Runtime
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
+from tests.clock import PATIENCE, until
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
@@ -91,14 +91,6 @@ def free_bytes(rt):
     return rt.probe.samples(0.0, fresh=True)["cuda:0"].free_bytes
 
 
-def wait_until(condition, seconds=20.0):
-    """Waits until the driver's figures have changed, which takes a second or two."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "the driver's figures have not changed"
-        time.sleep(0.2)
-
-
 def test_memory_without_a_lease_is_measured_and_not_granted(card):
     """Another process allocates memory without a lease. The runtime grants only memory that is really free."""
     program = (
@@ -111,13 +103,13 @@ def test_memory_without_a_lease_is_measured_and_not_granted(card):
     )
     try:
         assert stranger.stdout.readline().strip() == "held"
-        wait_until(lambda: free_bytes(card) < 1.4 * GIB)
+        until(lambda: free_bytes(card) < 1.4 * GIB, "the driver's figures have not changed")
         with pytest.raises(Busy, match="outside our leases"):
             card.preload("one", timeout=3)
     finally:
         stranger.kill()
-        stranger.wait(20)
-    assert card.preload("one", timeout=60).done
+        stranger.wait(PATIENCE)
+    assert card.preload("one", timeout=PATIENCE).done
 
 
 def test_a_request_that_can_never_fit_is_refused(card):
