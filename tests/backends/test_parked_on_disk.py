@@ -27,7 +27,7 @@ from gpu_runtime.facts import HOST, ModelSpec, Share
 from gpu_runtime.units import MIB
 from tests import simgpu
 from tests.backends.test_kernel_memory import Kernel
-from tests.clock import scaled
+from tests.clock import PATIENCE, scaled
 from tests.stories.notebooks import paths
 
 PIECE_BYTES = park_file.PIECE_BYTES
@@ -305,7 +305,7 @@ def test_bytes_return_from_ram_while_a_slow_disk_is_written(held, monkeypatch):
 
     def slow(*args: object) -> int:
         reached.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return write(*args)  # type: ignore[arg-type]
 
     raised: list[BaseException] = []
@@ -320,11 +320,11 @@ def test_bytes_return_from_ram_while_a_slow_disk_is_written(held, monkeypatch):
         broken.setattr(os, "pwrite", slow)
         writing = threading.Thread(target=to_disk)
         writing.start()
-        assert reached.wait(60)
+        assert reached.wait(PATIENCE)
         held.unpark()
         assert held.is_whole()
         go_on.set()
-        writing.join(60)
+        writing.join(PATIENCE)
     [error] = raised
     assert isinstance(error, NotStill) and held.on_disk == 0 and held.is_whole()
 

@@ -19,9 +19,9 @@ held, done = threading.Event(), threading.Event()
 def hold():
     with rt.use("qwen"):
         held.set()
-        done.wait(60)
+        done.wait()
 threading.Thread(target=hold).start()
-held.wait(60)
+held.wait()
 rt.tell_waits(lambda name, wait: wait and os.kill(os.getpid(), signal.SIGINT))
 try:
     with rt.lease("14GiB"):

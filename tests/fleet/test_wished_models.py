@@ -110,7 +110,7 @@ def used(agent: HostAgent, *names: str) -> None:
     """Uses the models one after the other, as calls of clients do."""
     agent.learn(10**9)
     for name in names:
-        with agent.rt.use(name, timeout=60):
+        with agent.rt.use(name, timeout=PATIENCE):
             time.sleep(0.01)  # the order of uses decides, so no two uses have the same time
 
 
@@ -149,7 +149,7 @@ def test_whoever_needs_room_gets_that_of_an_unwished_model(fleet, tmp_path, who)
         with Runtime(devices="sim:2x10GiB,host:1GiB", ledger=ledger) as notebook:
             notebook.register("own", backend="fake", size="6GiB")
             until(lambda: not any(one.pins for one in notebook.status().leases()), "both are idle")
-            with notebook.use("own", timeout=60):
+            with notebook.use("own", timeout=PATIENCE):
                 assert sorted(fleet.on_cards("box1")) == ["a"]
         return
     assert sorted(fleet.on_cards("box1")) == ["a", "c"]

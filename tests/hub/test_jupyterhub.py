@@ -26,7 +26,7 @@ from tests.browser.test_two_notebooks import (
     TRAINING,
     wait_until_settled,
 )
-from tests.clock import until
+from tests.clock import PATIENCE, until
 from tests.ledgers.people import run_command
 
 from .box import ANN, BIN, BOB, OPS, Visitor
@@ -198,7 +198,9 @@ def test_nobody_gets_in_without_the_hub(box, visitors, chromium):  # noqa: F811
 
     def status(url, **headers):
         try:
-            return opener.open(urllib.request.Request(url, headers=headers), timeout=60).status
+            return opener.open(
+                urllib.request.Request(url, headers=headers), timeout=PATIENCE
+            ).status
         except urllib.error.HTTPError as error:
             return error.code
 

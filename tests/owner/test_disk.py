@@ -16,7 +16,7 @@ from gpu_runtime.owner import acquire, disk, maintenance
 from gpu_runtime.scheduler.victims import shed_step
 from gpu_runtime.units import GIB, MIB, show_seconds
 from tests import simgpu, tiny_models
-from tests.clock import until
+from tests.clock import PATIENCE, until
 from tests.core.test_raised_errors import no_thread
 
 from .conftest import places
@@ -211,12 +211,12 @@ def test_a_return_does_not_wait_for_a_disk_that_is_written(parked, monkeypatch):
 
     def slow(*args):
         reached.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return write(*args)
 
     monkeypatch.setattr(park_file.ParkFile, "write", slow)
     disk.start(rt._session, kernel.resident, "a test")
-    assert reached.wait(60) and kernel_lease(rt).stowing
+    assert reached.wait(PATIENCE) and kernel_lease(rt).stowing
     assert_whole(kernel)
     go_on.set()
     until(lambda: not kernel.resident.stowing.locked())
