@@ -60,9 +60,11 @@ def until(condition: Callable[[], Any], what: str = "the condition did not becom
     return found
 
 
-def finished(command: Sequence[Any], **options: Any) -> subprocess.CompletedProcess[str]:
+def finished(
+    command: Sequence[Any], *, timeout: float = PATIENCE, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """The process of `command` after its end, with its output as text. `options` are those of `subprocess.run`."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
 def pytest_timeout_set_timer(item: Any, settings: Any) -> object:

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import subprocess
 import sys
 import threading
 from unittest.mock import Mock
@@ -12,7 +11,7 @@ import pytest
 from gpu_runtime.backends.pytorch.transformers_backend import untouched
 from gpu_runtime.errors import LoadFailed
 from tests import tiny_models
-from tests.clock import PATIENCE, scaled, until
+from tests.clock import PATIENCE, finished, scaled, until
 
 CONTENT = b"w" * 10_000
 
@@ -121,10 +120,7 @@ print(os.stat(weights).st_size, rt.status().sections)
 def test_a_notebook_survives_a_truncation_during_its_load(file, tmp_path):
     """SIGBUS killed the process: the weights are mapped, and the copy read beyond the end of the file."""
     directory = tiny_models.causal_lm(tmp_path / "m", hidden=256)
-    run = subprocess.run(
-        [sys.executable, "-c", TRUNCATES, str(directory)],
-        capture_output=True, text=True, timeout=scaled(120),
-    )  # fmt: skip
+    run = finished([sys.executable, "-c", TRUNCATES, str(directory)], timeout=scaled(120))
     assert run.returncode == 0, (run.returncode, run.stderr[-500:])
     assert run.stdout.startswith("LoadFailed m cannot be loaded: another process started to write")
     assert "4096" in run.stdout.splitlines()[-1]

@@ -6,13 +6,13 @@ also in tests/serving/test_official_clients.py.
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.clock import finished, scaled
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.serving.test_official_clients import SERVER
 
@@ -48,12 +48,7 @@ def test_a_client_library_works_unchanged(name: str, url: str, tmp_path: Path) -
         pytest.skip(f"{name} could not be installed")
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
     quiet |= {"HOME": str(tmp_path), "OLLAMA_API_BASE": url, "ANONYMIZED_TELEMETRY": "False"}
-    told = subprocess.run(
-        [*story, name, url, OPERATORS],
-        capture_output=True,
-        text=True,
-        env={"PATH": os.environ["PATH"], **quiet},
-        timeout=300,
-    )
+    environment = {"PATH": os.environ["PATH"], **quiet}
+    told = finished([*story, name, url, OPERATORS], env=environment, timeout=scaled(300))
     assert told.returncode == 0, told.stderr[-3000:]
     assert told.stdout.splitlines()[-1] == "ok"

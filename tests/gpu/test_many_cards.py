@@ -1,6 +1,5 @@
 """Tests that need several real cards: which card's memory grows, and torch's limit per process."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
+from tests.clock import finished, scaled
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -69,9 +69,7 @@ backend = open_backend("torch", probe)
 backend.load(ModelSpec("net", "torch"), (Share(card, 0),), lambda: torch.nn.Linear(8, 8).eval())
 print(torch.cuda.current_device(), [torch._C._cuda_hasPrimaryContext(i) for i in range({last + 1})])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
+    done = finished([sys.executable, "-c", program], timeout=scaled(120), cwd=ROOT)
     assert done.stdout.split(maxsplit=1) == [str(last), f"{[False] * last + [True]}\n"], done.stderr
 
 

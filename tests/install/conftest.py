@@ -1,7 +1,6 @@
 """New environments, the built wheel, and stand-ins of packages that have the names, versions and needs of real ones."""
 
 import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -14,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.clock import scaled
+from tests.clock import finished, scaled
 
 ROOT = Path(__file__).parents[2]
 OURS = "gpu-console"
@@ -31,14 +30,11 @@ def run(*command: str | Path, cwd: Path) -> str:
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "VIRTUAL_ENV") and not name.startswith("PIP_")
     }
-    done = subprocess.run(
+    done = finished(
         [str(part) for part in command],
         cwd=cwd,
         env=environment | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"},
-        capture_output=True,
-        text=True,
         timeout=scaled(120),
-        check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from gpu_runtime import GpuError, box, cli
 from gpu_runtime.errors import BadSetting, NotAllowed
 from gpu_runtime.ledgers import setup
-from tests.clock import PATIENCE, finished, scaled, until
+from tests.clock import finished, scaled, until
 from tests.next_version import NEXT
 
 from .boxes import (
@@ -54,7 +54,7 @@ def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(wheel, folder)
     words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     needs = box.core_of(wheel, PYTHON)
-    done = subprocess.run([*words, *needs], capture_output=True, text=True, timeout=scaled(120))
+    done = finished([*words, *needs], timeout=scaled(120))
     if done.returncode:
         pytest.skip(f"pip cannot load {', '.join(needs)}: {done.stderr.strip()[-200:]}")
     return folder
@@ -296,10 +296,9 @@ def test_a_read_only_etc_is_one_sentence(machine):
     before = listing(machine.root)
     words = f"box install --root {machine.root} --group {GROUP} --from {machine.source}"
     etc = machine.root / "etc"
-    done = subprocess.run(
+    done = finished(
         ["unshare", "-m", "sh", "-c", f"mount --bind {etc} {etc}; mount -o remount,bind,ro {etc}; exec \"$@\""]
         + ["sh", sys.executable, "-m", "gpu_runtime.cli", *words.split()],
-        capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     if "mount" in done.stderr:
         pytest.skip(f"no mount namespace can be made here: {done.stderr.strip()}")
@@ -682,11 +681,9 @@ def test_at_its_real_paths_it_serves_two_pythons_and_leaves_no_trace(core, plain
     words = [sys.executable, "-m", "tests.install.box_in_place", str(core), str(plain), *others]
     paths = [str(ROOT), str(ROOT / "kernel_ext"), str(ROOT / "panels")]
     unshare = "unshare --mount --pid --fork --kill-child sh -c".split()
-    done = subprocess.run(
+    done = finished(
         [*unshare, IN_PLACE.format(tree=tree), "sh", "env", f"--chdir={ROOT}", *words],
         env=_plain_environment() | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
         timeout=scaled(500),
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -27,7 +26,7 @@ from gpu_runtime.owner.resident import Resident
 from gpu_runtime.rendering import render
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
-from tests.clock import PATIENCE, until
+from tests.clock import PATIENCE, finished, until
 
 from .conftest import alongside, fakes, loaded
 
@@ -161,9 +160,7 @@ def test_a_plan_opens_no_torch(tmp_path):
         "import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
         f"print(rt.plan({str(tmp_path / 'm')!r}).footprint.bytes, 'torch' in sys.modules)"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
-    ).stdout
+    said = finished([sys.executable, "-c", code], check=True).stdout
     assert said.split()[1] == "False" and int(said.split()[0]) > MIB / 2
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 
@@ -14,7 +13,7 @@ from gpu_runtime.backends.processes import engine
 from gpu_runtime.owner import registry
 from gpu_runtime.units import MIB
 from tests import tiny_models
-from tests.clock import PATIENCE, scaled, until
+from tests.clock import PATIENCE, finished, scaled, until
 
 from .conftest import claims, fakes, where
 
@@ -311,8 +310,7 @@ print(len(own.tokenize(b"hello")))
 @pytest.mark.processes
 def test_a_model_in_this_process_leaves_the_library_usable(file):
     """The library keeps the address of the function for its log, which was gone with its model."""
-    command = [sys.executable, "-c", LIBRARY_AFTERWARDS, str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    ended = finished([sys.executable, "-c", LIBRARY_AFTERWARDS, str(file)], timeout=scaled(120))
     assert ended.returncode == 0 and int(ended.stdout) > 0, ended.stderr[-2000:]
 
 

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
-from tests.clock import PATIENCE, scaled, until
+from tests.clock import PATIENCE, finished, scaled, until
 
 from . import notebooks
 from .notebooks import CARD, DEVICES, Notebook, park, places, rest
@@ -35,9 +35,7 @@ def older() -> str:
 def _install(directory: Path) -> None:
     words = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target")
     try:
-        result = subprocess.run(
-            [*words, str(directory), *OLDER], capture_output=True, text=True, timeout=scaled(100)
-        )
+        result = finished([*words, str(directory), *OLDER], timeout=scaled(100))
     except subprocess.TimeoutExpired:
         pytest.skip("pip did not install ipykernel 6.30 in time")
     if result.returncode:

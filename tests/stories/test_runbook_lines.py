@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.units import MIB
-from tests.clock import scaled, until
+from tests.clock import finished, until
 
 from .notebooks import ROOT, Notebook, rest
 
@@ -69,9 +68,7 @@ def test_a_line_does_what_it_is_typed_for(machine, line):
     environment, notebook = machine
     notebook.run("rt.preload('qwen')")  # where it was before an earlier line
     typed = line.replace("4121", str(notebook.pid))
-    done = subprocess.run(
-        ["bash", "-c", typed], env=environment, capture_output=True, text=True, timeout=scaled(60)
-    )
+    done = finished(["bash", "-c", typed], env=environment)
     assert done.returncode in (0, 1) if typed == "gpu health" else done.returncode == 0, done.stderr
     assert done.stdout or typed.startswith("kill"), "it says something"
 
@@ -83,13 +80,8 @@ def test_a_line_of_root_is_accepted(line, tmp_path):
     shutil.copytree("/etc", tmp_path / "etc", symlinks=True, ignore_dangling_symlinks=True)
     first = f"mount --bind {tmp_path}/etc /etc; groupadd gpu; useradd ann; usermod -aG gpu ann"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}:/usr/sbin"
-    done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", f"{first}\n{line}"],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-    )
+    words = ["unshare", "-m", "bash", "-c", f"{first}\n{line}"]
+    done = finished(words, env={**os.environ, "PATH": path})
     assert done.returncode == 0, done.stderr
 
 
