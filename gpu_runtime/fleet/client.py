@@ -696,7 +696,7 @@ def join(
     cards = int(cluster.living_nodes().get(node, {}).get("Resources", {}).get("GPU", 0))
     agent = _start_agent(host, node, cards, devices, ledger)
     try:
-        cluster.answer(on(agent, "ready", "offers"), JOIN_SECONDS)
+        cluster.answer(on(agent, "ready", "offers", again=True), JOIN_SECONDS)
     except (GpuError, cluster.Gone, cluster.Unreachable) as error:
         module.kill(agent)
         if isinstance(error, BadSetting) and devices == CARDS_HERE:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..threads import import_whole
 from . import client, cluster
+from .hosts import on
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -92,7 +93,7 @@ class Drill:
     def agent_pid(self, name: str) -> int:
         """The process id of the host's agent."""
         agent = cluster.actor(cluster.AGENT + self.nodes[name].node_id)
-        return int(cluster.answer(agent.ready.remote())["pid"])
+        return int(cluster.answer(on(agent, "ready", "offers", again=True))["pid"])
 
     def kill(self, name: str) -> None:
         """Kills the node of the host `name` and its agent at once, as a power cut would."""

@@ -83,6 +83,7 @@ def test_the_server_of_each_host_runs_before_a_call_needs_it(models, hosts):
 
     until(lambda: listens("box1") and listens("box2"), "both servers run")
     os.kill(hosts.agent_pid("box2"), signal.SIGKILL)
+    hosts.join("box2")  # it ended an agent that was being restarted
     until(lambda: listens("box2"), "the server of the restarted agent runs")
 
 
