@@ -206,8 +206,15 @@ def _reserve(session: Session, resident: Resident) -> int:
             return book, left
         return book.with_lease(replace(lease, disk_room=left, stowing=True)), left
 
-    try:
+    def reserved() -> int:
+        """The room before it was reserved. The own lease changes in the same turn: other threads write it too."""
         left = session.transact(reserve)
+        if size <= left:
+            resident.lease = replace(resident.lease, disk_room=left, stowing=True)
+        return left
+
+    try:
+        left = session.in_turn(reserved)
     except LedgerUnavailable:
         raise
     except (GpuError, OSError) as error:
@@ -224,7 +231,6 @@ def _reserve(session: Session, resident: Resident) -> int:
             need_bytes=size,
             device="disk",
         )
-    resident.lease = replace(resident.lease, disk_room=left, stowing=True)
     return size
 
 

@@ -178,6 +178,38 @@ def test_who_wants_the_bytes_waits_while_they_are_moving(parked):
     assert_whole(kernel)
 
 
+def test_what_is_on_its_way_to_the_disk_is_in_the_book_at_every_moment(parked, monkeypatch):
+    """A write of another thread, just after the room was reserved, withdrew it until this process wrote again."""
+    rt, kernel = parked()
+    session, transact, others, seen = rt._session, rt._session.transact, [], []
+    write = park_file.ParkFile.write
+
+    def stowing() -> bool:
+        """What other processes see."""
+        return session.ledger.read().lease(session.me, kernel.resident.lease.name).stowing
+
+    def beside(*decision, **more):
+        """A transaction. After the one that reserves the room, another thread makes one."""
+        found = transact(*decision, **more)
+        if not others and stowing():
+            others.append(threading.Thread(target=transact, args=(lambda book, _: (book, None),)))
+            others[0].start()
+            others[0].join(0.5)
+        return found
+
+    def seen_in_the_book(*args):
+        others[0].join()
+        seen.append(stowing())
+        return write(*args)
+
+    monkeypatch.setattr(threads.in_turn, "__defaults__", (PATIENCE,))
+    monkeypatch.setattr(session, "transact", beside)
+    monkeypatch.setattr(park_file.ParkFile, "write", seen_in_the_book)
+    rt.hibernate()
+    assert seen[0]
+    assert_whole(kernel)
+
+
 def test_memory_moves_to_the_disk_where_the_system_starts_no_more_threads(parked, monkeypatch):
     """The bytes stayed marked as moving for ever, with their room on the disk, and the next cell waited."""
     rt, kernel = parked()
