@@ -28,9 +28,8 @@ try:
         pass
 finally:
     done.set()"""
-SHOWN_SECONDS = scaled(
-    2
-)  # a load that takes longer has a line, and a quick one takes less on a busy machine
+# A load that takes longer has a line. A quick one takes less, also on a busy machine.
+SHOWN_SECONDS = scaled(2)
 SLOW = f"""\
 import time
 rt.register("slow", lambda step: time.sleep({SHOWN_SECONDS + 0.5}), backend="fake", size="1GiB")

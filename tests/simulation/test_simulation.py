@@ -24,7 +24,10 @@ def seed_of_the_code() -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "days",
-    [DAYS, pytest.param(SOAK_DAYS, marks=[pytest.mark.soak, pytest.mark.timeout(0)])],
+    [
+        pytest.param(DAYS, marks=pytest.mark.timeout(900)),
+        pytest.param(SOAK_DAYS, marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
+    ],
     ids=["some", "thousands"],
 )
 def test_days_hold(days):

@@ -233,6 +233,7 @@ STORMS = {"interrupts": interrupts, "kills": kills, "hammered": hammered}
 
 
 # -- the tests -------------------------------------------------------------------------------------
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("storm, count", [("kills", 3), ("hammered", 20)])
 def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(keeper, storm, count):
     done = counted("test_parking_storms", storm, keeper, count)
