@@ -397,7 +397,10 @@ def _how_to_free_ram(seen: Snapshot) -> str:
 
 
 def _largest(seen: Snapshot, device: str) -> str:
-    """Who holds most on the `device`: `train.ipynb of ann 8.0 GiB, qwen in old.ipynb 4.0 GiB and 2 more`."""
+    """The largest holders on the `device` with their bytes, and the number of the others, in words.
+
+    For example `train.ipynb of ann 8.0 GiB, qwen in old.ipynb 4.0 GiB and 2 more`.
+    """
     held = [lease for lease in seen.leases() if lease.bytes_on(device)]
     held.sort(key=lambda lease: -lease.bytes_on(device))
     named = []

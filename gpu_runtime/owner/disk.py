@@ -207,7 +207,10 @@ def _reserve(session: Session, resident: Resident) -> int:
         return book.with_lease(replace(lease, disk_room=left, stowing=True)), left
 
     def reserved() -> int:
-        """The room before it was reserved. The own lease changes in the same turn: other threads write it too."""
+        """Reserves, and returns the room that was there. The own lease changes in the same turn as the book.
+
+        Any thread's write publishes the own lease, and would withdraw a mark that only the book has.
+        """
         left = session.transact(reserve)
         if size <= left:
             resident.lease = replace(resident.lease, disk_room=left, stowing=True)

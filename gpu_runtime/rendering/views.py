@@ -407,7 +407,7 @@ def processes(snapshot: Snapshot) -> list[Process]:
 
 
 def _process_state(snapshot: Snapshot, section: Section, ticket: Ticket | None) -> str:
-    """What a process does. Who waits is not idle, though no cell may run."""
+    """What a process does now, in words. A process that waits for its `ticket` is not idle, also without a cell."""
     if trouble := snapshot.trouble(section.owner.id):
         return trouble.text(snapshot.now)
     if ticket is not None:

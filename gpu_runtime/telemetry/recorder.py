@@ -247,7 +247,10 @@ class Recorder:
             self._add_hours(wall, steady)
 
     def _steady(self, wall: float) -> float:
-        """The wall time by which what is old is removed: a clock that jumps ahead for a minute removes nothing."""
+        """The wall time from which the age of records is counted: `wall`, unless the clock has jumped ahead.
+
+        So a clock that is years ahead for a minute removes nothing.
+        """
         return min(wall, self._began + boot_seconds())
 
     def _add_hours(self, before: float, steady: float) -> None:
