@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,9 +106,12 @@ AXE = """async () => {
 
 
 def serious(page: Any) -> list[Any]:
-    """What axe-core finds on the `page` that is serious or critical."""
+    """What axe-core finds on the `page` that is serious or critical, and stays for a moment: styles may come late."""
     axe = pytest.importorskip("axe_playwright_python", reason="needs the test extra")
     page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
     page.mouse.move(0, 0)  # a tooltip that fades out has no contrast
     page.locator("[role=tooltip]").first.wait_for(state="detached")
-    return page.evaluate(AXE)
+    end = time.monotonic() + PATIENCE / 6
+    while (found := page.evaluate(AXE)) and time.monotonic() < end:
+        page.wait_for_timeout(100)
+    return found

@@ -165,7 +165,8 @@ def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(
     }"""
     assert not seen.page.locator(".words .problems").evaluate(is_cut)
     spoken = seen.page.locator("[role=status].spoken")
-    assert "problem" in spoken.text_content() and "as of" not in spoken.text_content()
+    until(lambda: "problem" in spoken.text_content())
+    assert "as of" not in spoken.text_content()
     button = row.locator("button", has_text="Pin")
     button.click()
     cancel = seen.page.locator("[role=dialog] button", has_text="Cancel")
@@ -251,7 +252,7 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
     for page in (seen, second):
         page.tab("Models")
         page.row("qwen", pid(kernel), "sim:0").wait_for()
-    assert second.page.locator("text=viewer, read only").count()
+    second.page.locator("text=viewer, read only").first.wait_for()
     assert not second.page.locator("tbody button").count()
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
     for said in ("Evict qwen?", "This frees 14.0 GiB on sim:0.", f"Held by pid {pid(kernel)}"):

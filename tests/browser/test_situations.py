@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from gpu_runtime import Runtime
+from tests.clock import until
 from tests.faces.served import OPERATORS, free_port, gpu_console, serving
 from tests.nvml_driver import Driver
 from tests.stories.kernels import LET_GO, Kernel
@@ -27,6 +28,10 @@ HOLDS = "import torch\nweights = torch.ones(9 * 2**20)"  # 36 MiB
 CLOCK, AGO = r"\d\d:\d\d:\d\d", r"ago|for \d+"
 SCREEN = {"width": 1280, "height": 800}
 GIB = 2**30
+
+
+def is_on_screen(box) -> bool:
+    return bool(box) and box["y"] >= 0 and box["y"] + box["height"] <= SCREEN["height"]
 
 
 class Screen:
@@ -47,14 +52,10 @@ class Screen:
         parts = [line]
         if press:
             button = line.get_by_role("button", name=re.compile(f"^{press}"))
-            button.wait_for()
-            assert button.is_enabled()
+            until(button.is_enabled)
             parts.append(button)
         for part in parts:
-            box = part.bounding_box()
-            assert box["y"] >= 0 and box["y"] + box["height"] <= SCREEN["height"], (
-                "not on the first screen"
-            )
+            until(lambda part=part: is_on_screen(part.bounding_box()), "it is on the first screen")
         return line
 
     def calm(self) -> None:
@@ -227,8 +228,8 @@ def test_a_program_without_the_extension_holds_memory(chromium, tmp_path):
         held = f"{outside.pid}:{30 * GIB}"
         driver.set(all_total=80 * GIB, _0_free=50 * GIB, _0_processes=held)
         with gpu_console(tmp_path, GPU_DEVICES="cuda", **driver.environment) as served:
-            line = Screen(chromium, served.port).says("sleep", "30.0 GiB on cuda:0", CLOCK)
-            assert f"kill {outside.pid}" in line.inner_text()
+            advice = f"kill {outside.pid}"
+            Screen(chromium, served.port).says("sleep", "30.0 GiB on cuda:0", advice, CLOCK)
     finally:
         outside.kill()
         outside.wait()

@@ -94,20 +94,21 @@ SHOWN = {
 }
 
 
-DARK = "rgb(18, 18, 18)"
+# The theme that the page's background and its scroll bars have, once they have the same and it is not the theme `was`.
+THEME = """(was) => {
+  const {backgroundColor} = getComputedStyle(document.body), {colorScheme} = getComputedStyle(document.documentElement)
+  const theme = {"rgb(255, 255, 255)": "light", "rgb(18, 18, 18)": "dark"}[backgroundColor]
+  return theme !== was && theme === colorScheme && theme
+}"""
 
 
 @pytest.mark.parametrize("tab", SHOWN)
 def test_each_view_is_drawn_in_both_themes(pages, tab):
     with pages.at(tab) as page:
         page.get_by_text(SHOWN[tab]).first.wait_for()
-        background = "() => getComputedStyle(document.body).backgroundColor"
-        light = page.evaluate(background)
+        was = page.wait_for_function(THEME).json_value()
         page.get_by_label("Toggle theme").click()
-        page.wait_for_function(f"(light) => ({background})() !== light", arg=light)
-        scheme = "() => getComputedStyle(document.documentElement).colorScheme"
-        page.wait_for_function(f"() => ['light', 'dark'].includes(({scheme})())")
-        assert page.evaluate(scheme) == ("dark" if page.evaluate(background) == DARK else "light")
+        page.wait_for_function(THEME, arg=was)
         page.get_by_text(SHOWN[tab]).first.wait_for()
 
 
@@ -140,10 +141,10 @@ def test_eight_cards_fit_on_a_laptop(pages):
     """Rows have 44 pixels. The bars of the two devices here begin and end at the same place."""
     with pages.at("Now") as page:
         page.get_by_text("18.0 of 21.6 GiB held").wait_for()
+        boxes = "all => all.map(one => one.getBoundingClientRect()).map(({x, width, height}) => [x, width, height])"
         rows, bars = page.get_by_role("listitem"), page.get_by_role("group")
-        until(lambda: [row.bounding_box()["height"] for row in rows.all()] == [44, 44])
-        boxes = [bar.bounding_box() for bar in bars.all()]
-        assert len({(box["x"], box["width"]) for box in boxes}) == 1
+        until(lambda: [height for _, _, height in rows.evaluate_all(boxes)] == [44, 44])
+        until(lambda: len({(x, width) for x, width, _ in bars.evaluate_all(boxes)}) == 1)
 
 
 # The devices whose name and longest level do not fit into their cell, or are higher than their row.
@@ -168,12 +169,12 @@ def test_a_device_and_its_level_fit_into_one_row(pages, width):
     """`sim:0 after` with its level took two lines, and the size below was over the next device."""
     with pages.at("Now", viewport={"width": width, "height": 900}) as page:
         page.get_by_text("18.0 of 21.6 GiB held").wait_for()
-        assert page.evaluate(CUT) == []
+        until(lambda: page.evaluate(CUT) == [])  # its style may come a moment later
     with pages.at("What if", viewport={"width": width, "height": 900}) as page:
         page.get_by_label("or a size, such as 14 GiB").fill("12 GiB")
         page.keyboard.press("Enter")
         page.get_by_text("sim:0 after").wait_for()
-        assert page.evaluate(CUT) == []
+        until(lambda: page.evaluate(CUT) == [])
 
 
 def test_times_are_shown_in_the_viewers_time_zone(pages):
