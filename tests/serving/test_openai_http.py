@@ -15,6 +15,7 @@ from gpu_runtime.serving.fleet_server import _Place
 from gpu_runtime.serving.records import traceparent
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.tasks import ServingConfig, Task
+from tests.serving.app_client import Exchange
 from tests.serving.harness import Guard, answer_text, chat, harness, refusal, stream_text
 from tests.serving.loopback import END, Loopback, chunk, completion, loopback
 from tests.serving.loops import until
@@ -447,3 +448,28 @@ async def test_a_prompt_that_alone_is_too_long_for_an_engine_has_the_code_for_it
             with refusal(400, "context_length_exceeded", match="maximum context length"):
                 await k.chat("qwen", **asked)
             assert there.answers == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "path, more",
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"max_tokens": 9}),
+        ("/api/chat", {}),
+    ],
+)
+async def test_half_a_surrogate_pair_of_an_engine_is_passed_on_as_it_was_written(
+    path, more, stream
+):
+    """A model that is cut off writes half of an emoji into the arguments of a call. The answer was a 500."""
+    half = "a \ud83d"
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        there.answers = [[chunk(half), END, "[DONE]"] if stream else completion(half)]
+        body = {**chat("qwen", "hi"), "stream": stream, **more}
+        if "input" in more:
+            del body["messages"]
+        asked = Exchange(k.rt, k.gateway, path, body)
+        await asked.done
+        assert asked.status == 200 and b"\\ud83d" in asked.sent

@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ...facts import Evidence, Lease
 from ...version import VERSION
+from ...web import json_body
 from ..choices import ModelFacts
 from ..engines.openai_format import arguments_of
 from ..requests import LOAD, MAX_SECONDS, SAMPLING, Json, Refused, Reply, bad
@@ -593,4 +594,4 @@ def _shown(row: Json, facts: ModelFacts | None) -> Json:
 
 
 def _line(fields: Json) -> bytes:
-    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+    return json_body.written(fields) + b"\n"

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ...errors import GpuError
+from ...web import json_body
 from ..breaker import refusal_of
 from ..requests import Json, Refused, Reply
 from ..store import Store
@@ -165,7 +165,7 @@ class OpenAIWriter(Writer):
         assert reply.events is not None
         try:
             async for chunk in reply.events:
-                yield b"data: %b\n\n" % msgspec.json.encode(chunk)
+                yield b"data: %b\n\n" % json_body.written(chunk)
             yield b"data: [DONE]\n\n"
         finally:
             await reply.aclose()
@@ -191,7 +191,7 @@ async def answered(
         raise in_own_words(refused, writer.paths) from None
     if reply.events is not None:
         return Sent(work, lambda: "", writer)
-    content = msgspec.json.encode(writer.whole(reply))
+    content = json_body.written(writer.whole(reply))
     return Response(content, headers=reply.headers, media_type="application/json")
 
 

@@ -400,6 +400,10 @@ _TAGS = "|".join(re.escape(tag) for pair in TAGS for tag in pair)
 _BETWEEN = re.compile(rf"\s*(?:{_TAGS})?\s*".encode())
 
 
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # a server may write half of a pair
+
+
 class _Placed(NamedTuple):
     entry: Json
     begin: int  # in bytes of all that the model wrote
@@ -431,7 +435,7 @@ class TextTokens:
         end, parts = self._begin + len(self._data), []
         for entry in entries:
             known = entry.get("bytes")  # some engines send none
-            data = str(entry.get("token", "")).encode() if known is None else bytes(known)
+            data = _bytes(str(entry.get("token", ""))) if known is None else bytes(known)
             begin, end = end, end + len(data)
             self._placed.append(_Placed({**entry, "bytes": list(data)}, begin, end))
             parts.append(data)
@@ -456,7 +460,7 @@ class TextTokens:
 
         That is so if a token is no valid UTF-8, because the text then has a replacement character instead.
         """
-        data = text.encode()
+        data = _bytes(text)
         after_tags = _BETWEEN.match(self._data).end()  # type: ignore[union-attr]
         places = (at for at in (0, after_tags) if self._data.startswith(data, at))
         at = next(places, self._data.find(data))
