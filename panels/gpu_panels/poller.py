@@ -55,13 +55,15 @@ class _Fetched:
     value: Any = None
     error: str = ""  # why the last fetch failed; empty if it did not
 
+    def is_wanted(self, now: float) -> bool:
+        """Whether some session still requests it."""
+        return now - self.requested_at < 2 * self.every + REFRESH_SECONDS
+
     def is_due(self, now: float) -> bool:
-        """Whether it was never fetched, or is old and still requested by some session."""
+        """Whether it was never fetched, or is old and still wanted."""
         if self.fetched_at is None:
             return True
-        is_old = now - self.fetched_at >= self.every
-        is_wanted = now - self.requested_at < 2 * self.every + REFRESH_SECONDS
-        return is_old and is_wanted
+        return now - self.fetched_at >= self.every and self.is_wanted(now)
 
 
 class Poller:
@@ -184,7 +186,7 @@ class Poller:
             self.rt.reap()
 
     def _fetch_due(self) -> tuple[bool, str]:
-        """Fetches all values that are due. Returns whether any value is new, and the first error."""
+        """Fetches all values that are due. Returns whether any is new, and the first error of those still wanted."""
         now = self._clock()
         with self._lock:
             self._fetched = {
@@ -203,8 +205,8 @@ class Poller:
                 continue
             if value is not fetched.value:
                 fetched.value, has_new_value = value, True
-        errors = [fetched.error for fetched in list(self._fetched.values()) if fetched.error]
-        return has_new_value, errors[0] if errors else ""
+        errors = [one.error for one in list(self._fetched.values()) if one.is_wanted(now)]
+        return has_new_value, next(filter(None, errors), "")
 
     def _run(self) -> None:
         while True:

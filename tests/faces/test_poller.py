@@ -184,6 +184,16 @@ def test_a_failed_fetch_is_reported_and_the_last_value_stays(poller, clock):
     assert poller.result.missing == "" and poller.latest("x", fetch, every=5.0) == 8
 
 
+def test_an_error_of_data_that_no_session_requests_any_more_is_not_shown(poller, clock):
+    """It was shown for a minute after the tab of these data was left."""
+    poller.latest("x", lambda rt: open("/nowhere"), every=1.0)
+    poller.poll()
+    assert poller.result.missing
+    clock.now += 5
+    poller.poll()
+    assert not poller.result.missing
+
+
 def test_a_value_is_computed_once_for_all_sessions(poller):
     made = []
     for snapshot in (samples.busy, samples.busy, samples.waiting):
