@@ -14,6 +14,7 @@ import gc
 import io
 import shlex
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import PosixPath
 from types import ModuleType, NoneType
@@ -30,6 +31,10 @@ WITH_RAM = READS | {"cancel", "drain", "evict", "free", "hibernate", "pin", "unp
 # Methods of tensors that give the same value on every device. A sum on the CPU may round otherwise.
 METHODS = frozenset(("item", "min", "max", "numel", "size"))
 MOST_SHOWN = 1000  # the most entries of a list that is printed
+MOST_SAVED = 100_000  # the most objects, tensors included, that are looked at before they are saved
+VALUES = frozenset((int, float, complex, bool, str, bytes, NoneType))
+# What `Module.state_dict` calls of each module.
+STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 INDEX = (ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
 FUNCTIONS = frozenset((float, int, len, round, str, repr, bool, abs))
 _PRINT = print  # as it was when this module was imported
@@ -140,8 +145,10 @@ class _Statements:
             return shows and not obstacles.is_users(type(sys.stdout))
         if torch and function is torch.save and function.__module__ == "torch.serialization":
             self.saves = True
-            return (
-                bool(call.args)
+            names = {keyword.arg for keyword in call.keywords}
+            return (  # an older format, or another module that pickles, reads the bytes in its own way
+                len(call.args) in (1, 2)
+                and names <= {"f"}
                 and self._may_save(call.args[0])
                 and all(map(self._is_path, [*call.args[1:], *options]))
             )
@@ -160,9 +167,9 @@ class _Statements:
         return known
 
     def _may_save(self, node: ast.expr) -> bool:
-        """Whether `node` is a variable, its `state_dict()`, or a container of those and of constants."""
+        """Whether `node` is data, a `state_dict()`, or a container of those. Any code may pickle other objects."""
         if isinstance(node, ast.Name):
-            return node.id in self._names
+            return node.id in self._names and self._is_data(self._names[node.id])
         if isinstance(node, ast.Dict):
             keys = all(isinstance(key, ast.Constant) for key in node.keys)
             return keys and all(map(self._may_save, node.values))
@@ -172,12 +179,49 @@ class _Statements:
             return not (node.args or node.keywords) and self._is_state_dict(node.func)
         return isinstance(node, ast.Constant)
 
+    def _is_data(self, value: Any) -> bool:
+        """Whether `value` is a number, a text, a tensor, or a container of Python's with nothing else in it."""
+        torch, waiting, seen = self._torch, [value], set[int]()
+        while waiting and len(waiting) + len(seen) < MOST_SAVED:
+            value = waiting.pop()
+            kind = type(value)
+            if kind in VALUES or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if kind in (dict, OrderedDict, defaultdict):
+                waiting += [*value, *value.values()]
+            elif kind in (list, tuple):
+                waiting += value
+            elif torch is None or kind not in (torch.Tensor, torch.nn.Parameter):
+                return False
+            waiting += getattr(value, "__dict__", {}).values()
+        return not waiting
+
     def _is_state_dict(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.Attribute) or node.attr != "state_dict" or not self._torch:
             return False
         value = self._names.get(node.value.id) if isinstance(node.value, ast.Name) else None
-        method = getattr(type(value), "state_dict", None)
-        return method in (self._torch.nn.Module.state_dict, self._torch.optim.Optimizer.state_dict)
+        optimizer = self._torch.optim.Optimizer
+        if getattr(type(value), "state_dict", None) is optimizer.state_dict:
+            hooks = value._optimizer_state_dict_pre_hooks, value._optimizer_state_dict_post_hooks
+            return not any(hooks) and self._is_data([*value.state.values(), value.param_groups])
+        modules = [value]
+        return all(self._is_plain_module(module, modules) for module in modules)
+
+    def _is_plain_module(self, module: Any, further: list[Any]) -> bool:
+        """Whether the state of `module` is its tensors, and no code of the user's runs for it.
+
+        Its submodules are added to `further`.
+        """
+        usual = self._torch.nn.Module
+        if any(
+            getattr(type(module), name, None) is not getattr(usual, name) for name in STATE_METHODS
+        ):
+            return False
+        if module._state_dict_hooks or module._state_dict_pre_hooks:
+            return False
+        further += [below for below in module._modules.values() if below is not None]
+        return self._is_data([*module._parameters.values(), *module._buffers.values()])
 
     def _is_path(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Name):

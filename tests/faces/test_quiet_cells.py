@@ -90,6 +90,85 @@ def test_cells_that_delete_save_free_or_print_run_in_ram(shell, user, code):
     assert cell is not None and not cell.returns
 
 
+class _Pickles:
+    """Its pickling reads and writes a tensor, as that of many averages of weights and trackers does."""
+
+    def __getstate__(self):
+        raise AssertionError
+
+
+def _with_hook(method):
+    import torch
+
+    made = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    getattr(made[0], method)(lambda *_: None)
+    return made
+
+
+def _with_method(name):
+    import torch
+
+    return torch.nn.Sequential(type("Mine", (torch.nn.Linear,), {name: lambda self: {}})(2, 2))
+
+
+def _optimizer_with_hook(method):
+    import torch
+
+    made = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    getattr(made, method)(lambda *_: None)
+    return made
+
+
+def _parameter_of_a_class_of_the_users():
+    import torch
+
+    made = torch.nn.Linear(2, 2)
+    made.weight = type("Mine", (torch.nn.Parameter,), {})(torch.ones(2, 2))
+    return made
+
+
+@pytest.mark.parametrize(
+    "code", ["torch.save(it, 'x.pt')", "torch.save({'it': [it], 'step': 3}, 'x.pt')"]
+)
+@pytest.mark.parametrize("make", [
+    _Pickles, lambda: {"average": _Pickles()}, lambda: [1, (_Pickles(),)], lambda: _with_method("__getstate__"),
+])  # fmt: skip
+def test_what_the_users_code_pickles_has_the_memory(shell, user, code, make):
+    """Such code got an error, and the file that it was to replace was already empty."""
+    user["it"] = make()
+    assert quiet_cells.in_ram(shell, {"code": code}) is None
+
+
+def test_a_tensor_with_an_object_of_the_users_has_the_memory_when_it_is_saved(shell, user):
+    assert quiet_cells.in_ram(shell, {"code": "torch.save([x], 'x.pt')"})
+    user["x"].owner = _Pickles()
+    assert quiet_cells.in_ram(shell, {"code": "torch.save([x], 'x.pt')"}) is None
+
+
+@pytest.mark.parametrize("make", [
+    lambda: _with_hook("register_state_dict_pre_hook"), lambda: _with_hook("register_state_dict_post_hook"),
+    lambda: _with_method("get_extra_state"), lambda: _with_method("state_dict"),
+    lambda: _with_method("_save_to_state_dict"), _parameter_of_a_class_of_the_users,
+    lambda: _optimizer_with_hook("register_state_dict_pre_hook"),
+    lambda: _optimizer_with_hook("register_state_dict_post_hook"),
+])  # fmt: skip
+def test_a_state_that_the_users_code_makes_has_the_memory(shell, user, make):
+    user["it"] = make()
+    assert quiet_cells.in_ram(shell, {"code": "torch.save(it.state_dict(), 'x.pt')"}) is None
+
+
+def test_states_of_modules_and_optimizers_of_torch_are_saved_in_ram(shell, user):
+    torch = user["torch"]
+    net = user["net"] = torch.nn.Sequential(torch.nn.Conv1d(2, 2, 1), torch.nn.BatchNorm1d(2))
+    adam = user["adam"] = torch.optim.Adam(net.parameters())
+    net(torch.ones(2, 2, 2)).sum().backward()
+    adam.step()
+    user["all"] = {"net": net.state_dict(), "adam": adam.state_dict(), "losses": [0.5, 0.25]}
+    user["all"]["itself"] = user["all"]
+    code = "torch.save(net.state_dict(), 'x.pt')\ntorch.save(adam.state_dict(), 'x.pt')\ntorch.save(all, f='x.pt')"
+    assert quiet_cells.in_ram(shell, {"code": code}).saves
+
+
 @pytest.mark.parametrize("code", ["%gpu unpark", "%gpu park never", "%gpu who\n%gpu unpark"])
 def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, code):
     cell = quiet_cells.in_ram(shell, {"code": code})
@@ -102,6 +181,8 @@ def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, 
     "del x[0]", "del model.weight", "x = x + 1", "x += 1", "x[0] = 1", "a, b = 1, 2", "import numpy",
     "print(data)", "print(x.add_(1))", "print(x.max(0))", "print(x.max(dim=0))", "print(**data)",
     "print(round(x, ndigits=2))", "gc.collect(generation=2)", "torch.cuda.empty_cache(data)",
+    "torch.save(x, 'x.pt', _use_new_zipfile_serialization=False)", "torch.save(x, 'x.pt', path)",
+    "torch.save(model, 'x.pt')",
     "print(x.sum())", "print(x.data)", "print(x, file=data)", "print(*losses)", "torch.save(x + 1, 'x.pt')",
     "print(sparse)", "print(packed.max())", "print(nested.shape)", "print(inside.max())",
     "torch.save(mine.state_dict(), 'm.pt')", "torch.save(x, data)", "torch.load('x.pt')", "!ls",
