@@ -28,7 +28,7 @@ import sqlite3
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -236,23 +236,37 @@ def _is_busy(lease: Lease, section: Section) -> bool:
     )
 
 
+def _waiting(book: Book) -> Iterator[tuple[Key, int, float]]:
+    """For each request and each device of its need: the key, the bytes, and the part of the request that waits there."""
+    for ticket in book.tickets:
+        owner = book.owner(ticket.owner)
+        if ticket.verb != "use" or owner is None:
+            continue
+        for share in ticket.need:
+            key = Key(owner.user, owner.notebook, ticket.name, share.device, WAITED)
+            yield key, share.bytes, 1 / len(ticket.need)
+
+
+def requests_now(book: Book) -> dict[Key, float]:
+    """The number of requests that wait with each key. A request for two cards counts half on each."""
+    found: dict[Key, float] = defaultdict(float)
+    for key, _, part in _waiting(book):
+        found[key] += part
+    return dict(found)
+
+
 def _add_waits(held: dict[Key, int], book: Book, cards: Iterable[str]) -> None:
     """What each request waits for, divided among the users who hold its card, in proportion to their bytes."""
     users: dict[str, dict[str, int]] = {id: defaultdict(int) for id in cards}
     for key, size in held.items():
         if size and key.device in users:
             users[key.device][key.user] += size
-    for ticket in book.tickets:
-        owner = book.owner(ticket.owner)
-        if ticket.verb != "use" or owner is None:
-            continue
-        for share in ticket.need:
-            who = Key(owner.user, owner.notebook, ticket.name, share.device, WAITED)
-            held[who] += share.bytes
-            others = users.get(share.device, {})
-            total = sum(others.values())
-            for user, size in others.items():
-                held[who._replace(name=user, state=WAITED_FOR)] += share.bytes * size // total
+    for who, need, _ in _waiting(book):
+        held[who] += need
+        others = users.get(who.device, {})
+        total = sum(others.values())
+        for user, size in others.items():
+            held[who._replace(name=user, state=WAITED_FOR)] += need * size // total
 
 
 def _add_saved(held: dict[Key, int]) -> None:
@@ -300,17 +314,28 @@ class Account:
     def __init__(self) -> None:
         self._sums: dict[tuple[int, Key], tuple[float, float]] = {}
         self._seen: dict[Key, int] = {}
+        self._requests: Mapping[Key, float] = {}
         self._seen_at = float("-inf")
 
-    def look(self, held: dict[Key, int], now: float, wall: float) -> None:
-        """Adds what was seen last until `now`, a time of a clock that never jumps; `wall` is in epoch seconds."""
+    def look(
+        self,
+        held: dict[Key, int],
+        now: float,
+        wall: float,
+        requests: Mapping[Key, float] = MappingProxyType({}),
+    ) -> None:
+        """Adds what was seen last until `now`, a time of a clock that never jumps; `wall` is in epoch seconds.
+
+        Two of the `requests` with one key wait twice as long as one; see `requests_now`.
+        """
         seconds = now - self._seen_at
         if 0 < seconds <= GAP_SECONDS:
             start = int((wall - seconds) // MINUTE * MINUTE)
             for key, size in self._seen.items():
                 byte_seconds, time = self._sums.get((start, key), (0.0, 0.0))
-                self._sums[start, key] = byte_seconds + size * seconds, time + seconds
-        self._seen, self._seen_at = held, now
+                lasted = seconds * self._requests.get(key, 1.0)
+                self._sums[start, key] = byte_seconds + size * seconds, time + lasted
+        self._seen, self._requests, self._seen_at = held, requests, now
 
     def rows(self, before: float = float("inf")) -> list[Hour]:
         """The sums of all minutes that began before the wall time `before`, less the last one that is not complete."""

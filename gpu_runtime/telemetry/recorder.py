@@ -29,7 +29,7 @@ from ..facts import Book, DeviceView, Moment, Sample, Section, World
 from ..ledgers.access import state_in
 from ..ledgers.reader import Peek, peek
 from ..scheduler.capacity import views
-from .hours import Account, StateFile, held_now, hours_in
+from .hours import Account, StateFile, held_now, hours_in, requests_now
 from .journal import decoded
 
 # -- moments ---------------------------------------------------------------------------------------
@@ -235,7 +235,8 @@ class Recorder:
         now, wall = boot_seconds(), time.time()
         seen = views_of(book, figures, now, wall)
         self._unwritten += self._changes.select(moments_of(seen, book.sections.values(), wall))
-        self._account.look(held_now(book, seen, figures.programs), now, wall)
+        held = held_now(book, seen, figures.programs)
+        self._account.look(held, now, wall, requests_now(book))
         del self._unwritten[:-MOST_UNWRITTEN]
         if now - self._written_at >= WRITE_SECONDS:
             self._written_at = now

@@ -195,6 +195,23 @@ def test_the_states_of_a_card_add_up_to_its_capacity_times_the_recorded_time(ste
     assert all(time == pytest.approx(recorded) for time in free.values())
 
 
+def test_each_request_waits_as_long_as_it_waits():
+    """Two scripts of one user that wait for the same model are two requests. One for two cards is one request."""
+    both = (Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB))
+    tickets = [waits(3, 6), replace(waits(3, 6), key="k2"), replace(waits(2, 0), need=both)]
+    page = page_of(lease("a", sim0=3, sim1=3), tickets=tickets)
+    account, held = Account(), held_now(page, views(page, world(sim0=10, sim1=8, host=64)))
+    for second in (0.0, 6.0):
+        account.look(held, second, WALL + second, hours.requests_now(page))
+    waited = defaultdict(float)
+    for row in account.rows():
+        if row.key.state == WAITED:
+            waited[row.key.user] += row.seconds
+    assert waited == {"carol": 12, "bob": 6}
+    [ann, *_] = table([row._replace(seconds=row.seconds * HOUR) for row in account.rows()], "waits")
+    assert ann == {"user": "carol", "waited_for": "ann", "waited_h": 12.0}
+
+
 def test_a_minute_is_written_when_it_has_ended_and_the_file_adds_it_up(tmp_path):
     """A helper that ends in the middle of a minute writes its part; the next one adds to it."""
     file, wall = Hours(tmp_path / "hours.db"), 120_000_000.0
