@@ -32,7 +32,7 @@ EMPTY = {
     "catalog": "The catalogue is empty. Add models:  {prompt} apply -f FILE",
     "leases": "No process holds memory on a device. Load a model:  %gpu load NAME PATH",
     "evictions": "Nothing has been evicted yet. What else happened:  {prompt} evictions --all",
-    "report": "Nothing was recorded in this time. A minute is written when it ended; GPU_LEDGER=memory: keeps none.",
+    "report": "Nothing was recorded in this time. It is written once a minute; GPU_LEDGER=memory: keeps none.",
     "fragmentation": "No process holds memory on a card yet. Load a model:  %gpu load NAME PATH",
 }
 

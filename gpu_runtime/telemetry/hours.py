@@ -237,7 +237,7 @@ def _is_busy(lease: Lease, section: Section) -> bool:
 
 
 def _waiting(book: Book) -> Iterator[tuple[Key, int, float]]:
-    """For each request and each device of its need: the key, the bytes, and the part of the request that waits there."""
+    """For each request and device of its need: the key, the bytes, and the part of the request that waits there."""
     for ticket in book.tickets:
         owner = book.owner(ticket.owner)
         if ticket.verb != "use" or owner is None:
@@ -337,13 +337,9 @@ class Account:
                 self._sums[start, key] = byte_seconds + size * seconds, time + lasted
         self._seen, self._requests, self._seen_at = held, requests, now
 
-    def rows(self, before: float = float("inf")) -> list[Hour]:
-        """The sums of all minutes that began before the wall time `before`, less the last one that is not complete."""
-        return [
-            Hour(start, key, *sums)
-            for (start, key), sums in self._sums.items()
-            if start + MINUTE <= before
-        ]
+    def rows(self) -> list[Hour]:
+        """The sums of all minutes, also of one that has not ended: what follows is added to its row in the file."""
+        return [Hour(start, key, *sums) for (start, key), sums in self._sums.items()]
 
     def forget(self, rows: Iterable[Hour]) -> None:
         """Removes `rows`, which are written, and the oldest of more than MOST_UNWRITTEN others."""

@@ -245,7 +245,7 @@ class Recorder:
             self._thinned_at = now
             steady = self._steady(wall)
             self._record.thin(wall, steady)
-            self._add_hours(wall, steady)
+            self._add_hours(steady)
 
     def _steady(self, wall: float) -> float:
         """The wall time from which the age of records is counted: `wall`, unless the clock has jumped ahead.
@@ -254,8 +254,8 @@ class Recorder:
         """
         return min(wall, self._began + boot_seconds())
 
-    def _add_hours(self, before: float, steady: float) -> None:
-        rows = self._account.rows(before)
+    def _add_hours(self, steady: float) -> None:
+        rows = self._account.rows()
         if rows:
             self._account.forget(rows if self._hours.add(rows, steady) else ())
 
@@ -265,9 +265,9 @@ class Recorder:
             self._unwritten.clear()
 
     def end(self) -> None:
-        """Writes everything, also of the present minute."""
+        """Writes everything."""
         self.flush()
-        self._add_hours(float("inf"), self._steady(time.time()))
+        self._add_hours(self._steady(time.time()))
 
 
 def views_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[DeviceView, ...]:

@@ -228,6 +228,16 @@ def test_a_clock_that_is_years_ahead_for_a_minute_removes_nothing(recorder, tmp_
     assert [row.byte_seconds for row in file.between(0, WALL - DAY)] == [5.0]
 
 
+def test_the_account_of_hours_is_a_minute_old_at_most(recorder, tmp_path):
+    """Also if the helper was killed. The minute that ran was not written: up to two minutes were missing."""
+    file = hours.hours_in(tmp_path / "boot")
+    recorder(59)
+    for second in range(2, 300, 2):
+        recorder(2)
+        free = [row.seconds for row in file.between(0, WALL + DAY) if row.key.state == hours.FREE]
+        assert sum(free) >= second - 60
+
+
 def test_a_recorder_that_cannot_write_keeps_the_last_moments(recorder, tmp_path, monkeypatch):
     monkeypatch.setattr(recorders, "MOST_UNWRITTEN", 3)
     path = record_in(tmp_path / "boot").path
@@ -259,7 +269,7 @@ def test_hours_that_cannot_be_written_are_kept_up_to_a_limit(monkeypatch):
     for minute in range(6):
         for seconds in (0, 1):
             keeper._account.look({key: GIB}, 60.0 * minute + seconds, WALL + 60 * minute + seconds)
-        keeper._add_hours(float("inf"), WALL)
+        keeper._add_hours(WALL)
     assert [row.start - WALL for row in keeper._account.rows()] == [180, 240, 300]
 
 

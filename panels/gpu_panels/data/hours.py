@@ -22,7 +22,7 @@ COLOURS = {IN_USE: "#748db1", IDLE: "#d7e2e3", BLOCKING: "#d55e00", OUTSIDE: "#9
 HEIGHT = 180  # pixels of a card that is full all the time
 MOST_LABELS = 7
 MOST_BARS = 48
-NO_HOURS = "Nothing was recorded in this time. The first minute appears when it has ended."
+NO_HOURS = "Nothing was recorded in this time. The first figures appear within a minute."
 HINT = (
     "A card-hour is a whole card for an hour; the columns after it are GiB-hours. In use: a cell, a call, a load ran. "
     "Kept waiting: idle, while somebody else waited for the card. Saved: used by others, where there would have been "
