@@ -228,7 +228,7 @@ def where(shares: Shares) -> str:
     kinds = {id.split(":")[0] for id in ids}
     if len(kinds) != 1:
         return " + ".join(ids)
-    numbers = ",".join(id.split(":")[1] for id in ids)
+    numbers = ",".join(id.partition(":")[2] for id in ids)
     return f"{kinds.pop()}:{numbers}"
 
 
@@ -928,6 +928,11 @@ class Event(Value):
     def unnumbered(self) -> Event:
         """The event without what may differ between the book and the journal: its number, and the runners-up."""
         return replace(self, seq=0, runners_up=())
+
+    @property
+    def place(self) -> str:
+        """The devices on which its bytes are, or were: `sim:0`, or `sim:0,1`."""
+        return where(self.shares) or self.device
 
     @property
     def title(self) -> str:

@@ -444,7 +444,7 @@ def events(rows: Iterable[Event]) -> DataFrame:
     rows = list(rows)
     cells = [
         [datetime.fromtimestamp(in_calendar(e.wall), timezone.utc), e.title, e.action, e.reason]
-        + [e.bytes, e.device, e.owner]
+        + [e.bytes, e.place, e.owner]
         for e in rows
     ]
     frame = table(cells, EVENTS, {"time": "datetime64[ns, UTC]", "bytes": "int64"})

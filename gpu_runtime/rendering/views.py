@@ -568,10 +568,10 @@ def event_phrase(event: Event) -> str:
         return event.action
     if not event.bytes:
         phrase = phrase.split(",")[0].replace(" {bytes}", "")
-    if not event.device:
+    if not event.place:
         for preposition in ("on", "from", "to"):
             phrase = phrase.replace(f" {preposition} {{device}}", "")
-    return phrase.format(bytes=show_bytes(event.bytes), device=event.device)
+    return phrase.format(bytes=show_bytes(event.bytes), device=event.place)
 
 
 def event_sentence(event: Event) -> str:

@@ -428,9 +428,9 @@ def _grant(
     )
     title = book.title(lease)
     because = f"{title} needs {show_bytes(size)}; {chosen.because}."
-    device = chosen.shares[0].device
     book = book.without_ticket(request.key).with_lease(lease)
-    book = note(book, world, lease, "granted", "request", because, size=size, device=device)
+    granted = replace(lease, shares=chosen.shares)
+    book = note(book, world, granted, "granted", "request", because, size=size)
     book = replace(book, holds_below=_holds_below(context))
     return book, Grant(lease, (_arrival(lease, because),), because, considered)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_runtime import threads
-from gpu_runtime.facts import Lease, Snapshot, Ticket, Wait, holder_label, lease_title
+from gpu_runtime.facts import Lease, Snapshot, Ticket, Wait, holder_label, lease_title, where
 from gpu_runtime.notebook import State, activity
 from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes, show_seconds
@@ -36,8 +36,9 @@ def sentence(name: str, wait: Wait, seconds: float) -> str:
     by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status`.
     A notebook that waits runs no other cell, so the command is one for a terminal.
     """
-    place = next((candidate.shares[0] for candidate in wait.considered), None)
-    need = f" ({show_bytes(place.bytes)} on {place.device})" if place else ""
+    shares = wait.considered[0].shares if wait.considered else ()
+    size = show_bytes(sum(share.bytes for share in shares))
+    need = f" ({size} on {where(shares)})" if shares else ""
     wanted = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
     turn = f" You are {_ordinal(wait.ahead + 1)} in the queue." if wait.ahead else ""
     because = wait.because.rstrip(".")

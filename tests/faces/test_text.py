@@ -335,6 +335,15 @@ def test_an_event_without_bytes_or_device_is_still_a_phrase(action, device):
     assert phrase.split()[-1] not in ("on", "from", "to", "freeing") and "on to" not in phrase
 
 
+def test_an_event_of_several_cards_names_all_of_them():
+    """It read `was loaded, 40.0 GiB on sim:0`, a card of 24 GiB. A book may have any text in place of a card's id."""
+    both = (Share("sim:0", 20 * GIB), Share("sim:1", 20 * GIB))
+    event = Event(1, 0.0, "giant", "loaded", "request", "", 40 * GIB, "sim:0", shares=both)
+    assert views.event_phrase(event) == "was loaded, 40.0 GiB on sim:0,1"
+    odd = replace(event, shares=(Share("sim", GIB), Share("sim:1", GIB)))
+    assert "was loaded" in views.event_phrase(odd)
+
+
 @pytest.mark.parametrize("action", ["{", "{bytes.real}", "{0}", "paused {device}"])
 def test_an_action_that_another_process_has_invented_is_shown_as_it_is(action):
     """A book may have any text there, also of another user."""

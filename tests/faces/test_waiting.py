@@ -37,6 +37,9 @@ def test_the_line_has_the_need_the_holder_the_place_in_the_queue_and_what_to_typ
         "You have waited 7.0 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use by "
         "train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status"
     )
+    two = Candidate((Share("sim:0", 20 * GIB), Share("sim:1", 20 * GIB)), False, "")
+    split = Wait("llama is in use", considered=(two,))
+    assert " for giant (40.0 GiB on sim:0,1). llama" in sentence("giant", split, 7.0)
     wait = Wait("llama is in use")
     assert sentence("kernel", wait, 90.0).startswith(
         "You have waited 90 s for this notebook's own memory. llama is in use. "

@@ -16,6 +16,10 @@ def test_one_that_no_card_holds_is_divided_and_gives_back_to_each_what_it_took(r
     assert claims(rt) == {"sim:0": 60 * GIB, "sim:1": 70 * GIB, "sim:2": 70 * GIB}
     rt.evict("big")
     assert claims(rt) == {"sim:0": 60 * GIB, "host": 140 * GIB}
+    events = [one for one in rt.events().to_dict("records") if one["model"] == "big"]
+    assert [(one["action"], one["bytes"] // GIB, one["device"]) for one in events] == [
+        (action, 140, "sim:1,2") for action in ("granted", "loaded", "offloaded")
+    ]
 
 
 def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):

@@ -431,7 +431,7 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
             event.reason,
             event.because,
             event.bytes,
-            event.device,
+            event.place,
             section.owner.label if section else _process(event, snapshot, notebooks),
             event.by,
             round(event.seconds, 3) or "",
