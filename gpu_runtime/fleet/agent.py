@@ -153,7 +153,7 @@ class HostAgent:
             plan = self.rt._plan_wished(name) if for_wish else self.rt.plan(name)
             users = self.holds.users(name)
             if plan.level is PlanLevel.WAIT:
-                users += len(self.rt.status().tickets)
+                users += len(self.rt.status().waiting)
             found = offer_of(plan, self.host, users)
             if for_wish and plan.level is PlanLevel.WAIT:
                 found = replace(found, level=PlanLevel.NEVER)

@@ -687,7 +687,7 @@ def _host_notes(snapshot: Snapshot) -> str:
         notes.append("simulated")
     if any(view.drained for view in cards):
         notes.append("drained")
-    if waiting := len(snapshot.tickets):
+    if waiting := len(snapshot.waiting):
         notes.append(f"{waiting} waiting")
     if snapshot.degraded:
         notes.append(snapshot.degraded)

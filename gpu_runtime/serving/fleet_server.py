@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..access_keys import Keys
 from ..catalog.files import Catalog
 from ..errors import FleetUnavailable, NodeLost, UnknownModel
-from ..facts import Evidence, ModelSpec, Outcome, Snapshot
+from ..facts import HOST, Evidence, ModelSpec, Outcome, Snapshot
 from ..fleet import cluster
 from ..fleet.client import Fleet, open_fleet
 from ..fleet.hosts import on
@@ -388,7 +388,7 @@ class FleetMetrics(Scraped):
         snapshots = {snapshot.host: snapshot for snapshot in self._models.fleet.status()}
         yield GaugeMetricFamily("gpuconsole_hosts", "Hosts that answer", len(snapshots))
         yield from devices(snapshots)
-        waiting = {host: len(snapshot.tickets) for host, snapshot in snapshots.items()}
+        waiting = {host: len(snapshot.waiting) for host, snapshot in snapshots.items()}
         text = "Requests for memory that wait"
         yield gauge("gpuconsole_host_waiting_requests", text, ["Hostname"], waiting.items())
         yield from _models(snapshots)
@@ -404,16 +404,21 @@ def _models(snapshots: dict[str, Snapshot]) -> Iterator[Any]:
     users = GaugeMetricFamily(
         "gpuconsole_host_model_users", "Blocks and calls that use a model now", labels=labels
     )
+    held: Counter[tuple[str, str]] = Counter()  # several processes of a host may hold a model
+    pins: Counter[tuple[str, str]] = Counter()
     placements: Counter[str] = Counter()
     for host, snapshot in snapshots.items():
         for lease in snapshot.leases():
-            if lease.kind != "model" or not lease.on_device:
+            cards = [share.bytes for share in lease.shares if share.device != HOST]
+            if lease.kind != "model" or not cards:
                 continue
-            sizes.add_metric([host, lease.name], lease.bytes)
-            users.add_metric([host, lease.name], lease.pins)
-            placements[str(len(lease.shares))] += 1
-    yield sizes
-    yield users
+            held[host, lease.name] += sum(cards)
+            pins[host, lease.name] += lease.pins
+            placements[str(len(cards))] += 1
+    for family, counted in ((sizes, held), (users, pins)):
+        for values, value in counted.items():
+            family.add_metric(values, value)
+        yield family
     text = "Models on cards, by the number of their cards"
     yield gauge("gpuconsole_placements", text, ["cards"], placements.items())
 

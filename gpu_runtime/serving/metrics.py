@@ -158,7 +158,7 @@ class Metrics(Scraped):
         for name, text in TOTALS.items():
             value = snapshot.totals.get(name, 0)
             yield CounterMetricFamily(f"gpuconsole_{name}", f"{text}, since the book began", value)
-        waiting = len(snapshot.tickets)
+        waiting = len(snapshot.waiting)
         yield GaugeMetricFamily(
             "gpuconsole_waiting_requests", "Requests for memory that wait", waiting
         )

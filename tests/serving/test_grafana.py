@@ -10,15 +10,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import promql_parser
 import pytest
 import yaml
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_runtime.facts import HOST, Share, Ticket
+from gpu_runtime.rendering import answers
 from gpu_runtime.serving import metrics
+from gpu_runtime.serving.fleet_server import FleetMetrics
 from gpu_runtime.serving.metrics import CARD, HOLDER, Metrics
 from gpu_runtime.telemetry.hours import ON_CARD
 from gpu_runtime.units import GIB
@@ -94,6 +99,43 @@ def test_dashboards_can_be_imported():
             }
             assert not taken & area, panel["title"]
             taken |= area
+
+
+def figures_of(scraped):
+    return {
+        (family.name, *one.labels.values()): one.value
+        for family in scraped.collect()
+        for one in family.samples
+    }
+
+
+def test_an_order_to_another_process_is_no_request_that_waits():
+    """A request to evict counted as one, on a host and in a fleet."""
+    use = Ticket("k", samples.BOB.id, "use", "llama", samples.NOW - 5, samples.NOW)
+    order = replace(use, key="o", verb="evict", name=f"{samples.ME.id}/qwen")
+    seen = samples.snapshot(samples.lease("qwen", 14), tickets=(use, order))
+    host = SimpleNamespace(status=lambda: seen, allocator_maps=lambda: ())
+    assert figures_of(Metrics(host))["gpuconsole_waiting_requests",] == 1
+    there = replace(seen, host="box1")
+    models = SimpleNamespace(fleet=SimpleNamespace(status=lambda: [there]))
+    assert figures_of(FleetMetrics(models, None))["gpuconsole_host_waiting_requests", "box1"] == 1
+    assert "1 waiting" in answers.fleet((there,)).text
+
+
+def test_a_model_that_two_processes_of_a_host_hold_has_the_sum_of_its_bytes_on_cards():
+    """It had a row for each, of which Prometheus keeps one. Bytes in RAM counted too, as on a further card."""
+    mine = replace(samples.lease("qwen", 14), pins=2)
+    parts = (Share("sim:0", 4 * GIB), Share(HOST, 10 * GIB))
+    bobs = replace(mine, owner=samples.BOB.id, shares=parts, pins=1)
+    seen = replace(samples.snapshot(mine, bobs), host="box1")
+    models = SimpleNamespace(fleet=SimpleNamespace(status=lambda: [seen]))
+    scraped = FleetMetrics(models, None)
+    names = [(one.name, *one.labels.values()) for f in scraped.collect() for one in f.samples]
+    assert len(names) == len(set(names))
+    found = figures_of(scraped)
+    assert found["gpuconsole_host_model_bytes", "box1", "qwen"] == 18 * GIB
+    assert found["gpuconsole_host_model_users", "box1", "qwen"] == 3
+    assert found["gpuconsole_placements", "1"] == 2
 
 
 def test_the_states_add_up_to_the_card_with_the_labels_of_dcgm(runtime):
