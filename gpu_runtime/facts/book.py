@@ -537,6 +537,15 @@ class Lease(Value):
         return where(self.shares) or self.phase.value
 
     @property
+    def placed(self) -> Shares:
+        """Where its bytes are: as `shares`, but bytes in a file are on the `disk`, and not in host memory."""
+        if not self.disk_bytes:
+            return self.shares
+        in_ram = [Share(HOST, self.ram_bytes)] if self.ram_bytes else []
+        on_cards = [share for share in self.shares if share.device != HOST]
+        return (*on_cards, *in_ram, Share(DISK, self.disk_bytes))
+
+    @property
     def on_disk(self) -> bool:
         """Whether all bytes of the lease are in a file on a disk."""
         return bool(self.disk_bytes) and self.on_host and self.disk_bytes >= self.bytes

@@ -599,6 +599,7 @@ class Kernel:
         if by and self._running:
             title = lease_title(Lease(self._session.me, KERNEL, kind=KERNEL), self._session.owner)
             raise StillInUse(f"{title} runs a cell now.", name=KERNEL)
+        was_away = self.away
         outcome = replace(self.park(), verb="hibernate")
         resident = self.resident
         if self._leaves_next:
@@ -616,7 +617,9 @@ class Kernel:
         held = show_bytes(resident.lease.disk_bytes)
         because = f"{held} is on the disk of {self._session.settings.gpu_park_dir}"
         if size:
-            because = f"{because}; {show_bytes(size)} of RAM came free"
+            because = (
+                f"{because}; {show_bytes(size)} of {'RAM' if was_away else 'its card'} came free"
+            )
         return replace(outcome, because=because, bytes=size, where=DISK)
 
     def park_quietly(self, because: str) -> None:

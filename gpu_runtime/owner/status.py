@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import distributions, entry_points
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -408,15 +409,23 @@ def leases(session: Session) -> DataFrame:
         for lease in section.leases
         for row in _shares(section.owner, lease, world.now)
     ]
-    return table(rows, LEASES, {"bytes": "int64", "pid": "int64", "pins": "int64"})
+    types = {"bytes": "int64", "measured_bytes": "Int64", "pid": "int64", "pins": "int64"}
+    return table(rows, LEASES, types)
 
 
 def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
-    """The rows of `leases` for one lease."""
+    """The rows of `leases` for one lease: its places, then what it has reserved elsewhere.
+
+    What a block uses of its bytes is unknown, and nothing is known of what is only reserved.
+    """
     filled = {share.device: share.bytes for share in lease.filled}
+    placed = [
+        (share, None if lease.kind == "block" else filled.get(share.device, share.bytes))
+        for share in lease.placed
+    ]
+    reserved = [(share, None) for share in islice(lease.claims(), len(lease.shares), None)]
     rows = []
-    for share in lease.claims():
-        measured = lease.measured_bytes or filled.get(share.device, share.bytes)
+    for share, measured in (*placed, *reserved):
         row = [
             lease_title(lease, owner),
             share.device,

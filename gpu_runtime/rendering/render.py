@@ -266,7 +266,7 @@ def _lease(snapshot: Snapshot, lease: Lease) -> dict[str, Any]:
         "kind": lease.kind,
         "where": lease.where,
         "bytes": lease.bytes,
-        "shares": {share.device: share.bytes for share in lease.shares},
+        "shares": {share.device: share.bytes for share in lease.placed},
         "phase": str(lease.phase),
         "pins": lease.pins,
         "idle_seconds": round(lease.idle_seconds(snapshot.now), 3),

@@ -548,6 +548,8 @@ _EVENT_PHRASES = {
     "pin": "was pinned",
     "unpin": "was unpinned",
     "preload": "was loaded for another process",
+    "move": "was moved for another process",
+    "hibernate": "was moved to its disk for another process",
     "drained": "was drained",
     "undrained": "can be used again",
     "restore": "was restored for another process",

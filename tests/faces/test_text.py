@@ -28,6 +28,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.owner import status
 from gpu_runtime.rendering import answers, render, text, views
+from gpu_runtime.scheduler import recall
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import preset
 
@@ -333,6 +334,12 @@ def test_an_event_without_bytes_or_device_is_still_a_phrase(action, device):
     phrase = views.event_phrase(Event(1, 0.0, "qwen", action, "request", "", 0, device))
     assert "0 B" not in phrase and "{" not in phrase and "  " not in phrase
     assert phrase.split()[-1] not in ("on", "from", "to", "freeing") and "on to" not in phrase
+
+
+@pytest.mark.parametrize("verb", sorted(set(recall.ASKS) - {"evict", "shed"}))
+def test_what_a_process_has_done_for_another_one_is_a_phrase(verb):
+    """`train.ipynb hibernate, requested by ann` was shown. What leaves has an event of its own."""
+    assert views.event_phrase(Event(1, 0.0, "qwen", verb, verb, "")) != verb
 
 
 def test_an_event_of_several_cards_names_all_of_them():

@@ -8,6 +8,7 @@ import pytest
 from gpu_runtime.devices.allocators import reset_peak
 from gpu_runtime.facts import Device, Lease, Share
 from gpu_runtime.owner.acquire import LeasedBlock
+from gpu_runtime.rendering import answers
 from gpu_runtime.units import GIB
 
 TOTAL = 80 * GIB  # as torch counts the card; NVML counts what the driver keeps too
@@ -174,3 +175,13 @@ def test_a_child_that_is_forked_in_a_block_ends_the_block(block):
     cuda.started, cuda.forked = False, True
     leased.end()
     assert leased.peak_bytes is None
+
+
+def test_what_a_block_uses_of_its_bytes_is_unknown(runtime):
+    """`gpu leases` had all of them as measured; the console says that they are not known."""
+    rt = runtime(monitor=False)
+    rt.register("m", backend="fake", size="2GiB")
+    rt.preload("m")
+    with rt.lease("3GiB"):
+        rows = answers.for_people(rt.leases()).text.splitlines()[1:]
+    assert ["unknown" in row for row in rows] == [False, True]

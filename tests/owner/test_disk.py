@@ -13,8 +13,9 @@ from gpu_runtime import BadSetting, GpuError, threads
 from gpu_runtime.backends.pytorch import park_file
 from gpu_runtime.facts import HOST, Book, Lease, Section, Share
 from gpu_runtime.owner import acquire, disk, maintenance
+from gpu_runtime.rendering import render
 from gpu_runtime.scheduler.victims import shed_step
-from gpu_runtime.units import GIB, MIB, show_seconds
+from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 from tests import simgpu, tiny_models
 from tests.clock import PATIENCE, until
 from tests.core.test_raised_errors import no_thread
@@ -59,6 +60,11 @@ def test_hibernated_memory_takes_no_ram_and_returns_for_the_next_cell(parked):
     lease = kernel_lease(rt)
     assert (outcome.bytes, lease.disk_bytes, own(rt)) == (size, size, {HOST: 0})
     assert lease.where == "disk" and rt.status().devices[-1].claimed_bytes == 0
+    assert outcome.because.endswith(f"{show_bytes(size)} of RAM came free")
+    [row] = rt.leases().to_dict("records")
+    assert (row["device"], row["bytes"], row["measured_bytes"]) == ("disk", size, size)
+    [shown] = render.status(rt.status())["leases"]
+    assert shown["shares"] == {"disk": size}, "RAM has none of them"
     assert rt.hibernate().bytes == 0, "it is there already"
     assert_whole(kernel)
     assert own(rt) == {"sim:0": size} and kernel_lease(rt).disk_bytes == 0
@@ -67,7 +73,9 @@ def test_hibernated_memory_takes_no_ram_and_returns_for_the_next_cell(parked):
 def test_hibernate_parks_what_is_on_the_card(parked):
     rt, kernel = parked()
     cell(kernel)
-    assert rt.hibernate().where == "disk" and kernel_lease(rt).on_disk
+    outcome = rt.hibernate()
+    assert outcome.where == "disk" and kernel_lease(rt).on_disk
+    assert outcome.because.endswith(" of its card came free")
 
 
 def test_a_cell_that_hibernates_its_own_notebook_leaves_when_it_has_ended(parked):

@@ -128,7 +128,7 @@ def _model_row(lease: Lease, owner: str, now: float) -> Json:
         "idle_seconds": round(lease.idle_seconds(now), 1),
         "use_count": lease.uses,
         "device": lease.where,
-        "shares_mb": {share.device: share.bytes // MIB for share in lease.shares},
+        "shares_mb": {share.device: share.bytes // MIB for share in lease.placed},
         "in_use": bool(lease.pins),
         "importance": lease.importance,
         "keep": lease.keep,
