@@ -84,7 +84,7 @@ def report(session: Session, since: str | float, by: str, text: bool) -> DataFra
     rows: list[hours.Hour] = []
     if session.record is not None:
         kept = hours.Hours(session.record.path.with_name(hours.FILE))
-        rows = kept.between(began // (stretch or 1) * (stretch or 1), until, stretch)
+        rows = kept.between(began, until, stretch)
     if text:
         return hours.text(rows, began, until)
     found = hours.table(rows, by)

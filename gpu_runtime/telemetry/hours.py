@@ -27,7 +27,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -355,6 +355,11 @@ _COLUMNS = (
 _KEY = "stretch, start, user, notebook, name, device, state"
 # The key begins with the stretch, so without it each query would read the whole file.
 _SINCE = f"stretch IN ({MINUTE}, {HOUR}, {DAY}) AND start >= ?"
+# A report of a week that cron types at 07:00:01 has the hour from 07:00.
+_NEAREST = (
+    f"stretch = {MINUTE} AND start >= ? OR stretch = {HOUR} AND start >= ? - {HOUR // 2} "
+    f"OR stretch = {DAY} AND start >= ? - {DAY // 2}"
+)
 _ADD = f"""ON CONFLICT({_KEY}) DO UPDATE SET
     byte_seconds = byte_seconds + excluded.byte_seconds, seconds = seconds + excluded.seconds"""
 
@@ -389,11 +394,14 @@ class Hours(StateFile):
         return self.write(write)
 
     def between(self, since: float, until: float, stretch: int = 0) -> list[Hour]:
-        """What began from the wall time `since` to `until`, in `stretch` seconds or in one sum (0)."""
+        """What began from the wall time `since` to `until`, in `stretch` seconds or in one sum (0).
+
+        Of what is kept as hours or days, the time begins at the boundary that is nearest to `since`.
+        """
         began = f"start / {stretch} * {stretch}" if stretch else "min(start)"
         query = f"""SELECT {began}, user, notebook, name, device, state, sum(byte_seconds), sum(seconds)
-            FROM hours WHERE {_SINCE} AND start < ? GROUP BY {"1, " if stretch else ""}2, 3, 4, 5, 6"""
-        rows = self.read(query, (since, until))
+            FROM hours WHERE ({_NEAREST}) AND start < ? GROUP BY {"1, " if stretch else ""}2, 3, 4, 5, 6"""
+        rows = self.read(query, (*[since] * len(KEPT), until))
         return [
             Hour(int(row[0]), Key(*map(str, row[1:6])), float(row[6]), float(row[7]))
             for row in rows
@@ -447,7 +455,8 @@ def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
     `rows` are sums over the whole time, as `Hours.between` returns them; for "time", sums over stretches of time.
 
     `card_h` are hours of a whole card, `waited_h` are hours of waiting, and the others are GiB-hours: `blocking_gib_h`
-    is what was idle while another waited. The largest row is first.
+    is what was idle while another waited. The largest row is first. Notebooks of one user with the same file name have
+    their paths.
     """
     rows = list(rows)
     if by == "waits":
@@ -465,14 +474,21 @@ def table(rows: Iterable[Hour], by: str) -> list[dict[str, Any]]:
             sums["card"] += row.byte_seconds / capacity[key.device] / HOUR
         if key.state == WAITED:
             sums["waited"] += row.seconds / HOUR
+    paths = Counter((group[0], _file(group[-1])) for group in found)
     listed = []
     for group, sums in sorted(found.items(), key=lambda pair: (-pair[1]["card"], pair[0])):
         if not any(group) or not any(sums.values()):
             continue
+        if by == "notebook" and paths[group[0], _file(group[1])] == 1:
+            group = (group[0], _file(group[1]))
         names = ("card", *states) if by == "card" else ("card", *states, "waited")
         values = [round(sums[name], 3) for name in names]
         listed.append(dict(zip(columns(by), [*group, *values], strict=True)))
     return listed
+
+
+def _file(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 _HEADS = {
@@ -500,7 +516,7 @@ def _group(key: Key, by: str) -> tuple[str, ...]:
     if key.state in (FREE, WAITED_FOR) or (key.state == OUTSIDE and not key.user):
         return ("",)
     second = {
-        "notebook": key.notebook.rpartition("/")[2],
+        "notebook": key.notebook,
         "model": OWN_CODE if key.name == KERNEL else key.name,
     }
     return (key.user, second[by]) if by in second else (key.user,)
@@ -563,13 +579,17 @@ def text(rows: Iterable[Hour], since: float, until: float) -> str:
     rows = list(rows)
     cards, users, waits = table(rows, "card"), table(rows, "user"), table(rows, "waits")
     recorded = max((row.seconds for row in rows if row.key.state == FREE), default=0.0)
+    shown = f"{recorded / HOUR:.0f} h" if recorded >= DAY else show_seconds(recorded)
+    held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in rows:
+        held[row.key.device][row.key.state] += row.byte_seconds
     days = " to ".join(
         time.strftime("%a %d %b %H:%M", time.localtime(wall)) for wall in (since, until)
     )
-    lines = [f"{days}; recorded {show_seconds(recorded)} of {show_seconds(until - since)}"]
+    lines = [f"{days}; recorded {shown} of {show_seconds(until - since)}"]
     for card in cards:
-        parts = {state: card[COLUMNS[state]] for state in ON_CARD}
-        total = sum(parts.values()) or 1.0
+        parts = {state: held[card["card"]][state] for state in ON_CARD}
+        total = sum(parts.values())
         shares = [f"{100 * part / total:.0f} % {state}" for state, part in parts.items() if part]
         lines.append(f"{card['card']}: {', '.join(shares)}")
     for user in users[:MOST_LINES]:

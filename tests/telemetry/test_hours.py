@@ -232,6 +232,21 @@ def test_a_minute_is_written_in_parts_and_the_file_adds_it_up(tmp_path):
     assert file.between(wall + 1, wall + 60) == []
 
 
+def test_the_reports_of_two_weeks_have_each_hour_once(tmp_path):
+    """Cron types them a moment after seven. The first hour of each week was in no report."""
+    file, began = Hours(tmp_path / "hours.db"), 20_000 * DAY + 7 * HOUR
+    key, reports = Key("ann", "n", "m", "sim:0", IN_USE), []
+    for hour in range(14 * 24):
+        start = began + hour * HOUR
+        assert file.add([Hour(start, key, 5.0, 1.0)], start + HOUR)
+        if hour in (7 * 24 - 1, 14 * 24 - 1):
+            now = start + HOUR + 1.3
+            reports += file.between(now - 7 * DAY, now)
+            by_time = file.between(now - 7 * DAY, now, HOUR)
+            assert sum(row.seconds for row in by_time) == reports[-1].seconds, "the same, by time"
+    assert [row.seconds for row in reports] == [7 * 24, 7 * 24]
+
+
 def test_what_was_written_while_the_clock_was_ahead_counts_for_no_quota(tmp_path):
     """It would have counted until the clock is there, perhaps for years."""
     file, now = Hours(tmp_path / "hours.db"), 20_000.0 * DAY
@@ -402,6 +417,32 @@ def test_a_day_of_two_users_and_six_notebooks_against_a_table_by_hand(tmp_path):
     assert table(rows, "waits") == [{"user": "bob", "waited_for": "ann", "waited_h": 0.5}]
     [card] = table(rows, "card")
     assert sum(card[hours.COLUMNS[state]] for state in ON_CARD) == pytest.approx(24 * 24, rel=1e-3)
+
+
+def test_two_notebooks_of_a_user_with_one_file_name_are_two_rows():
+    """Their hours were one sum. The notebook of another user has its file name."""
+    held = [
+        Hour(0, Key(user, f"/home/{path}", "kernel", "sim:0", IN_USE), gib * GIB * HOUR, HOUR)
+        for user, path, gib in (
+            ("ann", "a/n.ipynb", 2),
+            ("ann", "b/n.ipynb", 1),
+            ("bob", "n.ipynb", 3),
+        )
+    ]
+    rows = table([*held, Hour(0, Key("", "", "", "sim:0", FREE), 4 * GIB * HOUR, HOUR)], "notebook")
+    assert [(one["notebook"], one["in_use_gib_h"]) for one in rows] == [
+        ("n.ipynb", 3.0), ("/home/a/n.ipynb", 2.0), ("/home/b/n.ipynb", 1.0),
+    ]  # fmt: skip
+
+
+def test_the_text_says_what_is_missing_and_has_the_parts_of_a_small_card():
+    """162 h of a week read `7 d of 7 d`, and the parts were computed from rounded GiB-hours."""
+    small = [
+        Hour(0, Key(user, "", "m", "sim:0", state), part * GIB * HOUR / 1000, 162 * HOUR)
+        for user, state, part in (("ann", IN_USE, 0.4), ("", FREE, 0.6))
+    ]
+    text = hours.text(small, WALL - 7 * DAY, WALL)
+    assert "recorded 162 h of 7 d" in text and "sim:0: 40 % in use, 60 % free" in text
 
 
 def test_a_script_without_a_lease_has_its_card_hours_and_a_column():
