@@ -476,8 +476,12 @@ class Runtime:
     @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:
         """This process's kernel, for the front end that runs its cells; see owner/kernel.py."""
-        self._session.kernel = attached = Kernel(self._session, stillness)
-        return attached
+        session = self._session
+        if session.kernel is None:
+            session.kernel = Kernel(session, stillness)
+        else:
+            session.kernel.follow(stillness)
+        return session.kernel
 
     @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:

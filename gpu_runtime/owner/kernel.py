@@ -91,6 +91,13 @@ class Kernel:
         self.story: OutOfMemoryStory | None = None  # of the last out-of-memory error
         self._here = threading.local()  # a subshell runs its cells in a thread of its own
 
+    def follow(self, stillness: Stillness) -> None:
+        """Called by another front end, after `%reload_ext gpu`. The earlier one reports no end of a cell any more."""
+        self._stillness = stillness
+        self._running.clear()
+        if self._handle is not None:
+            self._handle.stillness = stillness
+
     @property
     def refusal(self) -> GpuError | None:
         """Why this thread's next cell must not run; None if the cell may run.

@@ -301,6 +301,19 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, c
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_another_front_end_follows_the_cells_after_a_reload(started, quiet):
+    """After `%reload_ext gpu` the notebook was in use for ever: its old front end saw no end of the cell."""
+    rt, kernel = started()
+    x = keep(kernel, torch.ones(4 * FLOATS))
+    kernel.begin("%reload_ext gpu")
+    quiet.reason = "a cell runs"
+    after = rt.attach_kernel(Quiet())
+    after.end()
+    assert rt.park().done
+    cell(after)
+    assert own(rt)["sim:0"] >= x.nbytes and HOST not in own(rt)
+
+
 def test_what_held_more_than_the_budget_returns_to_the_card(started):
     """60 of 64 MiB with a budget of 57.6: in 0.2 no cell ran again after a park, not even `del x` (law 16)."""
     rt, kernel = started(devices="sim:64MiB,host:4GiB")
