@@ -417,8 +417,8 @@ def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Bo
     """
     for id in dead:
         section = book.sections.get(id)
-        book = resign(book, id)
         if section is None:
+            book = resign(book, id)
             continue
         ghosts = ghosts_of(book, section, world)
         if ghosts:
@@ -435,6 +435,7 @@ def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Bo
                 size=lease.bytes,
                 by=said_by,
             )
+        book = resign(book, id)  # after its events, which name its notebook
     return book
 
 

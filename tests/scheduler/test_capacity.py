@@ -34,6 +34,14 @@ def reaped(page, free=40):
     return books.measure(books.reap(page, [DEAD.id], here), here)
 
 
+def test_the_event_of_a_death_names_the_notebook():
+    """It was about `kernel`, and `gpu why train.ipynb` did not find it."""
+    page = book(replace(lease("kernel", by=2, cuda0=4), kind="kernel"), owners=(1, 2))
+    dead = replace(page.sections[DEAD.id].owner, notebook="/home/ann/train.ipynb")
+    page = page.with_section(replace(page.sections[DEAD.id], owner=dead))
+    assert [event.title for event in reaped(page).events] == ["train.ipynb"]
+
+
 HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
 
 
