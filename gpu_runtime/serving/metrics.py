@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import prometheus_client
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     Histogram,
     Info,
     ProcessCollector,
@@ -47,6 +46,9 @@ from ..telemetry import hours
 from ..version import VERSION
 
 SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LATE_SECONDS = (
+    60.0  # a process writes its events a second later, and its clock may be a little late
+)
 EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
 VERDICT_ACTIONS = ("granted", "waiting", "refused")
 BREAKER_VALUES = {"closed": 0, "half-open": 1, "open": 2}
@@ -127,9 +129,11 @@ class Metrics(Scraped):
         registry = self.registry
         text = "Models that left a card or RAM"
         labels = ["reason", "action"]
-        self._evictions = Counter("gpuconsole_evictions_by_reason", text, labels, registry=registry)
+        self._evictions = prometheus_client.Counter(
+            "gpuconsole_evictions_by_reason", text, labels, registry=registry
+        )
         text = "Requests for memory: granted, waiting, refused"
-        self._verdicts = Counter(
+        self._verdicts = prometheus_client.Counter(
             "gpuconsole_verdicts", text, ["verdict", "reason"], registry=registry
         )
         self._seconds = {
@@ -141,9 +145,8 @@ class Metrics(Scraped):
             )
             for action, name in (("loaded", "load"), ("restored", "restore"))
         }
-        snapshot = rt.status()
-        events = ((event.wall, event.seq) for event in snapshot.events)
-        self._seen = max(events, default=(snapshot.wall, 0))  # of the last counted event
+        self._looked_at = rt.status().wall
+        self._seen = self._recent_events(LATE_SECONDS)  # counted, or older than this server
 
     def text(self, accepts: str) -> tuple[bytes, str]:
         """See `Scraped.text`. The new events are counted first."""
@@ -171,12 +174,18 @@ class Metrics(Scraped):
 
     def _count_new_events(self) -> None:
         with self._lock:
-            pause = max(0.0, time.time() - self._seen[0])
-            history = self._rt.history(pause + 60.0, 2).events  # other clocks may be a little late
-            new = [event for event in history if (event.wall, event.seq) > self._seen]
-            for event in new:
+            now = self._rt.status().wall
+            seconds = now - self._looked_at + LATE_SECONDS
+            if seconds <= 0:  # the clock was put back: what it shows is counted
+                self._looked_at, self._seen = now, self._recent_events(LATE_SECONDS)
+                return
+            recent = self._recent_events(seconds)
+            for event in (recent - self._seen).elements():
                 self._count(event)
-            self._seen = max([self._seen, *((event.wall, event.seq) for event in new)])
+            self._looked_at, self._seen = max(now, self._looked_at), recent
+
+    def _recent_events(self, seconds: float) -> Counter[Event]:
+        return Counter(event.unnumbered for event in self._rt.history(seconds, 2).events)
 
     def _count(self, event: Event) -> None:
         if event.action in EVICTION_ACTIONS:

@@ -20,15 +20,16 @@ import yaml
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_runtime.facts import HOST, Share, Ticket
+from gpu_runtime.facts import HOST, Event, Share, Ticket
 from gpu_runtime.rendering import answers
 from gpu_runtime.serving import metrics
 from gpu_runtime.serving.fleet_server import FleetMetrics
 from gpu_runtime.serving.metrics import CARD, HOLDER, Metrics
-from gpu_runtime.telemetry.hours import ON_CARD
+from gpu_runtime.telemetry.hours import DAY, ON_CARD
 from gpu_runtime.units import GIB
 from tests.clock import until
 from tests.faces import samples
+from tests.faces.samples import WALL
 from tests.faces.served import OPERATORS, VIEWERS, end, free_port, gpu_console, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -114,12 +115,41 @@ def test_an_order_to_another_process_is_no_request_that_waits():
     use = Ticket("k", samples.BOB.id, "use", "llama", samples.NOW - 5, samples.NOW)
     order = replace(use, key="o", verb="evict", name=f"{samples.ME.id}/qwen")
     seen = samples.snapshot(samples.lease("qwen", 14), tickets=(use, order))
-    host = SimpleNamespace(status=lambda: seen, allocator_maps=lambda: ())
+    past = SimpleNamespace(events=())
+    host = SimpleNamespace(status=lambda: seen, allocator_maps=lambda: (), history=lambda *_: past)
     assert figures_of(Metrics(host))["gpuconsole_waiting_requests",] == 1
     there = replace(seen, host="box1")
     models = SimpleNamespace(fleet=SimpleNamespace(status=lambda: [there]))
     assert figures_of(FleetMetrics(models, None))["gpuconsole_host_waiting_requests", "box1"] == 1
     assert "1 waiting" in answers.fleet((there,)).text
+
+
+def test_an_event_counts_once_whenever_it_is_written_and_however_the_clock_jumps():
+    """One of two processes wrote its event later. A clock that was ahead for a moment stopped the counters."""
+    seen, past = samples.snapshot(), []
+
+    def offloaded(wall):
+        past.append(Event(1, wall, "qwen", "offloaded", "recall", "", GIB, "sim:0", "7.1.0"))
+
+    host = SimpleNamespace(
+        status=lambda: replace(seen, wall=now),
+        history=lambda seconds, _: SimpleNamespace(
+            events=[one for one in past if one.wall >= now - seconds]
+        ),
+    )
+    now = WALL
+    offloaded(now - 5)
+    counting, counts = Metrics(host), []
+    for wall, walls in (
+        (WALL + 5, (WALL + 4,)), (WALL + 10, (WALL + 3, WALL + 9)), (WALL + DAY, (WALL + DAY - 1,)),
+        (WALL + 20, ()), (WALL + 25, (WALL + 24,)), (WALL + 22, (WALL + 21,)), (WALL + 30, ()),
+    ):  # fmt: skip
+        now = wall
+        for at in walls:
+            offloaded(at)
+        counting._count_new_events()
+        counts.append(counting._evictions.labels("recall", "offloaded")._value.get())
+    assert counts == [1, 3, 4, 4, 5, 6, 6]
 
 
 def test_a_model_that_two_processes_of_a_host_hold_has_the_sum_of_its_bytes_on_cards():
