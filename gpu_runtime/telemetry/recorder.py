@@ -40,13 +40,14 @@ def moments_of(
 ) -> tuple[Moment, ...]:
     """A moment of each device in `views` at the time `wall`, with the bytes of the leases there, or on their way there.
 
-    A copy in RAM of a model on a card is left out: the timeline would show the model in both places.
+    A copy in RAM of a model on a card is left out: the timeline would show the model in both places. Bytes on a disk
+    are on no device.
     """
     claims: dict[str, dict[str, int]] = {}
     for section in sections:
         for lease in section.leases:
             label = f"{lease.name}@{section.owner.pid}"
-            for share in (*lease.shares, *lease.target):
+            for share in (*lease.placed, *lease.target):
                 on_device = claims.setdefault(share.device, {})
                 on_device[label] = on_device.get(label, 0) + share.bytes
     return tuple(_moment(view, claims.get(view.device.id, {}), wall) for view in views)
@@ -110,7 +111,8 @@ class ChangeFilter:
         for moment in moments:
             kept = self._kept.get(moment.device)
             skipped = self._skipped.pop(moment.device, None)
-            is_old = kept is None or moment.wall - kept.wall >= self._rest_seconds
+            # A clock that was put back would else stop the record until it is where it was.
+            is_old = kept is None or abs(moment.wall - kept.wall) >= self._rest_seconds
             if kept is not None and not is_old and alike(kept, moment):
                 self._skipped[moment.device] = moment
                 continue

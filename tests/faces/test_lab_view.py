@@ -211,6 +211,7 @@ def test_an_idle_model_on_a_disk_says_so_in_its_row():
         ((), "4.0 GiB on disk"),
         ((lease("warm", 2, HOST),), "2.0 GiB in RAM"),
         ((lease("warm", 2, HOST), lease("here", 1)), "1.0 GiB"),
+        ((replace(lease("parts", 1), shares=(Share("sim:0", GIB), Share(HOST, GIB))),), "1.0 GiB"),
     ):
         assert shown(snapshot(stowed, *beside))["groups"][0]["bytes"] == size
 

@@ -108,6 +108,23 @@ def test_noise_is_no_change_and_drift_is():
     assert any(changes.select([moment(20.0 + n, power_watts=100.0 + 3 * n)]) for n in range(1, 5))
 
 
+def test_a_clock_that_was_put_back_does_not_stop_the_record():
+    """Nothing was recorded until the clock was where it had been, perhaps for hours."""
+    changes = ChangeFilter(30.0)
+    walls = [7200.0, *range(0, 100, 2)]
+    assert [one.wall for wall in walls for one in changes.select([moment(float(wall))])] == [
+        7200, 0, 30, 60, 90,
+    ]  # fmt: skip
+
+
+def test_bytes_on_a_disk_are_in_no_moment():
+    """The timeline drew a hibernated notebook in RAM, and the host's row its bytes as used."""
+    parked = replace(lease("kernel", host=5), kind="kernel", disk_bytes=3 * GIB)
+    page, devices = book(parked), world(sim0=20, host=64)
+    *_, host = moments_of(views(page, devices), page.sections.values(), WALL)
+    assert (host.claims, host.peak_bytes) == ({"kernel@1": 2 * GIB}, 2 * GIB)
+
+
 def test_each_device_is_filtered_for_itself():
     changes = ChangeFilter(30.0)
     changes.select([moment(0.0), moment(0.0, device="cuda:1")])

@@ -20,7 +20,6 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from ...errors import AmbiguousName, GpuError, StillInUse
 from ...facts import (
-    HOST,
     AllocatorMap,
     Health,
     Lease,
@@ -199,7 +198,7 @@ def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[Json]:
                 "original_device": devices.get((lease.owner, lease.name)),
                 "offload_time": round(snapshot.wall - seconds, 3),
                 "seconds_offloaded": round(seconds, 1),
-                "memory_mb": lease.bytes_on(HOST) // MIB,
+                "memory_mb": lease.ram_bytes // MIB,
             }
         )
     return rows

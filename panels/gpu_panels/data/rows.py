@@ -661,13 +661,13 @@ def _share_rows(
     if is_kernel:
         pressable = if_awake(buttons(lease, owner), owner.id, snapshot, lease.id)
     filled_bytes = {share.device: share.bytes for share in lease.filled}
-    for share in lease.shares:
+    for share in lease.placed:
         measured = filled_bytes.get(share.device, share.bytes)
         if is_block:
             measured = lease.measured_bytes
         cells = (
             name,
-            Cell("disk" if lease.on_disk else device_name(share.device)),
+            Cell(device_name(share.device)),
             bytes_cell(share.bytes, NOTHING),
             bytes_cell(measured, UNKNOWN),
             state,

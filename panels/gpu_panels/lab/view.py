@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     ASLEEP,
+    HOST,
     KERNEL,
     DeviceView,
     Lease,
@@ -213,9 +214,10 @@ def why_no_interrupt(section: Section, snapshot: Snapshot) -> str:
 
 def _sum_words(leases: Sequence[Lease], residue: int) -> str:
     """The bytes of a process on the cards: `12.0 GiB`. If none is there: `12.0 GiB in RAM`, or on disk."""
-    on_cards = sum(lease.bytes for lease in leases if not lease.on_host) + residue
-    in_ram = sum(lease.ram_bytes for lease in leases if lease.on_host)
-    on_disk = sum(lease.disk_bytes for lease in leases if lease.on_host)
+    shares = [share for lease in leases for share in (lease.shares or lease.target)]
+    on_cards = sum(share.bytes for share in shares if share.device != HOST) + residue
+    in_ram = sum(lease.ram_bytes for lease in leases)
+    on_disk = sum(lease.disk_bytes for lease in leases)
     if on_cards or not (in_ram or on_disk):
         return show_bytes(on_cards)
     return f"{show_bytes(in_ram)} in RAM" if in_ram else f"{show_bytes(on_disk)} on disk"
