@@ -19,6 +19,7 @@ read it although no cell runs. The notebook shows the return as a line, or as an
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -310,8 +311,15 @@ class Kernel:
         Frees the bytes in host memory that nothing refers to any more. Returns a sentence for the
         user, or an empty text if nothing was freed.
         """
+        if not self.away:
+            return ""
+        gc.collect()  # in the thread of the cell, since it may run code of the user's
+        # An interrupt in the middle would leave the memory as moving, and no cell would run any more.
+        return threads.uninterrupted(self._forget_unused, to_the_end=True)
+
+    def _forget_unused(self) -> str:
         resident = self.resident
-        if resident is None or not self.away or not resident.begin_moving():
+        if resident is None or not resident.begin_moving():
             return ""
         freed = resident.backend.forget_unused(resident.handle)  # type: ignore[attr-defined]
         if not freed:
@@ -319,13 +327,13 @@ class Kernel:
             return ""
         lease = resident.lease.holding(resident.backend.measure(resident.handle))
         resident.settle_at(replace(lease, away_since=resident.lease.away_since))
-        if not resident.handle.away and resident.begin_moving():
-            self._session.residents.pop(KERNEL, None)
+        if not resident.handle.away:
+            self._end_lease(resident)
             left = "Nothing is parked any more."
         else:
             place = "on a disk" if lease.on_disk else "in RAM"
             left = f"{show_bytes(lease.own_bytes)} is still parked {place}."
-        self._session.publish()
+            self._session.publish()
         return f"{show_bytes(freed)} came free. {left}"
 
     def _yield_turn(self, resident: KernelResident) -> None:
@@ -442,11 +450,16 @@ class Kernel:
                 session.publish()
             return
         changed = resident.remeasure() or self.staying != stayed
-        if resident.lease.own_bytes < LEAST_BYTES and resident.begin_moving():
-            session.residents.pop(KERNEL, None)
-            session.publish()
+        if resident.lease.own_bytes < LEAST_BYTES:
+            threads.uninterrupted(partial(self._end_lease, resident), to_the_end=True)
         elif changed and session.dozing:
             session.wake_monitor()
+
+    def _end_lease(self, resident: KernelResident) -> None:
+        """Ends the lease of a kernel that holds too little for one, unless a cell runs."""
+        if resident.begin_moving():
+            self._session.residents.pop(KERNEL, None)
+            self._session.publish()
 
     def has_changed(self, pinned: tuple[str, ...]) -> bool:
         """Counts for a request of the running cell, which may have deleted tensors since the last count.

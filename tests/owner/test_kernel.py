@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -299,6 +300,33 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, c
         rt.park()
     assert any("(worker)" in event.because for event in rt.why("kernel"))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_an_interrupt_after_a_cell_that_deletes_leaves_the_memory_able_to_return(
+    started, monkeypatch
+):
+    """No cell ran any more: *kernel is being moved by another thread*, until the kernel was restarted."""
+    rt, kernel = started()
+    x = keep(kernel, torch.ones(4 * FLOATS))
+    kernel.kept_too = torch.ones(4 * FLOATS)
+    cell(kernel)
+    assert rt.park().done
+    usual = kernel.resident.backend.forget_unused
+
+    def interrupted(handle):
+        signal.raise_signal(signal.SIGINT)
+        return usual(handle)
+
+    monkeypatch.setattr(kernel.resident.backend, "forget_unused", interrupted)
+    usual_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        del kernel.kept_too
+        with pytest.raises(KeyboardInterrupt):
+            kernel.forget_deleted()
+    finally:
+        signal.signal(signal.SIGINT, usual_handler)
+    cell(kernel)
+    assert kernel.refusal is None and own(rt)["sim:0"] >= x.nbytes and HOST not in own(rt)
 
 
 def test_another_front_end_follows_the_cells_after_a_reload(started, quiet):

@@ -599,7 +599,6 @@ class KernelBackend(Backend):
 
     def forget_unused(self, model: KernelMemory) -> int:
         """Frees offloaded bytes to which the user's code refers no longer. Returns their number."""
-        gc.collect()
         with model.gate:
             used = tuple([away for away in model.away if _is_used(away)])
             freed = model.away_bytes - sum([away.storage.nbytes() for away in used])
