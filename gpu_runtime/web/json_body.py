@@ -21,7 +21,7 @@ def parsed(data: bytes) -> Any:
 
 
 def written(value: Any) -> bytes:
-    """The JSON of an answer. Half of a surrogate pair, which a model that is cut off may write, stays an escape.
+    r"""The JSON of an answer. Half of a surrogate pair, which a model that is cut off may write, stays an escape.
 
     >>> written({"content": "ü\ud83d"})
     b'{"content": "\\u00fc\\ud83d"}'

@@ -162,6 +162,23 @@ def governs_modules() -> None:
     assert "_compiled_call_impl" in nn.Module.compile.__code__.co_names
 
 
+def saves_states() -> None:
+    """`state_dict` calls of each module what `quiet_cells` looks at, and nothing else that could be a user's."""
+    calls: list[str] = []
+
+    class Net(nn.Linear):
+        def _save_to_state_dict(self, *args: Any) -> Any:
+            calls.append("_save_to_state_dict")
+            return super()._save_to_state_dict(*args)
+
+    net, optimizer = Net(2, 2), torch.optim.SGD([torch.ones(1)], lr=1.0)
+    net.state_dict()
+    assert calls == ["_save_to_state_dict"]
+    hooks = (net._state_dict_hooks, net._state_dict_pre_hooks)
+    of_optimizer = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    assert not any((*hooks, *(getattr(optimizer, name) for name in of_optimizer)))
+
+
 def knows_groups() -> None:
     assert c10d._world.pg_map == {} and rpc.api._is_current_rpc_agent_set() is False
 
@@ -199,6 +216,8 @@ CANARIES: list[Canary] = [
         "quiet_cells._Statements._is_tensor"),
     (governs_modules, "_apply _named_members _compiled_call_impl", "pins._WHOLE, pins._governed_class and "
         "torch_backend._of_part: the way from `half` and `parameters` to our class has changed"),
+    (saves_states, "_save_to_state_dict _state_dict_hooks _state_dict_pre_hooks _optimizer_state_dict_pre_hooks "
+        "_optimizer_state_dict_post_hooks", "quiet_cells._Statements._is_state_dict: no state is saved from RAM"),
     (knows_groups, "_world _is_current_rpc_agent_set", "obstacles._why_not_groups: without it a process with a group "
         "must not be parked"),
     (has_calls_of_cards, "_cuda_isHistoryEnabled _cuda_hasPrimaryContext _cuda_clearCublasWorkspaces _snapshot "
