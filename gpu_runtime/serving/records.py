@@ -628,7 +628,7 @@ class Usage:
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
-            await self._write()
+        await self._write()  # also what an earlier write has failed to write
 
     async def _write_soon(self) -> None:
         await asyncio.sleep(WRITE_SECONDS)

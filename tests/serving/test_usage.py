@@ -142,6 +142,20 @@ async def test_usage_of_a_failed_write_is_written_later(path, monkeypatch):
     store.close()
 
 
+async def test_usage_of_a_failed_write_is_written_at_the_end(path, monkeypatch):
+    """The disk was full for the last write before the server ended. Those calls were lost."""
+    store, tried = Store(path), []
+    usage = Usage(store)
+    monkeypatch.setattr(records, "WRITE_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", lambda act: tried.append(act))
+        usage.add("ann", facts("qwen", 5, 2))
+        await until(lambda: tried and usage._new)
+    await usage.close()
+    assert [row[2:] for row in store.usage("2000-01-01")] == [("qwen", 1, 5, 2)]
+    store.close()
+
+
 def test_a_file_that_is_no_database_is_set_aside(path, caplog):
     path.write_bytes(b"no database" * 200)
     store = Store(path)
