@@ -285,7 +285,7 @@ class HostAgent:
             (name, share.device, share.bytes, self.holds.users(name))
             for name, lease in sorted(self.rt.status().own_leases.items())
             for share in lease.shares
-            if lease.on_device
+            if share.device != HOST
         ]
 
     def verb(self, name: str, args: Any, kwargs: Any, person: str = "") -> Any:

@@ -1,12 +1,14 @@
 """Holds: one thread for each use of a model by a client of the fleet."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
-from gpu_runtime.fleet.agent import FleetHold, FleetHolds
+from gpu_runtime.facts import HOST, Lease, Share
+from gpu_runtime.fleet.agent import FleetHold, FleetHolds, HostAgent
 from gpu_runtime.threads import start
 from tests.clock import PATIENCE, until
 
@@ -32,6 +34,19 @@ def ask(holds: FleetHolds, hold: str, path: tuple[str, ...], *args: object) -> o
 def pins(rt: Runtime) -> dict[str, int]:
     rt.tick()
     return {lease.name: lease.pins for lease in rt.status().leases()}
+
+
+def test_a_slot_is_a_card():
+    """A model in parts had a slot in RAM."""
+    parts = Lease("1", "big", shares=(Share("sim:0", 2), Share(HOST, 3)))
+    away = Lease("1", "away", shares=(Share(HOST, 5),))
+    seen = SimpleNamespace(own_leases={"big": parts, "away": away})
+    agent = SimpleNamespace(
+        rt=SimpleNamespace(status=lambda: seen),
+        holds=SimpleNamespace(users=lambda name: 1),
+        _require_started=lambda: None,
+    )
+    assert HostAgent.slots(agent) == [("big", "sim:0", 2, 1)]
 
 
 def test_a_hold_pins_its_model_until_it_is_released(rt, holds):
