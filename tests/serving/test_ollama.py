@@ -3,6 +3,7 @@
 import asyncio
 import json
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from gpu_runtime import samples
 from gpu_runtime.access_keys import AccessKey
+from gpu_runtime.facts import HOST, Lease, Share
+from gpu_runtime.serving.api import ollama
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.ollama import (
     OLLAMA_VERSION,
@@ -257,6 +260,16 @@ def test_the_models(http):
     assert http.post("/api/show", json={"name": "qwen"}).json()["model"] == "qwen"  # older clients
     assert http.post("/api/show", json={"model": "none"}).status_code == 404
     assert http.post("/api/show", json={}).json() == {"error": "model is required"}
+
+
+def test_a_model_on_its_card_is_there_with_its_working_memory():
+    """Its cache and a whole card were left out of `size_vram` only: `ollama ps` showed a part of it on the CPU."""
+    gateway = SimpleNamespace(facts=lambda name: None, warm_seconds=lambda name: 60.0)
+    on_card, own = Share("sim:0", 16 << 30), Share("sim:0", 14 << 30)
+    whole = Lease("1", "qwen", shares=(on_card,), filled=(own,))
+    parts = Lease("1", "qwen", shares=(own, Share(HOST, 2 << 30)))
+    rows = [ollama._running(gateway, {"id": "qwen", "created": 0}, one) for one in (whole, parts)]
+    assert [(row["size"] >> 30, row["size_vram"] >> 30) for row in rows] == [(16, 16), (16, 14)]
 
 
 def test_errors_are_in_the_format_of_ollama(http):

@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ...facts import Evidence, Lease
+from ...facts import HOST, Evidence, Lease
 from ...version import VERSION
 from ...web import json_body
 from ..choices import ModelFacts
@@ -558,7 +558,8 @@ def _running(gateway: Any, row: Json, lease: Lease | None) -> Json:
     facts = gateway.facts(row["id"])
     found = _row(row, facts)
     if lease is not None:
-        found |= {"size": lease.bytes, "size_vram": lease.card_bytes}
+        on_cards = lease.bytes - lease.bytes_on(HOST)
+        found |= {"size": lease.bytes, "size_vram": on_cards}
     seconds = gateway.warm_seconds(row["id"])
     until = datetime.now(timezone.utc) + timedelta(seconds=seconds or 0.0)
     found["expires_at"] = _NEVER if seconds is None else until.isoformat()
