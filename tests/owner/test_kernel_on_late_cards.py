@@ -178,6 +178,21 @@ def test_what_is_deleted_while_it_is_parked_is_free(late):
     assert "Nothing is parked any more" in kernel.forget_deleted() and own(rt) == {}
 
 
+def test_a_search_meets_the_guard_of_what_was_deleted_while_it_is_parked(late):
+    """`%gpu free NAME` ended with an error of torch, whose traceback kept the guard: no later park succeeded."""
+    rt, kernel = late
+    zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
+    cell(kernel)
+    rt.park()
+    with kernel.readable():  # the cell keeps what was parked at its begin
+        del one
+        assert kernel.forget_deleted().startswith("30.0 MiB came free")
+        rt.who()
+    cell(kernel)
+    assert rt.park().done
+    del zero
+
+
 def test_storages_leave_and_return_one_by_one(late):
     """Two notebooks change places in pieces if card and RAM are too full for whole copies."""
     rt, kernel = late

@@ -640,7 +640,11 @@ def _reason(
     is_plain = _PLAIN.issuperset(map(type, tensors))
     if not is_plain and any(readable_class(tensor) is not type(tensor) for tensor in tensors):
         return "", 0  # the bytes of a dropped model: a guard without memory is in their place
-    if has_lazy_copy(tensors[0] if tensors else _view(storage)):
+    try:
+        content = tensors[0] if tensors else _view(storage)
+    except RuntimeError:  # a guard whose tensors are deleted
+        return "", 0
+    if has_lazy_copy(content):
         return COPY_ON_WRITE, torch._C._data_address(_view(storage, 1))  # data_ptr() would copy it
     address = _address(storage)
     if address is None:
