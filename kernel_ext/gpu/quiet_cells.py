@@ -89,6 +89,8 @@ def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
     cell = _Statements(shell.user_ns)
     if returns and tree.body or not all(map(cell.allows, tree.body)) or has_hooks(shell):
         return None
+    if cell.printed and cell.saves:  # what is printed is a copy on the CPU, which must not be saved
+        return None
     return InRam(frozenset(cell.printed), returns, cell.saves)
 
 

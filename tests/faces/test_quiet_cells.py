@@ -192,6 +192,13 @@ def test_every_other_cell_needs_the_card(shell, user, code):
     assert quiet_cells.in_ram(shell, {"code": code}) is None
 
 
+def test_a_cell_that_prints_and_saves_needs_the_card(shell, user):
+    """It saved the copy that it printed: on the CPU, no Parameter, and apart from the views of it."""
+    code = "print(p)\ntorch.save({'p': p, 'part': x}, 'x.pt')"
+    assert quiet_cells.in_ram(shell, {"code": code}) is None
+    assert quiet_cells.in_ram(shell, {"code": "print('saved')\ntorch.save(p, 'x.pt')"}).saves
+
+
 def test_a_long_list_is_not_printed_in_ram(shell, user):
     for length, quick in ((1000, True), (1001, False)):
         user["many"] = [0.5] * length
