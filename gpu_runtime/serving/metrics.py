@@ -46,9 +46,7 @@ from ..telemetry import hours
 from ..version import VERSION
 
 SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-LATE_SECONDS = (
-    60.0  # a process writes its events a second later, and its clock may be a little late
-)
+LATE_SECONDS = 60.0  # processes write their events a second later, and clocks may be a little late
 EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
 VERDICT_ACTIONS = ("granted", "waiting", "refused")
 BREAKER_VALUES = {"closed": 0, "half-open": 1, "open": 2}
