@@ -25,6 +25,7 @@ from ..scheduler.plan import replayed
 from ..tables import table
 from ..telemetry import hours
 from ..telemetry.journal import KEPT_DECISIONS
+from ..telemetry.recorder import AHEAD_SECONDS
 from ..units import parse_seconds, show_bytes, show_seconds
 from ..version import VERSION
 from . import operations, registry
@@ -61,7 +62,13 @@ def recorded_events(
 
     merged = [*journaled, *filter(wanted, page)]
     numbers = {event.unnumbered: event.seq for event in page}
-    merged.sort(key=lambda event: (event.wall, numbers.get(event.unnumbered, event.seq)))
+    # An event of the future is older than it says: the clock was ahead when it was written.
+    latest = session.wall() + AHEAD_SECONDS
+
+    def order(event: Event) -> tuple[bool, float, int]:
+        return event.wall <= latest, event.wall, numbers.get(event.unnumbered, event.seq)
+
+    merged.sort(key=order)
     if limit is None:
         return tuple(merged)
     first = max(0, len(merged) - limit)

@@ -65,7 +65,8 @@ def owner_with(journal=(), page=(), tickets=(), **more):
     kept = Journal()
     kept.append(journal)
     book = Book(events=tuple(page), tickets=tuple(tickets))
-    return SimpleNamespace(journal=kept, ledger=SimpleNamespace(read=lambda: book), **more)
+    ledger = SimpleNamespace(read=lambda: book)
+    return SimpleNamespace(journal=kept, ledger=ledger, wall=lambda: 100.0, **more)
 
 
 @given(
@@ -101,6 +102,13 @@ def test_events_are_those_of_the_journal_and_of_the_book_each_once(
     ]
     first = 0 if limit is None else max(0, len(wanted) - limit)
     assert recorded_events(session, limit, model, actions, since) == tuple(wanted[first:])
+
+
+def test_events_of_a_clock_that_was_ahead_are_older_than_those_after_it():
+    """`gpu why` has the last few. For hours it showed none of what happened since the clock was put right."""
+    events = [Event(n, wall, "a", "loaded", "", "") for n, wall in enumerate((90.0, 7200.0, 95.0))]
+    session = owner_with(events[:2], events)
+    assert [one.wall for one in recorded_events(session, limit=2)] == [90.0, 95.0]
 
 
 def test_without_the_book_the_journal_is_read():
