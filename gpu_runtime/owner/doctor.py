@@ -27,7 +27,7 @@ from ..ledgers.access import access_to
 from ..scheduler.capacity import views
 from ..scheduler.caps import drained
 from ..settings import Settings, masked
-from ..units import in_calendar, show_bytes
+from ..units import counted, in_calendar, show_bytes
 from . import status
 from .history import recorded_events
 from .session import Session
@@ -244,7 +244,7 @@ def _ledger(session: Session) -> Rows:
         owners += f", {len(dead)} of them dead"
     rows += [
         ("owners", owners),
-        ("leases and tickets", f"{book.entries} ({len(book.tickets)} tickets)"),
+        ("leases and tickets", f"{book.entries} ({counted(len(book.tickets), 'ticket')})"),
         ("events so far", str(book.seq)),
         ("ghosts", str(len(book.ghosts))),
     ]
@@ -254,7 +254,7 @@ def _ledger(session: Session) -> Rows:
         gone = ", dead" if id in dead else ""
         if id in lost:
             gone = f", nothing proves that it lives or has ended: gpu evict {owner.pid} --lost"
-        value = f"{len(section.leases)} leases, user {owner.user}{me}{gone}"
+        value = f"{counted(len(section.leases), 'lease')}, user {owner.user}{me}{gone}"
         rows.append((owner.label, value))
     return rows
 

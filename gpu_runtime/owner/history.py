@@ -85,6 +85,8 @@ def report(session: Session, since: str | float, by: str, text: bool) -> DataFra
     """
     if by not in hours.BY:
         raise BadSetting("by", by, f"one of {', '.join(hours.BY)}")
+    if text and by != "user":
+        raise BadSetting("by", by, "left out with the text, which has cards, users and waits")
     until, seconds = session.wall(), parse_seconds(since)
     stretch = hours.stretch_of(seconds) if by == "time" else 0
     began = until - seconds

@@ -134,6 +134,7 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
 @pytest.mark.parametrize(("words", "code", "message"), [
     ("inspect nobody", 1, "Known: org/far, phi:4b. Add it to the catalogue: gpu apply -f FILE"),
     ("report --by week", 1, "it must be one of user, notebook, model, card, waits, time"),
+    ("report --text --by card", 1, "by='card' cannot be used: it must be left out with the text"),
     ("report --since yesterday", 1, "'yesterday' is not a duration"),
     ("evict", 1, "type one of the two: a NAME, or --all-idle"),
     ("apply -f none.yaml", 1, "none.yaml: it cannot be read (No such file or directory)."),

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from gpu_panels.data.timeline import FOLDED_PART, Range, arrows, lease_titles, timeline
+from gpu_panels.data.timeline import FOLDED_PART, KINDS, Range, arrows, lease_titles, timeline
 from gpu_panels.palette import COLOURS
 from gpu_panels.tabs import TimelineTab
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Event, History, Level, Moment
+from gpu_runtime.rendering import views
 from gpu_runtime.units import GIB
 
 from . import pasts, samples
@@ -203,3 +204,9 @@ def test_the_saved_file_has_the_events_of_the_range():
     tab = opened(TimelineTab, samples.busy, history=lambda seconds, points: past)
     lines = tab._file().read().decode().splitlines()
     assert len(lines) == 1 + len(json.loads(tab.chart.lines)) > 5
+
+
+def test_each_event_that_has_words_has_a_kind():
+    """Five were in no kind of the filter, such as memory that moved to a disk."""
+    shown = {action for _, actions in KINDS.values() for action in actions}
+    assert views._EVENT_PHRASES.keys() - shown == {"failed", "asleep", "on disk"}

@@ -336,9 +336,12 @@ def _pieces(
 
 MOST = 500  # lines on the page: the newest events; the CSV file has all events
 KINDS = {  # kind -> mark, actions
-    "grant": ("✓", ("granted", "loaded", "restored", "preload", "restore")),
+    "grant": ("✓", ("granted", "adopted", "grown", "loaded", "restored", "preload", "restore")),
     "wait": ("◷", ("waiting", "refused", "unfinished")),
-    "evict": ("▼", ("offloaded", "unloaded", "moved", "stays", "misplaced")),
+    "evict": (
+        "▼",
+        ("offloaded", "unloaded", "moved", "move", "stowed", "hibernate", "stays", "misplaced"),
+    ),
     "ended": ("○", ("released", "reaped", "lost", "left", "ended")),
     "operator": (
         "☞",
