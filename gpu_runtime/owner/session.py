@@ -271,14 +271,13 @@ class Session:
         if now < self._card_hours_at + CARD_HOURS_SECONDS:
             return
         self._card_hours_at = now
-        capacity = {device.id: device.total_bytes for device in self.probe.devices}
         account = hours.Hours(self.record.path.with_name(hours.FILE))
         user, wall = self.ledger.owner.user, self.wall()
         if cap is not None and capped:
-            used = account.card_hours(user, capacity, wall, WEEK_SECONDS)
+            used = account.card_hours(user, wall, WEEK_SECONDS)
             self.rules = replace(self.rules, cap=replace(cap, used_card_hours=used))
         if fair:
-            used = account.card_hours(user, capacity, wall, DAY_SECONDS, HALF_LIFE_SECONDS)
+            used = account.card_hours(user, wall, DAY_SECONDS, HALF_LIFE_SECONDS)
             self.rules = replace(self.rules, past_use=round(used, 1))  # as `why` shows it
 
     def world(self, fresh: bool = False) -> World:

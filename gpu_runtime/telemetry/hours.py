@@ -410,15 +410,15 @@ class Hours(StateFile):
     def card_hours(
         self,
         user: str,
-        capacity: Mapping[str, int],
         now: float,
         seconds: float,
         half_life: float = float("inf"),
     ) -> float:
-        """The card-hours that `user` has had in the last `seconds` before the wall time `now`.
+        """The card-hours that `user` has had in the last `seconds` before the wall time `now`, on all cards.
 
-        `capacity` has the bytes of each card. What is `half_life` seconds old counts half.
+        What is `half_life` seconds old counts half.
         """
+        capacity = _capacity(self.between(now - seconds, now))
         query = f"""SELECT start, device, sum(byte_seconds) FROM hours
             WHERE {_SINCE} AND start <= ? AND user = ? AND state IN (?, ?, ?, ?) GROUP BY 1, 2"""
         # What was written while the clock was ahead would count until then.
@@ -426,7 +426,7 @@ class Hours(StateFile):
         return sum(
             float(size) / capacity[str(card)] / HOUR * 0.5 ** ((now - start) / half_life)
             for start, card, size in rows
-            if capacity.get(str(card))
+            if capacity[str(card)]
         )
 
 

@@ -319,8 +319,12 @@ def test_the_card_hours_of_a_day_are_stated_with_each_request(runtime, tmp_path)
     card, me, now = fair.status().devices[0].device, session.ledger.owner.user, session.wall()
     size = card.total_bytes * hours.HOUR
     rows = [
-        hours.Hour(int(now) - age * hours.HOUR, hours.Key(me, "", "m", card.id, state), size, 60.0)
-        for age, state in ((0, hours.OUTSIDE), (12, hours.IDLE), (25, hours.IN_USE))
+        hours.Hour(int(now) - age * hours.HOUR, hours.Key(*whose, card.id, state), held, hours.HOUR)
+        for age, used in ((0, hours.OUTSIDE), (12, hours.IDLE), (25, hours.IN_USE))
+        for whose, state, held in (
+            ((me, "", "m"), used, size),
+            (("", "", ""), hours.FREE, 0.0),
+        )
     ]
     assert hours.Hours(session.record.path.with_name(hours.FILE)).add(rows, now)
     session._card_hours_at = float("-inf")

@@ -254,8 +254,21 @@ def test_what_was_written_while_the_clock_was_ahead_counts_for_no_quota(tmp_path
         Hour(int(at), Key("ann", "n", "m", "sim:0", IN_USE), GIB * HOUR, HOUR)
         for at in (now - 60, now + DAY)
     ]
-    assert file.add(used, now)
-    assert file.card_hours("ann", {"sim:0": GIB}, now, DAY) == 1.0
+    free = Hour(int(now - 60), Key("", "", "", "sim:0", FREE), 0.0, HOUR)
+    assert file.add([*used, free], now)
+    assert file.card_hours("ann", now, DAY) == 1.0
+
+
+def test_a_quota_counts_the_hours_on_cards_that_the_process_does_not_see(tmp_path):
+    """A process with CUDA_VISIBLE_DEVICES counted those on its own cards. What a card has is in the account too."""
+    file, now = Hours(tmp_path / "hours.db"), 20_000.0 * DAY
+    rows = [
+        Hour(int(now - HOUR), Key(user, "", "", card, state), part * gib * GIB * HOUR, HOUR)
+        for card, gib in (("cuda:0", 24), ("cuda:7", 80))
+        for user, state, part in (("ann", IN_USE, 0.5), ("bob", IN_USE, 0.25), ("", FREE, 0.25))
+    ]
+    assert file.add(rows, now)
+    assert (file.card_hours("ann", now, DAY), file.card_hours("bob", now, DAY)) == (1.0, 0.5)
 
 
 @given(
@@ -308,7 +321,7 @@ def test_no_file_of_another_user_is_read_or_written_without_an_end(tmp_path, mon
         db.execute("CREATE TABLE kept(x)")
         db.execute(made)
         db.commit()
-    assert file.card_hours("ann", {"sim:0": GIB}, 1e9, 1e9) == 0.0
+    assert file.card_hours("ann", 1e9, 1e9) == 0.0
     key = Key("ann", "", "m", "sim:0", IN_USE)
     assert file.add([Hour(60, key, 5.0, 1.0)], 60.0) and len(file.between(0, 1e12)) == 1
 
