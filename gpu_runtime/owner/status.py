@@ -414,18 +414,19 @@ def leases(session: Session) -> DataFrame:
 
 
 def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
-    """The rows of `leases` for one lease: its places, then what it has reserved elsewhere.
+    """The rows of `leases` for one lease: its places, then its target and the copy in RAM.
 
-    What a block uses of its bytes is unknown, and nothing is known of what is only reserved.
+    What a block uses of its bytes is unknown, and so is how much of a target is there already.
     """
     filled = {share.device: share.bytes for share in lease.filled}
     placed = [
         (share, None if lease.kind == "block" else filled.get(share.device, share.bytes))
         for share in lease.placed
     ]
-    reserved = [(share, None) for share in islice(lease.claims(), len(lease.shares), None)]
+    target = [(share, None) for share in lease.target]
+    copy = islice(lease.claims(), len(lease.shares) + len(target), None)
     rows = []
-    for share, measured in (*placed, *reserved):
+    for share, measured in (*placed, *target, *[(share, share.bytes) for share in copy]):
         row = [
             lease_title(lease, owner),
             share.device,

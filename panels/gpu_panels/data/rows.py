@@ -684,7 +684,7 @@ def _share_rows(
         )
         yield Row(f"{lease.id}/{share.device}/to", process + cells)
     if copied := lease.shadow_beyond_target:
-        sizes = (bytes_cell(copied, NOTHING), UNKNOWN)
+        sizes = (bytes_cell(copied, NOTHING), bytes_cell(copied, NOTHING))
         yield Row(
             f"{lease.id}/copy", (*process, name, Cell(device_name(HOST)), *sizes, Cell("a copy"))
         )
