@@ -188,6 +188,10 @@ class Day:
 
     def _usable(self) -> str:
         """At quiet: every living kernel can use each of its models that fits."""
+        if self.crowded:  # a load that nobody waits for may have begun late, for want of a thread
+            for kernel in self._open():
+                self.machine.start(self._evict_all, (kernel,), kernel.process, "evict all")
+            self._pauses(REST_SECONDS)
         for kernel in self._open():
             for name in [spec.name for spec in kernel.rt.specs()]:
                 if self.box.cap:  # a use counts against it until its end is published
