@@ -494,8 +494,10 @@ def test_a_notebook_is_told_before_and_when_its_card_hours_are_used_up(started, 
     told = []
     for part in (0.5, 1.4, 0.2):
         key = Key(me, "", "m", card.id, IN_USE)
-        size = part * card.total_bytes * hours.HOUR
-        account.add([Hour(int(now) - hours.HOUR, key, size, 60.0)], now)
+        seconds = part * hours.HOUR
+        used = Hour(int(now) - hours.HOUR, key, seconds * card.total_bytes, seconds)
+        free = used._replace(key=Key("", "", "", card.id, hours.FREE), byte_seconds=0.0)
+        account.add([used, free], now)
         session._card_hours_at = float("-inf")
         cell(kernel)
         rt.status()
