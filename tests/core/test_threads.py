@@ -189,11 +189,11 @@ from gpu_runtime import threads
 answers = []
 threads.start_short(lambda: answers.append(threads.only_ours()))
 threads.start(lambda: answers.append(threads.only_ours())).wait()
+while len(answers) < 2:
+    time.sleep(0.01)
 begun, over = (threads.threading.Event() for _ in range(2))
 _thread.start_new_thread(lambda: begun.set() or over.wait(), ())
 begun.wait()
-while len(answers) < 2:
-    time.sleep(0.01)
 assert answers == [True, True] and not threads.only_ours(), answers
 over.set()
 """
