@@ -23,6 +23,7 @@ import functools
 import importlib
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -356,12 +357,29 @@ def finish() -> None:
         time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def _interrupt_afterwards() -> Iterator[None]:
+    """A context manager that holds back the stop button: its signal is handled after the block."""
+    pressed: list[Any] = []
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()  # only it handles signals
+    if is_main and callable(before):
+        signal.signal(signal.SIGINT, lambda *signalled: pressed.append(signalled))
+    try:
+        yield
+    finally:
+        if is_main and callable(before):
+            signal.signal(signal.SIGINT, before)
+            if pressed:
+                before(*pressed[0])
+
+
 def uninterrupted(work: Callable[[], Any], *, to_the_end: bool = False) -> Any:
     """Calls `work` in a separate thread, which gets no KeyboardInterrupt, and returns its result.
 
     An interrupt ends the wait, not the work. So a move that has begun is completed and recorded. If
-    `to_the_end` is true, the interrupt is raised only after the work has ended. Raises the
-    exceptions of `work`.
+    `to_the_end` is true, or the system starts no more threads, the interrupt is raised only after
+    the work has ended. Raises the exceptions of `work`.
     """
     outcome: list[Any] = []
 
@@ -380,7 +398,8 @@ def uninterrupted(work: Callable[[], Any], *, to_the_end: bool = False) -> Any:
     try:
         thread = start(run)
     except RuntimeError:  # the system starts no more threads: the work is done here
-        run()
+        with _interrupt_afterwards():
+            run()
     else:
         while not outcome:
             try:

@@ -220,6 +220,27 @@ def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypa
     assert sorted(done) == [1, 2]
 
 
+def test_an_interrupt_does_not_break_work_that_is_done_here_because_no_thread_can_be_started(
+    monkeypatch,
+):
+    def too_late(work):
+        raise RuntimeError("can't start new thread")
+
+    done = []
+
+    def work():
+        done.append("begun")
+        signal.raise_signal(signal.SIGINT)
+        done.append("ended")
+
+    monkeypatch.setattr(threads, "start", too_late)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        threads.uninterrupted(work)
+    assert done == ["begun", "ended"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_a_module_that_another_thread_imports_counts_as_not_imported(tmp_path, monkeypatch):
     """The attributes of a module are missing until its import has ended. In an earlier version,
     `torch.nn` raised AttributeError.

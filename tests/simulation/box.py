@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,20 @@ def _start_thread(work: Callable[..., Any], *arguments: Any) -> int:
     return begin(work, *arguments)
 
 
+@contextlib.contextmanager
+def _interrupt_afterwards() -> Iterator[None]:
+    """As the block of `threads`, for a simulated thread: the stop button waits for its end."""
+    thread = Machine.active and Machine.active.current
+    if thread is None:
+        yield
+        return
+    thread.held_back = True
+    try:
+        yield
+    finally:
+        thread.held_back = False
+
+
 def _running() -> Any:
     """The process that runs now; the one without a name outside of the day."""
     current = Machine.active.current if Machine.active else None
@@ -76,6 +90,7 @@ class Process:
 
 NOBODY = Process("", pid_here())
 _thread.start_new_thread = _start_thread
+threads._interrupt_afterwards = _interrupt_afterwards
 os.getpid = lambda: _running().pid
 
 

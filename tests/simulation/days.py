@@ -527,7 +527,7 @@ class Day:
         """The stop button: a thread that waits in a call gets a KeyboardInterrupt."""
         waiting = [
             one for one in self.machine.threads
-            if one.name.startswith("user") and (one.ready is not None or one.deadline is not None)
+            if one.name.startswith("user") and not one.held_back and (one.ready is not None or one.deadline is not None)
             and any(call.thread is one for call in self.asking.values())
         ]  # fmt: skip
         if waiting:

@@ -46,6 +46,7 @@ class Thread:
         self.ended = False
         self.error: BaseException | None = None  # what interrupts its wait
         self.frozen = False  # stopped, as by SIGSTOP
+        self.held_back = False  # no interrupt reaches it now
 
 
 class Machine:
