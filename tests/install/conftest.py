@@ -18,6 +18,8 @@ from tests.clock import finished, scaled
 ROOT = Path(__file__).parents[2]
 OURS = "gpu-console"
 CORE = {"msgspec", "nvidia-ml-py", "psutil", "pyyaml"}  # all that the base installs
+if sys.version_info < (3, 11):
+    CORE.add("tomli")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
