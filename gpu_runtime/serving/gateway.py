@@ -285,7 +285,6 @@ class Gateway:
                         reply.because = "; ".join(errors) or choice.because
                     add_origin(reply)
                     return reply
-            self._counts["failed"] += 1
             raise no_answer(call.model, failed)
         finally:
             failed.clear()  # else a cycle: error -> traceback -> this frame -> error

@@ -507,7 +507,7 @@ class GatewayState(Value):
     waiting: dict[str, int]  # calls, by model
     running: dict[str, int]  # calls, by model
     breakers: dict[str, BreakerState]
-    # Keys: answered, streamed, failed, refused_STATUS, stood_in, cancelled, reloads.
+    # Keys: answered, streamed, refused_STATUS, stood_in, cancelled, reloads.
     counts: dict[str, int]
     loads: int  # loads begun, for calls whose model was not on its device
     clients: dict[str, Pattern]
