@@ -71,7 +71,7 @@ class HostAgent:
         `theirs` are the versions of the process that makes the host join. An error of the start is raised by `ready`,
         because Ray would report an error of the constructor only as a dead actor.
         """
-        self.host = host
+        self.host, self._devices, self._ledger = host, devices, ledger
         self._revision = -1
         self._wished: tuple[str, ...] = ()  # the models in the wishes, as last read
         self._removed: tuple[str, ...] = ()  # models that were wished earlier, and no longer are
@@ -82,11 +82,12 @@ class HostAgent:
         try:
             cluster.require_token()
             cluster.require_equal_versions(theirs, "the process that joins this host")
-            self._open(devices, ledger)
+            self._open()
         except GpuError as error:
             self._trouble = error
 
-    def _open(self, devices: str, ledger: str | None) -> None:
+    def _open(self) -> None:
+        devices, ledger = self._devices, self._ledger
         # At each start, the catalogue is empty. It is filled from the wishes at Ray's head.
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
@@ -107,9 +108,10 @@ class HostAgent:
         start(self._watch)
 
     def ready(self) -> dict[str, Any]:
-        """The process id and the versions of this agent. Raises the error of its start, as every method does."""
+        """What this agent is, and was started with. Raises the error of its start, as every method does."""
         self._require_started()
-        return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
+        more = {"host": self.host, "devices": self._devices, "ledger": self._ledger}
+        return {"pid": os.getpid(), "versions": cluster.versions(), **more}
 
     def _require_started(self) -> None:
         """Raises the error of the start, as of an agent that Ray has started again after an upgrade of its host."""

@@ -683,7 +683,8 @@ def join(
     `name` is the name of the host; the default is the machine's name. `devices` are the cards as in GPU_DEVICES;
     simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the host's ledger, by default that of the
     machine's configuration, as for its notebooks. `address` is the address of Ray's head. `node` is the id of the Ray
-    node; the default is the node of this machine. Raises FleetUnavailable.
+    node; the default is the node of this machine. A machine that is in the fleet stays as it is. Raises
+    FleetUnavailable, also if it is in the fleet with another name, other devices or another ledger.
     """
     cluster.connect(address)
     cluster.require_token()
@@ -691,12 +692,13 @@ def join(
     node = node or module.get_runtime_context().get_node_id()
     host = _free_name(name or socket.gethostname().partition(".")[0], node)
     given = os.environ.get("GPU_DEVICES", "")
+    asked = {"host": name and host, "devices": devices, "ledger": ledger}
     # Ray hides cards from processes that did not claim them. There `auto` would find no card.
     devices = devices or (given if given not in ("", "auto") else CARDS_HERE)
     cards = int(cluster.living_nodes().get(node, {}).get("Resources", {}).get("GPU", 0))
     agent = _start_agent(host, node, cards, devices, ledger)
     try:
-        cluster.answer(on(agent, "ready", "offers", again=True), JOIN_SECONDS)
+        told = cluster.answer(on(agent, "ready", "offers", again=True), JOIN_SECONDS)
     except (GpuError, cluster.Gone, cluster.Unreachable) as error:
         module.kill(agent)
         if isinstance(error, BadSetting) and devices == CARDS_HERE:
@@ -712,6 +714,14 @@ def join(
             "  See:  ray status",
             why=str(error),
         ) from None
+    if any(value and value != told[what] for what, value in asked.items()):
+        raise FleetUnavailable(
+            f"this machine is in the fleet already: as {told['host']}, with {told['devices']}"
+            f" and {told['ledger'] or 'the ledger of its notebooks'}.\n"
+            "  To change that, first take it out:  gpu fleet leave",
+            why="joined already",
+        )
+    host, devices = told["host"], told["devices"]  # an agent that ran already keeps its own
     cluster.store_host(node, host)
     with contextlib.suppress(cluster.Gone, cluster.Unreachable):  # it reads the hosts later
         cluster.answer(controller().hosts.remote())

@@ -298,6 +298,16 @@ def test_no_agent_joins_a_cluster_without_a_token(hosts, monkeypatch):
         client.join(name="box4", devices="sim:24GiB")
 
 
+def test_a_host_of_the_fleet_that_joins_again_stays_as_it_is(empty, hosts):
+    node = hosts.nodes["box1"].node_id
+    for other in ({"name": "box9"}, {"devices": "sim:9GiB"}, {"ledger": "keeper:///elsewhere"}):
+        with pytest.raises(FleetUnavailable, match="already: as box1, with sim:2x80GiB"):
+            client.join(node=node, address=hosts.address, **other)
+    again = client.join(node=node, address=hosts.address)
+    assert again.because == f"box1 has joined the fleet, with {hosts.devices['box1']}"
+    assert empty.hosts() == ("box1", "box2", "box3")
+
+
 def test_other_versions_are_refused_by_name():
     theirs = cluster.versions() | {"Python": "3.9"}
     with pytest.raises(FleetUnavailable, match="box7 has other versions: Python 3.9, not 3"):
