@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -106,6 +107,7 @@ def connect(address: str = "auto") -> None:
                 HEAD_SECONDS,
             )
         try:
+            _require_listener(address)
             module.init(
                 address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
             )
@@ -118,6 +120,15 @@ def connect(address: str = "auto") -> None:
             ) from error
         # Ray's thread that prints errors of other processes polls without pause once the head is gone.
         module._private.worker.global_worker.threads_stopped.set()
+
+
+def _require_listener(address: str) -> None:
+    """Raises OSError if nobody listens at the `address` of a head. Ray would try it for a quarter of an hour."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "://" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), HEAD_ANSWER_SECONDS).close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -183,10 +184,30 @@ def test_whoever_imported_ray_first_is_told_what_the_end_of_the_head_costs(
     monkeypatch.setattr(cluster, "ray", lambda: imported)
     monkeypatch.setitem(sys.modules, "ray", imported)
     monkeypatch.setattr(cluster, "_survives", survives)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(FleetUnavailable, match="nobody listens"):
-        cluster.connect("box1:6379")
+        cluster.connect("auto")
     assert (cluster.HEAD_SECONDS in caplog.text) == (not survives)
     assert cluster.HEAD_SECONDS not in os.environ
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "of the environment"])
+def test_an_address_where_nobody_listens_is_told_at_once(monkeypatch, given):
+    """Ray tries one for a quarter of an hour."""
+    begun = []
+    imported = SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda **_: begun.append(1),
+        _private=SimpleNamespace(worker=SimpleNamespace()),
+    )
+    monkeypatch.setattr(cluster, "ray", lambda: imported)
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(FleetUnavailable, match="there is no Ray cluster at .*refused"):
+            cluster.connect(address if given else "auto")
+    assert not begun
 
 
 SURVIVES = """
