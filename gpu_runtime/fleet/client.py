@@ -684,7 +684,7 @@ def join(
     simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the host's ledger, by default that of the
     machine's configuration, as for its notebooks. `address` is the address of Ray's head. `node` is the id of the Ray
     node; the default is the node of this machine. A machine that is in the fleet stays as it is. Raises
-    FleetUnavailable, also if it is in the fleet with another name, other devices or another ledger.
+    FleetUnavailable, also if it is in the fleet with another name, other devices, another ledger or other versions.
     """
     cluster.connect(address)
     cluster.require_token()
@@ -714,6 +714,12 @@ def join(
             "  See:  ray status",
             why=str(error),
         ) from None
+    if told["versions"] != cluster.versions():
+        raise FleetUnavailable(
+            f"this machine is in the fleet already, with an agent of other versions: {told['host']}.\n"
+            "  First take it out:  gpu fleet leave",
+            why="versions differ",
+        )
     if any(value and value != told[what] for what, value in asked.items()):
         raise FleetUnavailable(
             f"this machine is in the fleet already: as {told['host']}, with {told['devices']}"

@@ -298,13 +298,16 @@ def test_no_agent_joins_a_cluster_without_a_token(hosts, monkeypatch):
         client.join(name="box4", devices="sim:24GiB")
 
 
-def test_a_host_of_the_fleet_that_joins_again_stays_as_it_is(empty, hosts):
+def test_a_host_of_the_fleet_that_joins_again_stays_as_it_is(empty, hosts, monkeypatch):
     node = hosts.nodes["box1"].node_id
     for other in ({"name": "box9"}, {"devices": "sim:9GiB"}, {"ledger": "keeper:///elsewhere"}):
         with pytest.raises(FleetUnavailable, match="already: as box1, with sim:2x80GiB"):
             client.join(node=node, address=hosts.address, **other)
     again = client.join(node=node, address=hosts.address)
     assert again.because == f"box1 has joined the fleet, with {hosts.devices['box1']}"
+    monkeypatch.setattr(cluster, "versions", lambda: {"gpu-console": "0.4.0"})
+    with pytest.raises(FleetUnavailable, match="an agent of other versions: box1"):
+        client.join(node=node, address=hosts.address)
     assert empty.hosts() == ("box1", "box2", "box3")
 
 
