@@ -821,8 +821,9 @@ def _remove_rest(where: Places, made: Made) -> str:
         setup.end_service(ledger, where.root)
         if made.made_ledger:
             setup.forget(ledger, str(where.config))
-            shutil.rmtree(ledger)
-        else:
+            if ledger.exists():
+                shutil.rmtree(ledger)
+        elif (ledger / setup.MARK).exists():
             group = group_name(ledger)
             left = (
                 f"; {ledger} was there before and stays, without its keeper.\n"

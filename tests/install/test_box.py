@@ -139,6 +139,20 @@ def test_install_and_remove_leave_the_machine_as_it_was(machine):
     assert done and "nothing is installed" in because
 
 
+@pytest.mark.parametrize("made", [True, False], ids=["of the box", "from before"])
+def test_it_is_removed_although_its_ledger_is_gone(machine, made):
+    before = listing(machine.root)
+    ledger = machine.root / "var/lib/gpu-console/ledger"
+    if not made:
+        ledger.parent.mkdir(parents=True)
+        setup.init(str(ledger), GROUP, str(machine.root / "etc/gpu-console/config.toml"))
+    machine.install()
+    shutil.rmtree(ledger)
+    done, because = machine.remove()
+    assert done and "stays" not in because
+    assert not made or listing(machine.root) == before
+
+
 @pytest.mark.parametrize("link", ["opt", "var/lib", "usr/local", "etc/ipython"])
 def test_a_directory_of_the_machine_may_be_a_link(machine, monkeypatch, tmp_path, link):
     """As /opt is on some systems. The processes' maps have the real paths."""
