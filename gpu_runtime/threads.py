@@ -360,18 +360,18 @@ def finish() -> None:
 @contextlib.contextmanager
 def _interrupt_afterwards() -> Iterator[None]:
     """A context manager that holds back the stop button: its signal is handled after the block."""
-    pressed: list[Any] = []
+    pressed: list[int] = []  # not the frames, which would keep the objects of the work alive
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()  # only it handles signals
     if is_main and callable(before):
-        signal.signal(signal.SIGINT, lambda *signalled: pressed.append(signalled))
+        signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
         yield
     finally:
         if is_main and callable(before):
             signal.signal(signal.SIGINT, before)
             if pressed:
-                before(*pressed[0])
+                before(pressed[0], None)
 
 
 def uninterrupted(work: Callable[[], Any], *, to_the_end: bool = False) -> Any:
