@@ -1,7 +1,7 @@
 """Builders for the tests of the ledgers: owners, decisions, and other processes with a ledger."""
 
 import os
-import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.access import MARK, Access
 from gpu_runtime.ledgers.base import Ledger
 from tests import forked
+from tests.clock import PATIENCE
 from tests.redis_server import redis as redis
 
 GIB = 2**30
@@ -98,7 +99,7 @@ def in_a_child(act: Callable[[], object]) -> str:
     """Forks this process, calls `act` in the child and returns the name of its error, or an empty
     text.
 
-    The child closes its copy of the ledger and stays alive.
+    The child closes its copy of the ledger. It lives on for as long as a test waits for something.
     """
     inbox, outbox = os.pipe()
     if os.fork() == 0:
@@ -107,7 +108,7 @@ def in_a_child(act: Callable[[], object]) -> str:
         except Exception as error:
             os.write(outbox, type(error).__name__.encode())
         act.__self__.close()
-        signal.pause()
+        time.sleep(PATIENCE)
         os._exit(0)
     os.close(outbox)
     return os.read(inbox, 99).decode()
